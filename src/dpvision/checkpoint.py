@@ -1,0 +1,189 @@
+"""Checkpoints: safetensors beside a JSON manifest that names their digests; written atomically, verified when read, never unpickled."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from dpvision.errors import CheckpointError
+
+FORMAT = "dpvision-checkpoint-1"
+MANIFEST = "manifest.json"
+_REQUIRED = ("format", "run_id", "ledger_steps", "updates", "config", "plan", "ledger_digest", "lineage", "tensors")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint in memory (CPU tensors)."""
+
+    path: Path
+    manifest: dict[str, Any]
+    model: dict[str, Tensor]
+    ema: dict[str, Tensor] | None
+    optimizer: dict[str, Tensor] | None
+
+
+def save_checkpoint(
+    folder: Path,
+    manifest: dict[str, Any],
+    model: dict[str, Tensor],
+    *,
+    ema: dict[str, Tensor] | None = None,
+    optimizer: dict[str, Tensor] | None = None,
+) -> Path:
+    """Write ``folder`` (e.g. checkpoints/step-000123) whole or not at all; an existing one of that name is replaced.
+
+    Args:
+        manifest: run_id, ledger_steps, updates, config, plan, ledger_digest, lineage and anything else that may leave;
+            ``format`` and ``tensors`` (file name -> SHA-256) are added here.
+        model, ema, optimizer: flat dicts of tensors.
+
+    Raises:
+        CheckpointError: the disk refuses (full, read-only); what was saved before is untouched.
+    """
+    groups = {"model": model, "ema": ema, "optimizer": optimizer}
+    with replace_folder(folder) as partial:
+        digests = {}
+        for name, tensors in groups.items():
+            if tensors is not None:
+                # Clones, because safetensors refuses tensors that share memory (tied weights).
+                blob = save({key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()})
+                write_durably(partial / f"{name}.safetensors", blob)
+                digests[f"{name}.safetensors"] = hashlib.sha256(blob).hexdigest()
+        full = {"format": FORMAT, **manifest, "tensors": digests}
+        write_durably(partial / MANIFEST, json.dumps(full, indent=1, allow_nan=False).encode())
+    return folder
+
+
+def load_checkpoint(path: str | Path) -> Checkpoint:
+    """Read and verify a checkpoint.
+
+    Args:
+        path: a checkpoint folder, or a run folder (its newest checkpoint is taken).
+
+    Raises:
+        CheckpointError: nothing there, a file is missing, or a digest does not match.
+    """
+    folder = find_checkpoint(path)
+    manifest = read_manifest(folder)
+    groups: dict[str, dict[str, Tensor] | None] = {"model": None, "ema": None, "optimizer": None}
+    for file, digest in manifest["tensors"].items():
+        try:
+            blob = (folder / file).read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"checkpoint: {folder / file} ({error.strerror}); expected a readable file. {_older(folder)}") from None
+        if hashlib.sha256(blob).hexdigest() != digest:
+            raise CheckpointError(f"checkpoint: {folder / file} was altered (SHA-256 differs from {MANIFEST}). {_older(folder)}")
+        try:
+            groups[Path(file).stem] = load_file(folder / file)
+        except SafetensorError as error:
+            raise CheckpointError(f"checkpoint: {folder / file} is not a safetensors file ({error}). {_older(folder)}") from None
+    if groups["model"] is None:
+        raise CheckpointError(f"checkpoint: {folder} has no model.safetensors; expected one. {_older(folder)}")
+    return Checkpoint(folder, manifest, groups["model"], groups["ema"], groups["optimizer"])
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint folder, without its tensors."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint: {folder / MANIFEST} cannot be read ({error}). {_older(folder)}") from None
+    missing = [key for key in _REQUIRED if not isinstance(manifest, dict) or key not in manifest]
+    if missing or manifest["format"] != FORMAT:
+        raise CheckpointError(f"checkpoint: {folder / MANIFEST} lacks {missing or 'a known format'}; expected {FORMAT}. {_older(folder)}")
+    return manifest
+
+
+def find_checkpoint(run_or_checkpoint: str | Path) -> Path:
+    """Newest checkpoint folder of a run (also of one that lies under its ``confidential/``), or the checkpoint folder itself."""
+    start = Path(run_or_checkpoint)
+    if (start / MANIFEST).exists():
+        return start
+    for base in (start, start / "confidential"):
+        found = list_checkpoints(base)
+        if found:
+            return found[-1]
+    raise CheckpointError(f"checkpoint: none in {start}; expected a run folder or a checkpoint folder. Train first, or correct the path.")
+
+
+def list_checkpoints(base: Path) -> list[Path]:
+    """Complete checkpoint folders below ``base/checkpoints``, oldest first."""
+    return sorted(p.parent for p in (base / "checkpoints").glob(f"step-*/{MANIFEST}"))
+
+
+def keep_newest(base: Path, count: int) -> None:
+    """Delete all but the ``count`` newest checkpoints below ``base/checkpoints``."""
+    for folder in list_checkpoints(base)[:-count]:
+        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def replace_folder(folder: Path) -> Iterator[Path]:
+    """A temporary sibling to fill; renamed onto ``folder`` when the block succeeds, removed when it fails."""
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        _sync_folder(partial)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+        _sync_folder(folder.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint: cannot write {folder} ({error.strerror or error}); earlier checkpoints are untouched. "
+            "Free disk space or fix the permission, then --resume."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a new file and wait until it is on the disk."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a small JSON file atomically and durably."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        write_durably(partial, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
+        partial.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"write: {path} ({error.strerror or error}); expected a writable disk with space. Free some, then repeat."
+        ) from error
+
+
+def state_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, detached."""
+    return {name: value.detach() for name, value in module.state_dict().items()}
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _older(folder: Path) -> str:
+    return f"Restore it from a backup, or move {folder.name} away to go on from an older checkpoint."

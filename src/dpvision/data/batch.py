@@ -1,0 +1,23 @@
+"""What a loss function sees: one physical batch of records.
+
+Legend: B records (rows), V views of a record, C channels, H height, W width, L tokens, K labels.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """One physical batch. Every tensor has the record as its first dimension; a row with ``valid_B`` False is padding, weight 0."""
+
+    record_id_B: Tensor
+    """int64, the records' own immutable ids."""
+    valid_B: Tensor
+    """bool; False for padding rows and for records that could not be decoded: they contribute exactly zero."""
+    image_BVCHW: Tensor
+    """float32, normalised."""
+    token_BVL: Tensor | None = None
+    """int64 token ids, None without captions."""
+    label_B: Tensor | None = None
+    """int64 of shape (B,), or (B, K) for several labels; None without labels."""

@@ -1,0 +1,72 @@
+"""Randomness of one record: keyed by (config seed, step, the record's own id), never by its row or place in the batch.
+
+A counter-based generator (splitmix64's finaliser over a keyed counter), the same bits in numpy (data side) and in torch
+(model side, any device, also under ``torch.func.vmap``). This is for masks, crops and flips, which need to be reproducible
+and well spread. It is not for noise or for drawing the batch: those are secret (guarantee.md, rule 4).
+
+Legend: B records, N numbers per record.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_M1 = 0xBF58476D1CE4E5B9
+_M2 = 0x94D049BB133111EB
+
+
+def _signed(x: int) -> int:
+    """The int64 with the same bits as the unsigned 64-bit ``x``."""
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """Public key of one logical step: the config's seed and the step's number in the ledger."""
+
+    seed: int
+    step: int
+
+    def base(self, stream: str) -> int:
+        """Unsigned 64-bit constant of this (seed, step, stream)."""
+        text = f"dpvision {self.seed} {self.step} {stream}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+    def bits(self, record_id_B: Tensor, stream: str, count: int) -> Tensor:
+        """Random non-negative int64 numbers below 2^63, shape (B, count) or (count,) for a scalar id, on the ids' device."""
+        start = _mix_torch(record_id_B.long() ^ _signed(self.base(stream)))
+        counter = torch.arange(1, count + 1, device=record_id_B.device, dtype=torch.int64) * _signed(_GOLDEN)
+        return _mix_torch(start[..., None] + counter) & ((1 << 63) - 1)
+
+    def uniform(self, record_id_B: Tensor, stream: str, count: int) -> Tensor:
+        """Uniform float32 numbers in [0, 1), multiples of 2^-24, shape (B, count)."""
+        return (self.bits(record_id_B, stream, count) >> 39).float() * 2.0**-24
+
+    def uniform_numpy(self, record_id_B: np.ndarray, stream: str, count: int) -> np.ndarray:
+        """The same numbers as ``uniform``, as float64 of shape (B, count), for code that runs in data workers."""
+        with np.errstate(over="ignore"):
+            start = _mix_numpy(np.asarray(record_id_B).astype(np.uint64) ^ np.uint64(self.base(stream)))
+            counter = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+            bits = _mix_numpy(start[..., None] + counter) & np.uint64((1 << 63) - 1)
+        return (bits >> np.uint64(39)).astype(np.float64) * 2.0**-24
+
+
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    """Logical (zero-filling) shift of int64."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _mix_torch(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _signed(_M1)
+    x = (x ^ _shift_right(x, 27)) * _signed(_M2)
+    return x ^ _shift_right(x, 31)
+
+
+def _mix_numpy(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_M1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_M2)
+    return x ^ (x >> np.uint64(31))
