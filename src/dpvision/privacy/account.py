@@ -1,0 +1,184 @@
+"""What all runs on one store have spent together, and the owner's cap on it."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from dp_accounting import dp_event
+
+from dpvision.errors import ConfigError, PrivacyError
+from dpvision.privacy import accountant
+from dpvision.privacy.accountant import PrivacySpent
+from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.store_marks import StoreLedgers, make_folders, read_json, write_json
+
+CAP_FORMAT = "dpvision-cap-1"
+_CAP_GRID = np.geomspace(1e-3, 1e5, 8001)
+
+
+@dataclass(frozen=True)
+class Cap:
+    """The owner's limit on the total of all runs on a store."""
+
+    epsilon: float
+    delta: float
+
+
+@dataclass(frozen=True)
+class RunAccount:
+    """One run's part, from its ledger."""
+
+    run_id: str
+    guarantee: str
+    planned_steps: int
+    restarts: int
+    spent: PrivacySpent
+
+
+@dataclass(frozen=True)
+class StoreAccount:
+    """Spent by run and in total, per record. Totals are None where a run without a guarantee has touched the store."""
+
+    store_id: str
+    runs: tuple[RunAccount, ...]
+    unprotected: tuple[str, ...]
+    """Ids of runs without a guarantee that executed at least one step: no total holds."""
+    delta: float | None
+    """Of the totals: the cap's, else the smallest of the runs'; None without either (nothing spent, nothing asked)."""
+    epsilon: float | None
+    """PLD of all executed steps: holds when the runs' settings were fixed beforehand."""
+    epsilon_filter: float | None
+    """RDP filter (``filter_epsilon``): for settings chosen after seeing earlier runs; None with truncated Poisson."""
+    cap: Cap | None
+    left: float | None
+    """cap.epsilon - epsilon; the PLD of a further run adds up to less than this sum suggests. None without a cap or a total."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict, ready for JSON."""
+        return asdict(self)
+
+
+def store_account(store_dir: Path) -> StoreAccount:
+    """The account of a store, from its verified ledgers.
+
+    Raises:
+        PrivacyError: a ledger was altered, shortened, deleted or replaced by an older copy.
+        DataError: not a store.
+    """
+    ledgers = StoreLedgers.of(store_dir)
+    contents = ledgers.read_all()
+    runs = tuple(RunAccount(c.run_id, c.plan.guarantee, c.plan.steps, c.restarts, c.plan.spent(c.steps)) for c in contents.values())
+    unprotected = tuple(c.run_id for c in contents.values() if c.plan.guarantee != "dp" and c.steps)
+    parts = [(c.plan, c.steps) for c in contents.values() if c.plan.guarantee == "dp" and c.steps]
+    cap = _read_cap(ledgers)
+    delta = cap.delta if cap else min((plan.delta for plan, _ in parts), default=None)
+    epsilon = epsilon_filter = None
+    if not unprotected and delta is None:
+        epsilon = epsilon_filter = 0.0
+    elif not unprotected and delta is not None:
+        epsilon = _total(parts, delta)
+        epsilon_filter = filter_epsilon([plan.event(steps) for plan, steps in parts], delta)
+    left = None if cap is None or epsilon is None else max(0.0, cap.epsilon - epsilon)
+    return StoreAccount(ledgers.store_id, runs, unprotected, delta, epsilon, epsilon_filter, cap, left)
+
+
+def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
+    """Set or replace the owner's cap: no run is opened on the store that would bring the PLD total above ``epsilon`` at ``delta``.
+
+    Args:
+        store_dir: folder of the store.
+        epsilon: more than 0.
+        delta: in [1e-14, 1).
+
+    Raises:
+        ConfigError: a value is out of range.
+        DataError: not a store.
+    """
+    if not 0 < epsilon < math.inf:
+        raise ConfigError(f"cap: epsilon={epsilon}; expected a positive number. Typical: 10.")
+    if not accountant.MIN_DELTA <= delta < 1:
+        raise ConfigError(f"cap: delta={delta}; expected at least {accountant.MIN_DELTA} and less than 1. Typical: 1 / (2 dataset_size).")
+    ledgers = StoreLedgers.of(store_dir)
+    make_folders(ledgers.folder)
+    write_json(ledgers.folder / "cap.json", {"format": CAP_FORMAT, "epsilon": epsilon, "delta": delta})
+
+
+def check_cap(ledgers: StoreLedgers, parts: list[tuple[DPPlan, int]]) -> None:
+    """Refuse when ``parts``, pairs of a plan and the steps to count of it, exceed the store's cap.
+
+    Raises:
+        PrivacyError: the total is above the cap, or a part has no guarantee at all.
+    """
+    cap = _read_cap(ledgers)
+    if cap is None:
+        return
+    parts = [(plan, steps) for plan, steps in parts if steps]
+    if any(plan.guarantee != "dp" for plan, _ in parts):
+        raise PrivacyError(
+            f"cap: a run without a guarantee; expected a total of at most epsilon={cap.epsilon} at delta={cap.delta}. "
+            "Use another store, or ask its owner to lift the cap."
+        )
+    total = _total(parts, cap.delta)
+    if not total <= cap.epsilon:
+        raise PrivacyError(
+            f"cap: total epsilon={total:.4g} with this run; expected at most {cap.epsilon} at delta={cap.delta}. "
+            "Plan a smaller target_epsilon, or ask the store's owner to raise the cap."
+        )
+
+
+def filter_epsilon(events: Iterable[dp_event.DpEvent], delta: float) -> float | None:
+    """Smallest cap whose Renyi filter would have admitted ``events`` in this order; for events chosen after seeing earlier results.
+
+    Summing the PLDs of runs is proven for settings fixed in advance. For a run whose settings, or very existence, depend on
+    earlier results (fully adaptive composition) a Renyi filter is: fix an order a and a budget B before the first run, and
+    admit runs while the sum of their divergences at that order is at most B; the whole is then (a, B)-RDP (Feldman and Zrnic,
+    arXiv 2008.11193; Lecuyer, arXiv 2103.01379), and with c(a, delta) = log(1 - 1/a) - log(a delta) / (a - 1)
+    (the Balle conversion) it is (B + c, delta)-DP.
+
+    The order must not depend on what was seen. Here it is a function of the cap (epsilon, delta) alone: the order whose
+    budget admits the most Gaussian noise, a(epsilon, delta) = argmax of (epsilon - c(a, delta)) / a over dp-accounting's
+    orders, and B = epsilon - c. A cap fixed before the first run is therefore kept, under full adaptivity, if and only if this
+    filter admits the runs. The figure returned is the smallest of 8001 caps (0.23% apart, 1e-3 to 1e5) that admits them: proven for an
+    owner who had set that cap or a larger one beforehand, a description otherwise.
+
+    Returns:
+        The cap; infinite if none admits the events; 0 for none; None if one of them has no RDP.
+    """
+    curves = []
+    for event in events:
+        curve = accountant.rdp_curve(event)
+        if curve is None:
+            return None
+        curves.append(curve)
+    if not curves:
+        return 0.0
+    orders = curves[0][0]
+    total = np.sum([divergence for _, divergence in curves], axis=0)
+    conversion = np.log1p(-1 / orders) - np.log(orders * delta) / (orders - 1)
+    chosen = np.argmax((_CAP_GRID[:, None] - conversion) / orders, axis=1)
+    admitted = total[chosen] + conversion[chosen] <= _CAP_GRID
+    return float(_CAP_GRID[np.argmax(admitted)]) if admitted.any() else math.inf
+
+
+def _total(parts: list[tuple[DPPlan, int]], delta: float) -> float:
+    """PLD epsilon of all parts together, on the coarsest of their grids; 0 for none."""
+    if not parts:
+        return 0.0
+    interval = max(plan.value_discretization_interval or 0.0 for plan, _ in parts)
+    return accountant.epsilon(dp_event.ComposedDpEvent(tuple(plan.event(steps) for plan, steps in parts)), delta, interval)
+
+
+def _read_cap(ledgers: StoreLedgers) -> Cap | None:
+    path = ledgers.folder / "cap.json"
+    if not path.exists():
+        return None
+    values = read_json(path)
+    try:
+        if values["format"] != CAP_FORMAT:
+            raise ValueError
+        return Cap(float(values["epsilon"]), float(values["delta"]))
+    except (TypeError, KeyError, ValueError):
+        raise PrivacyError(f"cap: {path}: not a cap file; expected what dpvision wrote. Restore it, or set the cap again.") from None

@@ -1,0 +1,194 @@
+"""The append-only record of what was executed: charged before the deed, so that a crash never under-counts."""
+
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from dpvision.errors import CheckpointError, PrivacyError
+from dpvision.privacy.account import Cap, RunAccount, StoreAccount, check_cap, set_cap, store_account
+from dpvision.privacy.ledger_format import (
+    LedgerContents,
+    digest,
+    encode,
+    header_line,
+    read_ledger,
+    recovery_line,
+    start_line,
+    step_line,
+)
+from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.store_marks import Mark, StoreLedgers, make_folders, write_file
+
+__all__ = ["Cap", "Ledger", "LedgerContents", "RunAccount", "StoreAccount", "read_ledger", "set_cap", "store_account"]
+
+
+class Ledger:
+    """Open ledger of one run: holds an exclusive lock on its file until closed. Use as a context manager; rank 0 only.
+
+    The contract of the training loop: ``step = ledger.append()`` returns only when the charge is on the disk, and only then
+    may anything of that step be computed. ``steps`` is the only counter of the run.
+    """
+
+    path: Path
+    run_id: str
+    plan: DPPlan
+
+    def __init__(self, ledgers: StoreLedgers, contents: LedgerContents, fd: int) -> None:
+        self.path = contents.path
+        self.run_id = contents.run_id
+        self.plan = contents.plan
+        self._ledgers = ledgers
+        self._fd = fd
+        self._steps = contents.steps
+        self._restarts = contents.restarts
+        self._digest = contents.digest
+
+    @classmethod
+    def open(cls, store_dir: Path, run_id: str, plan: DPPlan, *, resume: bool) -> Self:
+        """Start or resume a run's ledger, LEDGERS/<store_id>/<run_id>.jsonl beside the store.
+
+        A torn last line is charged and sealed. Every ledger of the store is verified first, and with a cap the total of all
+        runs (executed steps; all planned steps of this run and of runs that are open now) must stay within it.
+
+        Args:
+            store_dir: folder of the store.
+            run_id: name of the run, a plain file name.
+            plan: what will be executed; on resume the one the run began with.
+            resume: whether the run has been started before.
+
+        Raises:
+            CheckpointError: the run is open elsewhere, exists although ``resume`` is False, does not exist although it is True,
+                or the disk is full.
+            PrivacyError: a ledger was altered, shortened, deleted or replaced by an older copy; another plan; above the cap.
+            DataError: not a store.
+        """
+        ledgers = StoreLedgers.of(store_dir)
+        path = ledgers.ledger_path(run_id)
+        make_folders(ledgers.folder)
+        with ledgers.locked():
+            if resume and not path.exists() and run_id not in ledgers.marks():
+                raise CheckpointError(f"ledger: {path}: missing; expected a ledger with resume. Start the run without resume.")
+            if not resume and path.exists():
+                raise CheckpointError(f"ledger: run_id={run_id}: has a ledger; expected a new run. Resume it, or choose another name.")
+            fd = _lock(path) if resume else None
+            try:
+                contents = ledgers.read_all()
+                if resume and not plan.same_mechanism(contents[run_id].plan):
+                    raise PrivacyError(
+                        f"ledger: {path}: another plan; expected the one the run began with. Restore its settings, or start a new run."
+                    )
+                others = [(c.plan, c.plan.steps if _in_use(c.path) else c.steps) for c in contents.values() if c.run_id != run_id]
+                check_cap(ledgers, [*others, (plan, plan.steps)])
+                if fd is None:
+                    header = encode(header_line(run_id, ledgers.store_id, plan))
+                    write_file(path, header + b"\n" + encode(start_line(digest(header), resume=False)) + b"\n")
+                    fd = _lock(path)
+                    ledger = cls(ledgers, read_ledger(path), fd)
+                else:
+                    if contents[run_id].torn:
+                        _seal(contents[run_id])
+                        os.close(fd)
+                        fd = None  # the file was replaced: lock the new one; the folder's lock keeps others out meanwhile
+                        fd = _lock(path)
+                    ledger = cls(ledgers, read_ledger(path), fd)
+                    ledger._write(encode(start_line(ledger._digest, resume=True)))
+                    ledger._restarts += 1
+                ledgers.set_mark(run_id, Mark(ledger._steps, ledger._digest))
+            except BaseException:
+                if fd is not None:
+                    os.close(fd)
+                raise
+        return ledger
+
+    @property
+    def steps(self) -> int:
+        """Steps charged so far, torn lines included."""
+        return self._steps
+
+    @property
+    def restarts(self) -> int:
+        """Starts of the run after the first."""
+        return self._restarts
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 of the last line, which vouches for the whole ledger."""
+        return self._digest
+
+    def append(self) -> int:
+        """Charge the next step and return its number, from 0; durable, and remembered by the store, when this returns.
+
+        Raises:
+            PrivacyError: the plan has no further step.
+            CheckpointError: the ledger is closed, or the disk is full; the step may then count as charged.
+        """
+        if self._steps >= self.plan.steps:
+            raise PrivacyError(f"ledger: steps={self._steps}; expected fewer than the plan's {self.plan.steps}. The plan is used up: stop.")
+        step = self._steps
+        self._write(encode(step_line(self._digest, step)))
+        self._steps = step + 1
+        with self._ledgers.locked():
+            self._ledgers.set_mark(self.run_id, Mark(self._steps, self._digest))
+        return step
+
+    def close(self) -> None:
+        """Release the lock; the ledger stays as it is."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _write(self, line: bytes) -> None:
+        if self._fd < 0:
+            raise CheckpointError(f"ledger: {self.path}: closed; expected an open ledger. Open it again with resume.")
+        rest = line + b"\n"
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+            os.fsync(self._fd)
+        except OSError as error:
+            # What is on the disk is unknown now: nothing more may be appended by this process.
+            self.close()
+            raise CheckpointError(f"ledger: {self.path}: {error.strerror}; expected room to write. Free space, then resume.") from None
+        self._digest = digest(line)
+
+
+def _seal(contents: LedgerContents) -> None:
+    """End a torn line and vouch for its bytes. By rename, not by appending: a crash in between must not leave a line unsealed."""
+    seal = encode(recovery_line(digest(contents.torn), contents.steps))
+    write_file(contents.path, contents.path.read_bytes() + b"\n" + seal + b"\n")
+
+
+def _lock(path: Path) -> int:
+    """Descriptor of the ledger for appending, exclusively locked.
+
+    Raises:
+        CheckpointError: another process has it.
+        PrivacyError: it is missing.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_APPEND)
+    except OSError as error:
+        raise PrivacyError(f"ledger: {path}: {error.strerror}; the store saw its run. Restore the ledger.") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise CheckpointError(f"ledger: {path}: in use by another process; expected one run at a time. Stop the other one first.") from None
+    return fd
+
+
+def _in_use(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False

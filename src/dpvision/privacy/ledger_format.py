@@ -1,0 +1,138 @@
+"""The ledger file: JSON lines, each holding the SHA-256 of the raw bytes of the line before it.
+
+Every line is determined by what came before (no clock, no free text), so that a reader can rebuild and compare it: a changed
+byte is found even in the last line. docs/privacy.md has the format.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpvision.errors import ConfigError, PrivacyError
+from dpvision.privacy.plan import DPPlan
+
+FORMAT = "dpvision-ledger-1"
+
+
+@dataclass(frozen=True)
+class LedgerContents:
+    """A ledger whose hash chain and counts have been verified."""
+
+    path: Path
+    run_id: str
+    store_id: str
+    plan: DPPlan
+    steps: int
+    """Steps charged, a torn last line included."""
+    restarts: int
+    """Starts of the run after the first."""
+    digest: str
+    """SHA-256 of the last line's raw bytes, which vouches for the whole file."""
+    torn: bytes
+    """Raw bytes after the last newline: a line whose writing was interrupted; empty normally."""
+    heads: dict[str, int] = field(repr=False)
+    """Digest of each line -> steps charged up to and including it."""
+
+
+def encode(line: dict[str, Any]) -> bytes:
+    """Canonical bytes of a line, without the newline."""
+    return json.dumps(line, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def digest(raw: bytes) -> str:
+    """Hex SHA-256 of a line's raw bytes, without the newline."""
+    return hashlib.sha256(raw).hexdigest()
+
+
+def header_line(run_id: str, store_id: str, plan: DPPlan) -> dict[str, Any]:
+    """First line: what the run is bound to."""
+    return {"format": FORMAT, "kind": "header", "plan": plan.to_dict(), "prev": "", "run_id": run_id, "store_id": store_id}
+
+
+def start_line(prev: str, *, resume: bool) -> dict[str, Any]:
+    """One per start of the run."""
+    return {"kind": "resume" if resume else "start", "prev": prev}
+
+
+def step_line(prev: str, step: int) -> dict[str, Any]:
+    """Charges ``step``, counted from 0, before it is executed."""
+    return {"kind": "step", "prev": prev, "step": step}
+
+
+def recovery_line(prev: str, steps: int) -> dict[str, Any]:
+    """Seals a torn line, whose digest is ``prev``: from here on ``steps`` steps count as charged."""
+    return {"kind": "recovery", "prev": prev, "steps": steps}
+
+
+def charge_torn(steps: int, plan: DPPlan) -> int:
+    """Steps after a torn line: it may have been a step that was executed, so it counts; a step beyond the plan is never begun."""
+    return min(steps + 1, plan.steps)
+
+
+def read_ledger(path: Path) -> LedgerContents:
+    """Contents of a ledger, verified, without opening it for writing.
+
+    Raises:
+        PrivacyError: the file was altered, is not a ledger, or is missing.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise PrivacyError(f"ledger: {path}: {error.strerror}; expected a readable ledger. Restore it from a copy.") from None
+    *lines, torn = data.split(b"\n")
+    header = _parse(lines[0]) if lines else None
+    if header is None or header.get("kind") != "header" or header.get("format") != FORMAT:
+        raise _altered(path, 1)
+    try:
+        plan = DPPlan.from_dict(header.get("plan"))
+        run_id, store_id = str(header["run_id"]), str(header["store_id"])
+    except (ConfigError, PrivacyError, KeyError) as error:
+        raise PrivacyError(f"ledger: {path}, line 1: {error} Restore the ledger, or read it with the version that wrote it.") from None
+    if lines[0] != encode(header_line(run_id, store_id, plan)) or lines[1:2] != [encode(start_line(digest(lines[0]), resume=False))]:
+        raise _altered(path, 1)
+
+    heads = {digest(lines[0]): 0, digest(lines[1]): 0}
+    steps = restarts = 0
+    prev = digest(lines[1])
+    number = 2
+    while number < len(lines):
+        raw = lines[number]
+        sealed = charge_torn(steps, plan)
+        if raw == encode(step_line(prev, steps)) and steps < plan.steps:
+            after, restart = steps + 1, 0
+        elif raw == encode(start_line(prev, resume=True)):
+            after, restart = steps, 1
+        else:
+            after, restart = -1, 0
+        # A line that was torn and sealed may hold anything, a whole line included: the seal says what it counts for.
+        if lines[number + 1 : number + 2] == [encode(recovery_line(digest(raw), sealed))]:
+            steps, prev = sealed, digest(lines[number + 1])
+            heads |= {digest(raw): steps, prev: steps}
+            number += 2
+            continue
+        if after < 0:
+            raise _altered(path, number + 1)
+        steps, restarts, prev = after, restarts + restart, digest(raw)
+        heads[prev] = steps
+        number += 1
+    if torn:
+        steps, prev = charge_torn(steps, plan), digest(torn)
+        heads[prev] = steps
+    return LedgerContents(Path(path), run_id, store_id, plan, steps, restarts, prev, torn, heads)
+
+
+def _parse(raw: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _altered(path: Path, number: int) -> PrivacyError:
+    return PrivacyError(
+        f"ledger: {path}, line {number}: not what the lines before it determine; expected an unbroken hash chain. "
+        "The file was altered or damaged: restore it from the newest copy in the run folder."
+    )

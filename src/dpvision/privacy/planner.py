@@ -1,0 +1,82 @@
+"""What can this data set afford? Noise, batch, steps, cost and expected signal, before a GPU starts."""
+
+import math
+from typing import Any
+
+from dp_accounting import gaussian_mechanism
+
+from dpvision.config import PrivacyConfig
+from dpvision.privacy import accountant
+from dpvision.privacy.plan import DPPlan, draft_plan, refusal
+
+ATTACK_FPRS = (0.001, 0.01)
+
+
+def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[str, Any]:
+    """Everything that follows from a privacy config, also where training with it would be refused ("refused" says why).
+
+    Args:
+        cfg: as for ``make_plan``, whose plan this describes.
+        num_parameters: trained parameters d of the model, for the signal figures; None leaves them out.
+
+    Returns:
+        A dict ready for JSON: the settings; epsilon (PLD) and its companions, None without a guarantee; n_times_delta;
+        "sample_gradients" = steps x expected_batch_size; "noise_batch_ratio" = noise_multiplier / expected_batch_size, the noise
+        on the mean gradient in units of max_grad_norm; "signal" (see ``signal``); "privacy_profile" and "attack_tpr".
+
+    Raises:
+        PrivacyError: the target cannot be reached, or delta is below what the accountant resolves.
+        ConfigError: a simulated run without noise_multiplier or max_grad_norm.
+    """
+    plan = draft_plan(cfg)
+    spent = plan.spent(plan.steps)
+    event = plan.event(plan.steps)
+    private = plan.guarantee == "dp"
+    return {
+        "guarantee": plan.guarantee,
+        "sampling": plan.sampling,
+        "dataset_size": plan.dataset_size,
+        "expected_batch_size": plan.expected_batch_size,
+        "max_batch_size": plan.max_batch_size,
+        "sample_rate": plan.sample_rate,
+        "noise_multiplier": plan.noise_multiplier,
+        "steps": plan.steps,
+        "delta": plan.delta,
+        "n_times_delta": plan.dataset_size * plan.delta,
+        "epsilon": spent.epsilon,
+        "epsilon_rdp": spent.epsilon_rdp,
+        "epsilon_unamplified": spent.epsilon_unamplified,
+        "max_records_per_unit": plan.max_records_per_unit,
+        "unit_epsilon": spent.unit_epsilon,
+        "value_discretization_interval": plan.value_discretization_interval,
+        "sample_gradients": plan.steps * plan.expected_batch_size,
+        "noise_batch_ratio": plan.noise_multiplier / plan.expected_batch_size,
+        "signal": signal(plan, num_parameters),
+        "privacy_profile": accountant.privacy_profile(event) if private else None,
+        "attack_tpr": {str(f): accountant.attack_tpr(event, f) for f in ATTACK_FPRS} if private else None,
+        "refused": refusal(plan),
+    }
+
+
+def signal(plan: DPPlan, num_parameters: int | None) -> dict[str, float] | None:
+    """How strong a common direction of the gradients must be to be found in the noise (a heuristic, not a promise).
+
+    A direction that lasts a fifth of the steps is recoverable when the mean clipped gradient has a norm, in units of the clip
+    norm, above about rho* = sqrt(5 d) / s for d trained parameters. "planned" s is sqrt(steps) x expected_batch_size /
+    noise_multiplier; no batch and no number of steps brings it above "limit" = dataset_size x mu, with mu the Gaussian
+    privacy parameter of (epsilon, delta).
+
+    Returns:
+        signal_planned, signal_limit and, where num_parameters is given, rho_star (at the limit) and rho_star_planned;
+        None without noise or without a guarantee.
+    """
+    if plan.epsilon is None or plan.epsilon <= 0:
+        return None
+    planned = math.sqrt(plan.steps) * plan.expected_batch_size / plan.noise_multiplier
+    limit = plan.dataset_size / float(gaussian_mechanism.get_sigma_gaussian(plan.epsilon, plan.delta))
+    figures = {"signal_planned": planned, "signal_limit": limit}
+    if num_parameters is not None:
+        figures["num_parameters"] = num_parameters
+        figures["rho_star"] = math.sqrt(5 * num_parameters) / limit
+        figures["rho_star_planned"] = math.sqrt(5 * num_parameters) / planned
+    return figures

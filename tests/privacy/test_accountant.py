@@ -1,0 +1,199 @@
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from dp_accounting import dp_event, pld
+from scipy import integrate, stats
+
+from dpvision.errors import PrivacyError
+from dpvision.privacy import accountant, mechanism
+
+N = 233_804_767
+PAPERS = {
+    # name: (dataset_size, batch, noise, steps, delta, epsilon that the paper prints, PLD of the issue or None)
+    "vip": (N, 98304, 0.48, 6100, 0.5 / N, 8, 6.84),
+    "vip, eps 2": (N, 98304, 0.787, 1500, 0.5 / N, 2, None),
+    "vip, eps 4": (N, 98304, 0.603, 3000, 0.5 / N, 4, None),
+    "vip, 2M": (2338047, 98304, 2.5, 6100, 0.5 / 2338047, 8, None),
+    "vip, fine-tuning": (1281167, 262144, 5.6, 1500, 8e-7, 8, None),
+    "tan": (1281167, 32768, 2.5, 18000, 8e-7, 8, None),
+    "dpcap": (N, 1310720, 0.728, 5708, 1 / N, 8, 7.34),
+    "dpcap, eps 2": (N, 1310720, 1.18, 2854, 1 / N, 2, None),
+    "dpcap, eps 1": (N, 1310720, 1.5, 1427, 1 / N, 1, None),
+    "dpcap, 64 epochs": (N, 1310720, 0.81, 11416, 1 / N, 8, None),
+    "dpcap, 128 epochs": (N, 1310720, 0.95, 22832, 1 / N, 8, None),
+    "dpcap, 98k": (N, 98304, 0.474, 5708, 1 / N, 8, None),
+    "dpcap, 400k": (N, 393216, 0.564, 5708, 1 / N, 8, None),
+}
+
+
+def poisson(rate: float, noise: float, steps: int) -> dp_event.DpEvent:
+    return mechanism.record_event("poisson", 10**6, rate, None, noise, steps)
+
+
+def hockey_stick(weights: list[float], noise: float, epsilon: float) -> float:
+    """delta of one step whose sum moves by k with chance weights[k], by direct integration: nothing shared with the PLD."""
+    x = np.linspace(-14 * noise, len(weights) + 14 * noise, 400_001)
+    null = stats.norm.pdf(x, 0, noise)
+    moved = sum(w * stats.norm.pdf(x, k, noise) for k, w in enumerate(weights))
+    remove = integrate.trapezoid(np.maximum(0, moved - math.exp(epsilon) * null), x)
+    add = integrate.trapezoid(np.maximum(0, null - math.exp(epsilon) * moved), x)
+    return max(remove, add)
+
+
+@pytest.mark.parametrize("name", ["vip", "dpcap", "dpcap, eps 1"])
+def test_papers_epsilons(name: str) -> None:
+    check_paper(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAPERS)
+def test_all_papers_epsilons(name: str) -> None:
+    check_paper(name)
+
+
+def check_paper(name: str) -> None:
+    n, batch, noise, steps, delta, printed, pld = PAPERS[name]
+    event = mechanism.record_event("poisson", n, batch / n, None, noise, steps)
+    by_rdp = accountant.epsilon_rdp(event, delta)
+    assert by_rdp is not None
+    assert round(by_rdp) == printed and abs(by_rdp - printed) < 0.06
+    stated = accountant.epsilon(event, delta)
+    assert stated < by_rdp
+    if pld is not None:
+        assert abs(stated - pld) < 0.005
+        assert abs(by_rdp - {"vip": 8.00, "dpcap": 8.05}[name]) < 0.005
+
+
+@pytest.mark.parametrize(("rate", "noise", "epsilon"), [(0.01, 1.0, 0.1), (0.5, 2.0, 0.3), (0.001, 0.5, 2.0)])
+def test_one_sampled_step_agrees_with_the_integral(rate: float, noise: float, epsilon: float) -> None:
+    exact = hockey_stick([1 - rate, rate], noise, epsilon)
+    bound = float(accountant.deltas(poisson(rate, noise, 1), np.array([epsilon]), 1e-4)[0])
+    assert exact * (1 - 1e-6) <= bound <= exact * (1 + 1e-3)
+    assert accountant.epsilon(poisson(rate, noise, 1), exact) == pytest.approx(epsilon, abs=2e-3)
+
+
+def test_fifty_sampled_steps_agree_with_simulated_privacy_losses() -> None:
+    rate, noise, steps, epsilon, rounds = 0.1, 1.0, 50, 1.0, 200_000
+    rng = np.random.default_rng(0)
+    loss = np.zeros(rounds)
+    for _ in range(steps):
+        x = rng.normal(size=rounds) * noise + (rng.random(rounds) < rate)
+        loss += np.log1p(rate * np.expm1((2 * x - 1) / (2 * noise**2)))
+    terms = np.maximum(0.0, -np.expm1(epsilon - loss))
+    bound = float(accountant.deltas(poisson(rate, noise, steps), np.array([epsilon]))[0])
+    assert abs(bound - terms.mean()) < 5 * terms.std() / math.sqrt(rounds)
+
+
+@pytest.mark.parametrize("noise", [0.5, 2.0, 20.0])
+def test_pld_at_sample_rate_one_agrees_with_the_closed_form(noise: float) -> None:
+    # Two events that are nearly one Gaussian: rate 1 - 1e-12 goes the PLD way, rate 1 the analytic one.
+    exact = accountant.epsilon(poisson(1.0, noise, 10), 1e-6)
+    assert isinstance(poisson(1.0, noise, 10), dp_event.GaussianDpEvent)
+    assert exact <= accountant.epsilon(poisson(1 - 1e-12, noise, 10), 1e-6, 1e-3) <= exact * 1.001
+
+
+def test_full_batches_over_many_steps_are_one_gaussian() -> None:
+    event = mechanism.record_event("full_batch", 1000, 1.0, None, 30.0, 100)
+    # Balle and Wang's condition, written out: delta = Phi(1/2s - e s) - exp(e) Phi(-1/2s - e s) with s = 30 / sqrt(100).
+    e, s = accountant.epsilon(event, 1e-5), 3.0
+    assert stats.norm.cdf(0.5 / s - e * s) - math.exp(e) * stats.norm.cdf(-0.5 / s - e * s) == pytest.approx(1e-5, rel=1e-6)
+
+
+def test_epsilon_is_monotone_in_every_argument() -> None:
+    base = {"rate": 0.01, "noise": 0.8, "steps": 200, "delta": 1e-6}
+
+    def eps(**change: float) -> float:
+        v = base | change
+        return accountant.epsilon(poisson(v["rate"], v["noise"], int(v["steps"])), v["delta"], 1e-3)
+
+    for name, values in {"rate": (0.005, 0.01, 0.02, 0.2, 1.0), "steps": (1, 10, 200, 2000)}.items():
+        series = [eps(**{name: v}) for v in values]
+        assert all(a < b for a, b in pairwise(series)), (name, series)
+    for name, values in {"noise": (0.5, 0.8, 2.0, 8.0), "delta": (1e-9, 1e-6, 1e-4)}.items():
+        series = [eps(**{name: v}) for v in values]
+        assert all(a > b for a, b in pairwise(series)), (name, series)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        poisson(0.02, 0.9, 30),
+        mechanism.record_event("truncated_poisson", 1000, 0.1, 115, 2.0, 10),
+        mechanism.unit_event("poisson", 0.05, 3.0, 10, 3),
+        dp_event.ComposedDpEvent((poisson(0.02, 0.9, 30), dp_event.GaussianDpEvent(5.0), dp_event.NoOpDpEvent())),
+    ],
+)
+def test_events_are_read_as_by_dp_accountings_own_accountant(event: dp_event.DpEvent) -> None:
+    theirs = pld.PLDAccountant(value_discretization_interval=1e-2).compose(event).get_epsilon(1e-6)
+    assert accountant.epsilon(event, 1e-6, 1e-2) == pytest.approx(theirs, rel=1e-9)
+
+
+def test_a_coarser_grid_is_only_more_pessimistic() -> None:
+    event = poisson(0.01, 0.8, 500)
+    series = [accountant.epsilon(event, 1e-6, h) for h in (1e-4, 1e-3, 1e-2)]
+    assert series[0] <= series[1] <= series[2] < series[0] + 0.15
+
+
+def test_grid_follows_the_size_of_epsilon() -> None:
+    grids = {noise: accountant.discretization_interval(poisson(0.5, noise, 100)) for noise in (0.02, 2.0, 1000.0)}
+    assert grids[2.0] == 1e-4
+    assert grids[0.02] > 1e-2
+    assert grids[1000.0] <= 1e-5
+
+
+def test_a_unit_of_one_record_costs_what_the_record_costs() -> None:
+    one = mechanism.unit_event("poisson", 0.01, 0.8, 100, 1)
+    assert accountant.epsilon(one, 1e-6, 1e-3) == pytest.approx(accountant.epsilon(poisson(0.01, 0.8, 100), 1e-6, 1e-3), rel=1e-6)
+
+
+def test_a_unit_of_two_agrees_with_the_integral_over_three_gaussians() -> None:
+    rate, noise, epsilon = 0.2, 1.5, 0.5
+    exact = hockey_stick([(1 - rate) ** 2, 2 * rate * (1 - rate), rate**2], noise, epsilon)
+    bound = float(accountant.deltas(mechanism.unit_event("poisson", rate, noise, 1, 2), np.array([epsilon]), 1e-3)[0])
+    assert exact * (1 - 1e-6) <= bound <= exact * (1 + 1e-3)
+
+
+def test_a_unit_in_full_batches_is_a_gaussian_of_its_size() -> None:
+    assert mechanism.unit_event("full_batch", 1.0, 12.0, 9, 4) == dp_event.GaussianDpEvent(1.0)
+
+
+def test_attack_bound_is_the_neyman_pearson_test_for_a_gaussian() -> None:
+    for noise, fpr in ((1.0, 0.001), (1.0, 0.01), (4.0, 0.01), (0.3, 0.001)):
+        exact = stats.norm.cdf(stats.norm.ppf(fpr) + 1 / noise)
+        bound = accountant.attack_tpr(dp_event.GaussianDpEvent(noise), fpr)
+        assert exact - 1e-9 <= bound <= exact * 1.01
+
+
+def test_attack_bound_holds_for_the_likelihood_ratio_test_of_sampled_steps() -> None:
+    rate, noise, rounds = 0.3, 0.7, 1_000_000
+    rng = np.random.default_rng(1)
+    out = rng.normal(size=rounds) * noise
+    inside = rng.normal(size=rounds) * noise + (rng.random(rounds) < rate)
+    threshold = np.quantile(out, 0.99)
+    bound = accountant.attack_tpr(poisson(rate, noise, 1), 0.01)
+    attained = (inside > threshold).mean()
+    assert abs(bound - attained) < 0.004  # the test is the best one, so that the bound is also reached
+
+
+def test_profile_starts_at_total_variation_and_falls() -> None:
+    profile = accountant.privacy_profile(dp_event.GaussianDpEvent(1.0))
+    assert profile[0][0] == 0.0
+    assert profile[0][1] == pytest.approx(2 * stats.norm.cdf(0.5) - 1, rel=1e-9)
+    assert all(a[1] > b[1] for a, b in pairwise(profile))
+    sampled = accountant.privacy_profile(poisson(0.01, 0.8, 100))
+    assert sampled[0][1] > sampled[-1][1] and sampled[-1][1] == pytest.approx(1e-10, rel=0.1)
+
+
+def test_no_profile_without_a_guarantee() -> None:
+    with pytest.raises(PrivacyError, match="without a guarantee"):
+        accountant.privacy_profile(dp_event.NonPrivateDpEvent())
+    assert accountant.epsilon(dp_event.NonPrivateDpEvent(), 1e-5) == math.inf
+    assert accountant.epsilon_rdp(dp_event.NonPrivateDpEvent(), 1e-5) is None
+
+
+@pytest.mark.parametrize("delta", [1e-15, 0.0, math.nan])
+def test_a_delta_below_the_accountants_resolution_is_refused(delta: float) -> None:
+    with pytest.raises(PrivacyError, match="delta="):
+        accountant.epsilon(poisson(0.01, 1.0, 10), delta)

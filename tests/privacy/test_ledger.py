@@ -1,0 +1,348 @@
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dp_accounting import dp_event
+
+from dpvision.config import PrivacyConfig
+from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
+from dpvision.privacy import ledger as ledger_module
+from dpvision.privacy.account import filter_epsilon
+from dpvision.privacy.ledger import Ledger, read_ledger, set_cap, store_account
+from dpvision.privacy.plan import DPPlan, make_plan
+
+FULL = PrivacyConfig(dataset_size=100, expected_batch_size=100, sampling="full_batch", noise_multiplier=20.0, steps=50, delta=1e-3)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    (folder / "store.json").write_text(json.dumps({"store_id": "5701e5701e", "visibility": "private"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plan() -> DPPlan:
+    return make_plan(FULL)
+
+
+def run(store: Path, plan: DPPlan, steps: int, run_id: str = "a", resume: bool = False) -> Path:
+    with Ledger.open(store, run_id, plan, resume=resume) as ledger:
+        for _ in range(steps):
+            ledger.append()
+        return ledger.path
+
+
+def test_steps_are_numbered_from_zero_and_the_plan_is_the_only_budget(store: Path, plan: DPPlan) -> None:
+    short = dataclasses.replace(plan, steps=3)
+    with Ledger.open(store, "a", short, resume=False) as ledger:
+        assert [ledger.append() for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(PrivacyError, match="used up"):
+            ledger.append()
+        assert ledger.steps == 3
+    with Ledger.open(store, "a", short, resume=True) as ledger, pytest.raises(PrivacyError, match="used up"):
+        ledger.append()
+
+
+def test_the_ledger_lies_beside_the_store_and_chains_raw_lines(store: Path, plan: DPPlan) -> None:
+    path = run(store, plan, 2)
+    assert path == store.parent / "LEDGERS" / "5701e5701e" / "a.jsonl"
+    lines = path.read_bytes().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["header", "start", "step", "step"]
+    for before, line in zip([b"", *lines][:-1], lines, strict=True):
+        assert json.loads(line)["prev"] == (hashlib.sha256(before).hexdigest() if before else "")
+    contents = read_ledger(path)
+    assert (contents.run_id, contents.steps, contents.restarts, contents.plan) == ("a", 2, 0, plan)
+    assert contents.digest == hashlib.sha256(lines[-1]).hexdigest()
+
+
+def test_a_charge_is_on_the_disk_before_append_returns(store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd)))
+    with Ledger.open(store, "a", plan, resume=False) as ledger:
+        for _ in range(3):
+            synced.clear()
+            ledger.append()
+            assert synced[0] == ledger.path.stat().st_size  # the ledger first, whole; then the mark
+            assert len(synced) == 3  # ledger, marks file, its folder
+        assert ledger_module.read_ledger(ledger.path).steps == 3
+
+
+def test_resume_counts_on_and_says_so(store: Path, plan: DPPlan) -> None:
+    run(store, plan, 3)
+    run(store, plan, 2, resume=True)
+    with Ledger.open(store, "a", plan, resume=True) as ledger:
+        assert (ledger.steps, ledger.restarts, ledger.append()) == (5, 2, 5)
+        assert ledger.digest == read_ledger(ledger.path).digest
+
+
+@pytest.mark.parametrize("kill_after", [1, 4, 9])
+def test_a_killed_process_never_under_counts(store: Path, plan: DPPlan, kill_after: int) -> None:
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with Ledger.open(store, "a", plan, resume=False) as ledger:
+                while True:
+                    os.write(write_end, bytes([ledger.append()]))
+        finally:
+            os._exit(1)  # never back into pytest
+    seen = -1
+    while seen < kill_after:
+        seen = os.read(read_end, 1)[0]
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(write_end)
+    while rest := os.read(read_end, 1):
+        seen = rest[0]
+    os.close(read_end)
+    with Ledger.open(store, "a", plan, resume=True) as ledger:
+        assert ledger.steps >= seen + 1
+        assert ledger.append() >= seen + 1
+
+
+def test_a_crash_at_any_byte_of_the_last_line_charges_it(store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # speed only: the crash is made by hand
+    path = run(store, plan, 3)
+    marks = (store / "ledger_marks.json").read_bytes()
+    run(store, plan, 0, resume=True)
+    before = path.read_bytes()
+    run_bytes = before + ledger_module.encode(ledger_module.step_line(read_ledger(path).digest, 3)) + b"\n"
+    for cut in range(len(before) + 1, len(run_bytes)):
+        path.write_bytes(run_bytes[:cut])
+        (store / "ledger_marks.json").write_bytes(marks)
+        assert read_ledger(path).steps == 4 and read_ledger(path).torn
+        with Ledger.open(store, "a", plan, resume=True) as ledger:
+            assert ledger.append() == 4
+        sealed = read_ledger(path)
+        assert sealed.steps == 5 and not sealed.torn
+        assert path.read_bytes().startswith(run_bytes[:cut] + b"\n")
+
+
+def test_cutting_the_file_anywhere_never_under_counts(store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    path = run(store, plan, 4)
+    whole, marks = path.read_bytes(), (store / "ledger_marks.json").read_bytes()
+    for cut in [*range(0, len(whole) - 300, 17), *range(len(whole) - 300, len(whole))]:
+        path.write_bytes(whole[:cut])
+        try:
+            with Ledger.open(store, "a", plan, resume=True) as ledger:
+                assert ledger.steps >= 4
+        except PrivacyError:
+            assert path.read_bytes() == whole[:cut]
+        path.write_bytes(whole)
+        (store / "ledger_marks.json").write_bytes(marks)
+
+
+def test_a_torn_last_step_of_the_plan_does_not_count_beyond_it(store: Path, plan: DPPlan) -> None:
+    short = dataclasses.replace(plan, steps=2)
+    path = run(store, short, 2)
+    path.write_bytes(path.read_bytes() + b'{"kind":"res')
+    assert read_ledger(path).steps == 2
+    with Ledger.open(store, "a", short, resume=True) as ledger:
+        assert ledger.steps == 2
+
+
+def test_changing_any_byte_is_found(store: Path, plan: DPPlan) -> None:
+    run(store, plan, 1)
+    path = run(store, plan, 2, resume=True)
+    whole = path.read_bytes()
+    for place in range(len(whole) - 1):
+        altered = bytearray(whole)
+        altered[place] ^= 1
+        path.write_bytes(bytes(altered))
+        with pytest.raises((PrivacyError, CheckpointError)):
+            store_account(store)
+    path.write_bytes(whole)
+    assert store_account(store).runs[0].spent.steps == 3
+
+
+def test_removing_or_doubling_a_line_is_found(store: Path, plan: DPPlan) -> None:
+    path = run(store, plan, 3)
+    lines = path.read_bytes().splitlines(keepends=True)
+    for i in range(len(lines)):
+        for changed in (lines[:i] + lines[i + 1 :], lines[: i + 1] + lines[i:]):
+            path.write_bytes(b"".join(changed))
+            with pytest.raises(PrivacyError):
+                store_account(store)
+
+
+def test_a_rewritten_chain_with_the_same_count_is_found_by_the_mark(store: Path, plan: DPPlan) -> None:
+    path = run(store, plan, 2)
+    other = dataclasses.replace(plan, noise_multiplier=1000.0)
+    shutil.rmtree(path.parent)
+    (store / "ledger_marks.json").rename(store / "kept")
+    run(store, other, 2)
+    (store / "kept").replace(store / "ledger_marks.json")
+    with pytest.raises(PrivacyError, match="other lines"):
+        Ledger.open(store, "a", other, resume=True)
+
+
+def test_a_copied_back_ledger_folder_is_refused(store: Path, plan: DPPlan) -> None:
+    path = run(store, plan, 2)
+    shutil.copytree(path.parent, store.parent / "backup")
+    run(store, plan, 3, resume=True)
+    shutil.rmtree(path.parent)
+    shutil.copytree(store.parent / "backup", path.parent)
+    for attempt in (
+        lambda: Ledger.open(store, "a", plan, resume=True),
+        lambda: Ledger.open(store, "b", plan, resume=False),
+        lambda: store_account(store),
+    ):
+        with pytest.raises(PrivacyError, match="older copy"):
+            attempt()
+
+
+def test_a_deleted_ledger_is_refused(store: Path, plan: DPPlan) -> None:
+    run(store, plan, 2).unlink()
+    with pytest.raises(PrivacyError, match="the store saw its run"):
+        Ledger.open(store, "a", plan, resume=True)
+    for run_id in ("a", "b"):
+        with pytest.raises(PrivacyError, match="the store saw its run"):
+            Ledger.open(store, run_id, plan, resume=False)
+
+
+def test_a_ledger_of_another_store_or_run_is_refused(store: Path, plan: DPPlan) -> None:
+    path = run(store, plan, 2)
+    shutil.copy(path, path.with_name("b.jsonl"))
+    with pytest.raises(PrivacyError, match="expected this run"):
+        Ledger.open(store, "b", plan, resume=True)
+
+
+def test_start_and_resume_are_not_confused(store: Path, plan: DPPlan) -> None:
+    with pytest.raises(CheckpointError, match="without resume"):
+        Ledger.open(store, "a", plan, resume=True)
+    run(store, plan, 1)
+    with pytest.raises(CheckpointError, match="Resume it"):
+        Ledger.open(store, "a", plan, resume=False)
+
+
+def test_another_plan_cannot_resume(store: Path, plan: DPPlan) -> None:
+    run(store, plan, 1)
+    for change in ({"noise_multiplier": 19.0}, {"steps": 60}, {"max_grad_norm": 2.0}):
+        with pytest.raises(PrivacyError, match="another plan"):
+            Ledger.open(store, "a", dataclasses.replace(plan, **change), resume=True)
+    run(store, dataclasses.replace(plan, epsilon=plan.epsilon + 1e-12), 1, resume=True)  # type: ignore[operator]
+
+
+def test_two_openers_do_not_share_a_ledger(store: Path, plan: DPPlan) -> None:
+    with Ledger.open(store, "a", plan, resume=False) as ledger:
+        with pytest.raises(CheckpointError, match="in use"):
+            Ledger.open(store, "a", plan, resume=True)
+        with Ledger.open(store, "b", plan, resume=False) as other:  # two runs side by side are fine
+            assert (other.append(), ledger.append()) == (0, 0)
+    run(store, plan, 1, resume=True)
+    assert {r.run_id: r.spent.steps for r in store_account(store).runs} == {"a": 2, "b": 1}
+
+
+def test_a_full_disk_is_a_clear_error_and_the_ledger_survives(store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Ledger.open(store, "a", plan, resume=False) as ledger:
+        ledger.append()
+        real = os.write
+
+        def full(fd: int, data: bytes) -> int:
+            if len(data) > 7:
+                return real(fd, data[:7])
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "write", full)
+        # 7 bytes of each call go through until fewer are left: the line stays torn.
+        with pytest.raises(CheckpointError, match="No space left"):
+            ledger.append()
+        monkeypatch.undo()
+        with pytest.raises(CheckpointError, match="closed"):
+            ledger.append()
+    with Ledger.open(store, "a", plan, resume=True) as ledger:
+        assert ledger.append() == 2
+
+
+def test_bad_names_and_missing_stores_are_clear_errors(store: Path, plan: DPPlan, tmp_path: Path) -> None:
+    for name in ("", "../x", "a/b", ".hidden", "a" * 200):
+        with pytest.raises(ConfigError, match="run_id"):
+            Ledger.open(store, name, plan, resume=False)
+    with pytest.raises(DataError, match=r"store\.json"):
+        Ledger.open(tmp_path, "a", plan, resume=False)
+
+
+def test_epsilon_comes_from_the_ledger_and_not_from_the_plan(store: Path, plan: DPPlan) -> None:
+    run(store, plan, 10)
+    spent = store_account(store).runs[0].spent
+    assert spent == plan.spent(10)
+    assert 0 < spent.epsilon < plan.epsilon  # type: ignore[operator]
+
+
+def test_runs_add_up_to_the_composition_and_the_filter_is_dearer(store: Path, plan: DPPlan) -> None:
+    run(store, plan, 20, "a")
+    run(store, plan, 30, "b")
+    account = store_account(store)
+    assert account.epsilon == pytest.approx(plan.spent(50).epsilon, rel=1e-9)  # 20 + 30 steps of one Gaussian
+    assert account.epsilon < account.epsilon_filter < 1.3 * account.epsilon  # type: ignore[operator]
+    assert account.cap is None and account.left is None and account.unprotected == ()
+
+
+def test_an_empty_account_is_zero(store: Path) -> None:
+    account = store_account(store)
+    assert (account.runs, account.epsilon, account.epsilon_filter, account.delta) == ((), 0.0, 0.0, None)
+
+
+def test_the_filter_costs_a_gaussian_what_its_best_order_does() -> None:
+    # The order is chosen for Gaussians, so for them nothing is lost but the grids of caps and orders: RDP by hand over fine orders.
+    for noise in (0.5, 1.0, 5.0):
+        figure = filter_epsilon([dp_event.GaussianDpEvent(noise * 2) for _ in range(4)], 1e-6)
+        orders = np.linspace(1.01, 200, 400_000)
+        best = np.min(orders / (2 * noise**2) + np.log1p(-1 / orders) - np.log(orders * 1e-6) / (orders - 1))
+        assert best <= figure <= best * 1.006  # type: ignore[operator]
+
+
+def test_an_unprotected_run_leaves_no_total(store: Path, plan: DPPlan) -> None:
+    unprotected = make_plan(PrivacyConfig(dataset_size=100, expected_batch_size=10, steps=5, guarantee="none"))
+    run(store, plan, 2, "a")
+    run(store, unprotected, 0, "idle")
+    assert store_account(store).epsilon is not None  # it has not touched a record yet
+    run(store, unprotected, 1, "bare")
+    account = store_account(store)
+    assert account.unprotected == ("bare",) and account.epsilon is None and account.epsilon_filter is None
+
+
+def test_the_owners_cap_counts_executed_steps_of_the_past_and_planned_steps_of_now(store: Path, plan: DPPlan) -> None:
+    half, whole = plan.spent(25).epsilon, plan.epsilon
+    assert half is not None and whole is not None
+    set_cap(store, whole * 1.001, 1e-3)
+    run(store, plan, 25, "a")
+    with pytest.raises(PrivacyError, match="expected at most"):
+        Ledger.open(store, "b", plan, resume=False)
+    run(store, dataclasses.replace(plan, steps=25), 25, "b")
+    account = store_account(store)
+    assert account.left == pytest.approx(0.001 * whole, rel=1e-3)
+    with pytest.raises(PrivacyError, match="expected at most"):  # resuming "a" would execute 25 more
+        Ledger.open(store, "a", plan, resume=True)
+    assert not (store.parent / "LEDGERS" / "5701e5701e" / "c.jsonl").exists()
+
+
+def test_a_cap_counts_the_plan_of_a_run_that_is_still_open(store: Path, plan: DPPlan) -> None:
+    set_cap(store, plan.epsilon * 1.2, 1e-3)  # type: ignore[operator]
+    with Ledger.open(store, "a", plan, resume=False) as ledger:
+        ledger.append()
+        with pytest.raises(PrivacyError, match="cap"):
+            Ledger.open(store, "b", plan, resume=False)
+
+
+def test_a_cap_refuses_unprotected_runs(store: Path) -> None:
+    set_cap(store, 10.0, 1e-3)
+    unprotected = make_plan(PrivacyConfig(dataset_size=100, expected_batch_size=10, steps=5, guarantee="none"))
+    with pytest.raises(PrivacyError, match="without a guarantee"):
+        Ledger.open(store, "a", unprotected, resume=False)
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 1e-5), (float("nan"), 1e-5), (float("inf"), 1e-5), (1.0, 0.0), (1.0, float("nan"))])
+def test_a_senseless_cap_is_refused(store: Path, epsilon: float, delta: float) -> None:
+    with pytest.raises(ConfigError, match="cap"):
+        set_cap(store, epsilon, delta)
