@@ -1,0 +1,302 @@
+"""From what a person has to a store: check every picture, hash it, merge identical ones, write the index; all of it or nothing.
+
+The bytes of pictures are kept as they are; orientation and colour modes are handled each time they are read (decode.py).
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from dpvision.data.decode import BadPicture, decode, extension
+from dpvision.data.merge import merge_duplicates
+from dpvision.data.ordered import ordered_map
+from dpvision.data.sources import CAPTION_FIELDS, Sample, open_source
+from dpvision.data.store import ROW, Store, append_line, keyed_hash, write_description
+from dpvision.data.tarindex import TarWriter
+from dpvision.errors import DataError
+
+SHARD_BYTES = 1 << 28
+_CHUNK = 64
+_ROWS_IN_LIST = 1 << 16
+
+
+def import_source(
+    source: str | Path,
+    store_dir: str | Path,
+    *,
+    public: bool = False,
+    unit_from: str | None = None,
+    label_from: str | None = None,
+    workers: int = 2,
+    progress: Callable[[int], None] | None = None,
+) -> Store:
+    """Store made from an image folder, parquet files or WebDataset tars; tars are indexed where they are, the rest is copied.
+
+    Pictures that cannot be read, are oversized, damaged or no pictures are left out, counted by reason in ``Store.import_summary`` and
+    named only in ``confidential/left_out.jsonl``. Rows with identical picture bytes become one record with all their captions.
+
+    Args:
+        source: see ``sources.open_source``.
+        store_dir: folder to make; must not exist.
+        public: the pictures need no protection; what is computed from them may be shown.
+        unit_from: field that names the person a picture belongs to.
+        label_from: field that holds the class; default the class folder, or the field ``label``.
+        workers: threads that decode.
+        progress: called now and then with the number of pictures looked at so far.
+
+    Raises:
+        DataError: the source is empty, unknown or damaged, a field is missing, ``store_dir`` exists, or the disk is full. Nothing
+            half-made is left behind.
+    """
+    target, origin = Path(store_dir).resolve(), Path(source).resolve()
+    _require_new(target)
+    if origin.is_dir() and target.is_relative_to(origin):
+        raise DataError(f"data import: store={store_dir} lies inside the source; expected it elsewhere. Choose another folder.")
+    found = open_source(source, unit_from=unit_from, label_from=label_from, workers=workers)
+    return import_samples(
+        found.samples,
+        store_dir,
+        public=public,
+        unit_from=unit_from,
+        label_from=label_from,
+        label_names=found.label_names,
+        workers=workers,
+        progress=progress,
+    )
+
+
+def import_samples(
+    samples: Iterable[Sample],
+    store_dir: str | Path,
+    *,
+    public: bool = False,
+    unit_from: str | None = None,
+    label_from: str | None = None,
+    label_names: list[str] | None = None,
+    workers: int = 2,
+    progress: Callable[[int], None] | None = None,
+) -> Store:
+    """Store made from any iterable of samples; see ``import_source``. ``label_names`` names integer labels."""
+    target = Path(store_dir).resolve()
+    with new_folder(target, private=not public) as folder, contextlib.ExitStack() as files:
+        build = _Build(folder, files, unit_from, label_from or "label", label_names)
+        done = 0
+        for chunk in _checked(samples, build.store_id, workers):
+            for sample, problem, record_id in chunk:
+                build.add(sample, problem, record_id)
+            done += len(chunk)
+            if progress is not None:
+                progress(done)
+        build.finish("public" if public else "private", done)
+    return Store.open(target)
+
+
+def _require_new(target: Path) -> None:
+    if target.exists():
+        raise DataError(f"data: {target} exists; expected a new folder. Choose another name, or remove it first.")
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, *, private: bool) -> Iterator[Path]:
+    """A folder under a temporary name beside ``target``, given its name when the block ends well and removed when it does not.
+
+    Raises:
+        DataError: ``target`` exists, or something cannot be written (a full disk, say).
+    """
+    _require_new(target)
+    folder = target.parent / f".{target.name}.unfinished-{secrets.token_hex(4)}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700 if private else 0o777)
+        yield folder
+        folder.rename(target)
+    except OSError as error:
+        raise DataError(
+            f"data: {target}: {error.strerror}; expected to write the store. Nothing was kept: free space or choose another disk."
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _checked(samples: Iterable[Sample], store_id: str, workers: int) -> Iterator[list[tuple[Sample, str | None, int]]]:
+    """Chunks of (sample, reason to leave it out, record id), in order, decoded by threads."""
+
+    def check(chunk: list[Sample]) -> list[tuple[Sample, str | None, int]]:
+        return [(sample, *_check(sample, store_id)) for sample in chunk]
+
+    each = iter(samples)
+    chunks = iter(lambda: list(islice(each, _CHUNK)), [])
+    return ordered_map(check, chunks, workers=workers, ahead=2 * workers)
+
+
+def _check(sample: Sample, store_id: str) -> tuple[str | None, int]:
+    if sample.problem is not None:
+        return sample.problem, -1
+    try:
+        decode(sample.image)
+    except BadPicture as error:
+        return error.reason, -1
+    return None, keyed_hash(store_id, sample.image)
+
+
+class _Build:
+    """The parts of a store as they grow inside ``folder``."""
+
+    def __init__(
+        self, folder: Path, files: contextlib.ExitStack, unit_from: str | None, label_from: str, label_names: list[str] | None
+    ) -> None:
+        self.store_id = secrets.token_hex(16)
+        self._folder = folder
+        self._unit_from, self._label_from = unit_from, label_from
+        self._label_names = label_names
+        (folder / "confidential").mkdir(mode=0o700)
+        self._text = files.enter_context((folder / "records.jsonl").open("w+b"))
+        self._left_out = files.enter_context((folder / "confidential" / "left_out.jsonl").open("w"))
+        self._writer = _ShardWriter(folder, files)
+        self._in_place: dict[Path, int] = {}
+        self._rows: list[tuple[int, ...]] = []
+        self._blocks: list[np.ndarray] = []
+        self._reasons: Counter[str] = Counter()
+        self._classes: dict[str, int] = {}
+        self._integer_labels = False
+        self._fields_seen: set[str] = set()
+
+    def add(self, sample: Sample, problem: str | None, record_id: int) -> None:
+        if problem is not None:
+            self._reasons[problem] += 1
+            where = {"tar": sample.place[0].name} if sample.place else {}
+            self._left_out.write(json.dumps({"key": sample.key, "reason": problem, **where}) + "\n")
+            return
+        self._fields_seen |= sample.fields.keys()
+        captions, label, unit = _captions(sample.fields), self._label(sample), self._unit(sample)
+        if sample.place is None:
+            shard, offset = self._writer.add(sample, captions, sample.fields.get(self._label_from), unit)
+        else:
+            shard, offset = self._in_place.setdefault(sample.place[0], len(self._in_place)), sample.place[1]
+        position, size = append_line(self._text, sample.key, captions)
+        self._rows.append((shard, offset, len(sample.image), position, size, record_id, unit, label))
+        if len(self._rows) == _ROWS_IN_LIST:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._blocks.append(np.array(self._rows, dtype=ROW))
+        self._rows.clear()
+
+    def _unit(self, sample: Sample) -> int:
+        value = sample.fields.get(self._unit_from) if self._unit_from is not None else None
+        return -1 if value in (None, "") else keyed_hash(self.store_id, str(value).encode("utf-8", "surrogatepass"))
+
+    def _label(self, sample: Sample) -> int:
+        value = sample.fields.get(self._label_from)
+        if value is None or value == -1:  # -1: how public test sets without labels mark it
+            return -1
+        if isinstance(value, str):
+            return self._classes.setdefault(value, len(self._classes))
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if not whole or not 0 <= value < (len(self._label_names) if self._label_names else 2**31):
+            where = f"data import: {sample.key}: {self._label_from}={value!r}"
+            raise DataError(f"{where}; expected one class, a name or a number from 0 on. Correct it, or choose another --label-from.")
+        self._integer_labels = True
+        return int(value)
+
+    def finish(self, visibility: str, num_seen: int) -> None:
+        self._flush()
+        rows = np.concatenate(self._blocks)
+        left_out = dict(sorted(self._reasons.items()))
+        if not len(rows):
+            got = f"{num_seen} files, none a picture that can be read: {left_out}" if num_seen else "empty source"
+            raise DataError(f"data import: {got}; expected pictures. Check the path, or convert them to JPEG or PNG.")
+        for option, name in (("--unit-from", self._unit_from), ("--label-from", self._label_from)):
+            if name is not None and name != "label" and name not in self._fields_seen:
+                raise DataError(f"data import: {option} {name}: no sample has it; expected one of {sorted(self._fields_seen)}. Correct it.")
+        names = self._label_names
+        if self._classes:
+            if self._integer_labels:
+                raise DataError("data import: labels are names here and numbers there; expected one kind. Choose another --label-from.")
+            names = sorted(self._classes, key=int if all(name.isdecimal() for name in self._classes) else str)
+            rank = {name: i for i, name in enumerate(names)}
+            to_rank = np.array([*(rank[name] for name in self._classes), -1])  # the last one serves label -1
+            rows["label"] = to_rank[rows["label"]]
+        rows, merged = merge_duplicates(rows, self._text)
+        shards = [(str(path), path.stat().st_size) for path in self._in_place] or self._writer.finish()
+        self._text.flush()
+        os.fsync(self._text.fileno())
+        write_description(
+            self._folder,
+            store_id=self.store_id,
+            visibility=visibility,
+            index=rows,
+            shards=shards,
+            text=("records.jsonl", self._text.tell()),
+            label_names=names,
+            unit_field=self._unit_from,
+        )
+        summary = {
+            "seen": num_seen,
+            "records": len(rows),
+            "left_out": left_out,
+            **merged,
+            "without_label": int((rows["label"] < 0).sum()),
+            "without_unit": int((rows["unit"] < 0).sum()),
+        }
+        (self._folder / "confidential" / "import.json").write_text(json.dumps(summary, indent=1))
+
+
+class _ShardWriter:
+    """Tar shards of about ``SHARD_BYTES``: NUMBER.jpg, and NUMBER.json with what stood beside the picture."""
+
+    def __init__(self, folder: Path, files: contextlib.ExitStack) -> None:
+        self._folder, self._files = folder, files
+        self._tar: TarWriter | None = None
+        self._file: BinaryIO | None = None
+        self._done: list[tuple[str, int]] = []
+        self._number = 0
+
+    def add(self, sample: Sample, captions: tuple[str, ...], label: Any, unit: int) -> tuple[int, int]:
+        """Write one sample; returns its shard and the offset of the picture there."""
+        if self._tar is not None and self._tar.position >= SHARD_BYTES:
+            self._close()
+        if self._tar is None:
+            (self._folder / "shards").mkdir(exist_ok=True)
+            self._file = self._files.enter_context((self._folder / self._name()).open("wb"))
+            self._tar = TarWriter(self._file)
+        name = f"{self._number:09d}"
+        self._number += 1
+        offset = self._tar.add(f"{name}.{extension(sample.image)}", sample.image)
+        beside = {"key": sample.key, "captions": captions, "label": label, "unit": None if unit < 0 else f"{unit:016x}"}
+        self._tar.add(f"{name}.json", json.dumps({k: v for k, v in beside.items() if v not in (None, ())}).encode())
+        return len(self._done), offset
+
+    def _name(self) -> str:
+        return f"shards/shard-{len(self._done):06d}.tar"
+
+    def _close(self) -> None:
+        assert self._tar is not None and self._file is not None
+        self._done.append((self._name(), self._tar.finish()))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._tar = self._file = None
+
+    def finish(self) -> list[tuple[str, int]]:
+        """Close the last shard; returns (path inside the store, size in bytes) of each."""
+        if self._tar is not None:
+            self._close()
+        return self._done
+
+
+def _captions(fields: dict[str, Any]) -> tuple[str, ...]:
+    found: list[str] = []
+    for name in CAPTION_FIELDS:
+        value = fields.get(name)
+        found += [value] if isinstance(value, str) else [v for v in value if isinstance(v, str)] if isinstance(value, list) else []
+    return tuple(dict.fromkeys(caption for caption in found if caption))

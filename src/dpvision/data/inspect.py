@@ -1,0 +1,96 @@
+"""What is in a store: counts, sizes, a sheet of pictures. Of a private store all of this is for the operator only."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from dpvision.data.decode import BadPicture, decode
+from dpvision.data.store import Store
+from dpvision.data.transform import centre_box
+
+SAMPLED = 1000
+_QUANTILES = (0, 5, 50, 95, 100)
+
+
+def inspect_store(store: Store, seed: int = 0) -> dict[str, Any]:
+    """Counts and distributions of a store, ready for JSON.
+
+    Picture sizes and captions per record come from at most ``SAMPLED`` records. For a private store the result is a function of private
+    data: show it on the terminal or write it under ``confidential/``.
+    """
+    index = store.index
+    labels, counts = np.unique(index["label"][index["label"] >= 0], return_counts=True)
+    names = store.label_names
+    _, per_unit = np.unique(index["unit"][index["unit"] >= 0], return_counts=True)
+    rows = _sample(store, SAMPLED, seed)
+    widths, heights = _sizes(store, rows)
+    return {
+        "store_id": store.store_id,
+        "visibility": store.visibility,
+        "num_records": store.num_records,
+        "num_shards": len(store.shard_paths),
+        "picture_bytes": int(index["size"].sum(dtype=np.int64)),
+        "labels": {(names[k] if names else str(k)): n for k, n in zip(labels.tolist(), counts.tolist(), strict=True)},
+        "without_label": int((index["label"] < 0).sum()),
+        "unit_field": store.meta.get("unit_field"),
+        "units": len(per_unit),
+        "without_unit": int((index["unit"] < 0).sum()),
+        "records_per_unit": _quantiles(per_unit),
+        "sampled": len(rows),
+        "undecodable": len(rows) - len(widths),
+        "width_px": _quantiles(widths),
+        "height_px": _quantiles(heights),
+        "captions_per_record": dict(sorted(Counter(str(len(store.captions(row))) for row in rows.tolist()).items())),
+    }
+
+
+def contact_sheet(store: Store, num: int = 64, *, tile_px: int = 96, columns: int = 8, seed: int = 0) -> Image.Image:
+    """A sheet of ``num`` random records as square tiles (centre crops), each with the name of its label under it.
+
+    For a private store it shows private pictures: keep it under ``confidential/``.
+    """
+    rows = _sample(store, num, seed)
+    strip_px = 14 if (store.index["label"][rows] >= 0).any() else 0
+    columns = min(columns, len(rows))
+    sheet = Image.new("RGB", (columns * tile_px, -(-len(rows) // columns) * (tile_px + strip_px)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for place, (row, data) in enumerate(zip(rows.tolist(), store.read_many(rows), strict=True)):
+        left, top = place % columns * tile_px, place // columns * (tile_px + strip_px)
+        try:
+            image = Image.fromarray(decode(data))
+        except BadPicture:
+            draw.line([(left, top), (left + tile_px, top + tile_px)], fill="red")  # a struck-out tile
+            continue
+        size = (tile_px - 2, tile_px - 2)
+        sheet.paste(image.resize(size, Image.Resampling.BICUBIC, box=centre_box(*image.size)), (left + 1, top + 1))
+        label = int(store.index["label"][row])
+        if label >= 0:
+            name = store.label_names[label] if store.label_names else str(label)
+            while len(name) > 1 and draw.textlength(name) > tile_px - 4:
+                name = name[:-1]
+            draw.text((left + 2, top + tile_px), name, fill="black")
+    return sheet
+
+
+def _sample(store: Store, num: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.sort(rng.choice(store.num_records, size=min(num, store.num_records), replace=False))
+
+
+def _sizes(store: Store, rows: np.ndarray) -> tuple[list[int], list[int]]:
+    sizes = []
+    for row in rows.tolist():
+        try:
+            height, width, _ = decode(store.read(row)).shape
+        except BadPicture:
+            continue
+        sizes.append((width, height))
+    return [w for w, _ in sizes], [h for _, h in sizes]
+
+
+def _quantiles(values: Any) -> dict[str, float] | None:
+    if not len(values):
+        return None
+    return {f"p{q}": float(v) for q, v in zip(_QUANTILES, np.percentile(values, _QUANTILES), strict=True)}

@@ -1,0 +1,156 @@
+"""Records of a store as tensors: threads read, decode and augment; the order of the rows is kept.
+
+A record's tensor depends on its bytes, on (seed, step, id) and on the settings: never on its neighbours, its row, the number of workers or
+the size of the physical batch (guarantee.md, rule 2). Bytes that do not decode give ``valid`` False and zeros; the record is neither
+replaced nor skipped. A shard that cannot be read is another matter, the machine's and not the record's, and raises DataError.
+
+Legend: B records, V views, C channels, H height, W width.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from dpvision.config import DataConfig
+from dpvision.data.batch import Batch
+from dpvision.data.decode import BadPicture, decode
+from dpvision.data.keys import StepKey
+from dpvision.data.ordered import ordered_map
+from dpvision.data.store import Store
+from dpvision.data.transform import CROP_NUMBERS, centre_box, crop_box, cut, normalise
+from dpvision.errors import DataError
+
+_CHUNK = 64
+"""Records in one piece of work for a thread; larger physical batches are put together from several."""
+_AHEAD_BATCHES = 2
+_Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""id or row (B,), valid (B,), normalised pixels."""
+
+
+def physical_batches(
+    store: Store, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, *, physical_batch_size: int, workers: int
+) -> Iterator[Batch]:
+    """Augmented batches of the given rows, in their order; the last one may be smaller, and no rows give no batch.
+
+    Each view is a random resized crop (``data.crop_scale``, ratio 3/4 to 4/3, bicubic) and a horizontal flip with probability 1/2, drawn
+    from ``key`` and the record's id in the streams "crop.V" and "flip.V".
+
+    Args:
+        rows: int64 positions in the store.
+        key: seed and step.
+        physical_batch_size: records in a batch, at least 1.
+        workers: threads, at least 1. Neither of the last two changes a bit of any record.
+
+    Yields:
+        Batch with image_BVCHW float32 of size ``image_size``, normalised, and label_B (-1 where there is none; None if the store has none).
+
+    Raises:
+        DataError: a row is not in the store, or a shard cannot be read.
+    """
+    rows = _checked_rows(store, rows)
+    has_labels = bool((store.index["label"] >= 0).any()) if len(rows) else False
+
+    def augmented(part: np.ndarray) -> _Arrays:
+        return _augment(store, part, key, data, image_size)
+
+    for part, (record_id, valid, x_BVCHW) in _batched(augmented, rows, physical_batch_size, workers):
+        yield Batch(
+            record_id_B=torch.from_numpy(record_id),
+            valid_B=torch.from_numpy(valid),
+            image_BVCHW=torch.from_numpy(x_BVCHW),
+            label_B=torch.from_numpy(store.index["label"][part].astype(np.int64)) if has_labels else None,
+        )
+
+
+def pictures(
+    store: Store, rows: np.ndarray | None, image_size: int, data: DataConfig, *, batch_size: int, workers: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Pictures as they are for evaluation: shorter side resized to ``image_size`` (bicubic), centre crop, normalised.
+
+    Args:
+        rows: int64 positions in the store; None: all of them.
+
+    Yields:
+        x_BCHW float32, row_B int64, label_B int64 (-1 where there is none). Records that do not decode are absent.
+    """
+    rows = np.arange(store.num_records) if rows is None else _checked_rows(store, rows)
+
+    def centred(part: np.ndarray) -> _Arrays:
+        return _centre(store, part, data, image_size)
+
+    for part, (_, valid, x_BCHW) in _batched(centred, rows, batch_size, workers):
+        if valid.any():
+            kept = part[valid]
+            yield torch.from_numpy(x_BCHW[valid]), torch.from_numpy(kept), torch.from_numpy(store.index["label"][kept].astype(np.int64))
+
+
+def _checked_rows(store: Store, rows: np.ndarray) -> np.ndarray:
+    rows = np.asarray(rows, dtype=np.int64)
+    if len(rows) and not (rows.min() >= 0 and rows.max() < store.num_records):
+        got = f"{rows.min()} to {rows.max()}"
+        raise DataError(f"loader: rows={got}; expected 0 to {store.num_records - 1}. Use the plan made for this store.")
+    return rows
+
+
+def _batched(
+    work: Callable[[np.ndarray], _Arrays], rows: np.ndarray, batch_size: int, workers: int
+) -> Iterator[tuple[np.ndarray, _Arrays]]:
+    """``work`` done on every chunk by threads, its arrays joined to batches of ``batch_size`` rows."""
+    chunk = min(_CHUNK, -(-batch_size // workers))
+    starts = range(0, len(rows), batch_size)
+    chunks = [rows[i : min(i + chunk, s + batch_size)] for s in starts for i in range(s, min(s + batch_size, len(rows)), chunk)]
+    ahead = workers + _AHEAD_BATCHES * -(-batch_size // chunk)
+    done = ordered_map(work, chunks, workers=workers, ahead=ahead)
+    for start in starts:
+        part = rows[start : start + batch_size]
+        pieces = [next(done) for _ in range(0, len(part), chunk)]
+        if len(pieces) == 1:
+            yield part, pieces[0]
+        else:
+            first, valid, x = zip(*pieces, strict=True)
+            yield part, (np.concatenate(first), np.concatenate(valid), np.concatenate(x))
+
+
+def _decoded(store: Store, rows: np.ndarray) -> Iterator[Image.Image | None]:
+    for data in store.read_many(rows):
+        try:
+            yield Image.fromarray(decode(data))
+        except BadPicture:
+            yield None
+
+
+def _augment(store: Store, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int) -> _Arrays:
+    record_id = store.index["id"][rows].astype(np.int64)
+    views = range(data.views)
+    crops = [key.uniform_numpy(record_id, f"crop.{v}", CROP_NUMBERS).tolist() for v in views]
+    flips = [(key.uniform_numpy(record_id, f"flip.{v}", 1)[:, 0] < 0.5 if data.horizontal_flip else [False] * len(rows)) for v in views]
+    pixels = np.zeros((len(rows), data.views, image_size, image_size, 3), dtype=np.uint8)
+    valid = np.zeros(len(rows), dtype=bool)
+    for b, image in enumerate(_decoded(store, rows)):
+        if image is not None:
+            valid[b] = True
+            for v in views:
+                box = crop_box(image.height, image.width, crops[v][b], data.crop_scale)
+                pixels[b, v] = cut(image, box, image_size, flips[v][b])
+    return record_id, valid, _normalised(pixels, valid, data)
+
+
+def _centre(store: Store, rows: np.ndarray, data: DataConfig, image_size: int) -> _Arrays:
+    pixels = np.zeros((len(rows), image_size, image_size, 3), dtype=np.uint8)
+    valid = np.zeros(len(rows), dtype=bool)
+    for b, image in enumerate(_decoded(store, rows)):
+        if image is not None:
+            valid[b] = True
+            pixels[b] = cut(image, centre_box(*image.size), image_size)
+    return rows, valid, _normalised(pixels, valid, data)
+
+
+def _normalised(pixels: np.ndarray, valid: np.ndarray, data: DataConfig) -> np.ndarray:
+    *lead, height, width, channels = pixels.shape
+    x = np.empty((*lead, channels, height, width), dtype=np.float32)
+    normalise(pixels, data.mean, data.std, x)
+    x[~valid] = 0
+    return x

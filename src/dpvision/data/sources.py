@@ -1,0 +1,235 @@
+"""What a person has, as samples: image folders, parquet files, WebDataset tars.
+
+Every kind yields ``Sample``; what it means (label, unit, captions) is decided in one place, importer.py.
+"""
+
+import csv
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dpvision.data.decode import MAX_FILE_BYTES
+from dpvision.data.ordered import ordered_map
+from dpvision.data.tarindex import Member, scan
+from dpvision.errors import DataError
+
+PICTURE_EXTENSIONS = frozenset(["jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "bmp", "ppm", "pgm", "avif", "jp2"])
+CAPTION_FIELDS = ("captions", "caption", "text")
+METADATA_NAME = "metadata.csv"
+
+
+class Sample(NamedTuple):
+    """One picture of a source with what stands beside it."""
+
+    key: str
+    """Its name in the source."""
+    image: bytes
+    """The picture file; empty when ``problem`` is set."""
+    fields: dict[str, Any]
+    """Everything that ``--unit-from`` and ``--label-from`` can name; ``label`` and the ``CAPTION_FIELDS`` are used by default."""
+    place: tuple[Path, int] | None = None
+    """Tar and offset where the bytes may stay; None: they are to be written to a shard of the store."""
+    problem: str | None = None
+    """Reason to leave it out, found before decoding."""
+
+
+class Source(NamedTuple):
+    """Samples in a fixed order, and the names of integer labels where the source has them."""
+
+    samples: Iterator[Sample]
+    label_names: list[str] | None = None
+
+
+def open_source(source: str | Path, *, unit_from: str | None = None, label_from: str | None = None, workers: int = 2) -> Source:
+    """Samples of an image folder, of parquet files or of WebDataset tars.
+
+    Args:
+        source: a folder of pictures (flat, or with class folders), a .parquet or .tar file, a folder of either, or a pattern such as
+            ``photos/train-*.tar``.
+        unit_from, label_from: fields that have to be read (parquet columns, columns of metadata.csv, ``parent``, keys of the json).
+        workers: threads that scan tars.
+
+    Raises:
+        DataError: there is nothing at ``source``, it is of no known kind, or a field does not exist in it.
+    """
+    kind, paths = _recognise(Path(source))
+    wanted = [name for name in (unit_from, label_from) if name is not None]
+    if kind == "tar":
+        return Source(_tar_samples(paths, workers))
+    if kind == "parquet":
+        return _parquet_source(paths, label_from or "label", wanted)
+    return Source(_folder_samples(paths[0], unit_from, wanted))
+
+
+def _recognise(source: Path) -> tuple[str, list[Path]]:
+    if source.is_dir():
+        tars, parquets = sorted(source.glob("*.tar")), sorted(source.rglob("*.parquet"))
+        if tars and parquets:
+            raise DataError(f"source: {source}: tars and parquet files; expected one kind. Name them, e.g. {source}/*.tar in quotes.")
+        return ("tar", tars) if tars else ("parquet", parquets) if parquets else ("folder", [source])
+    paths = sorted(source.parent.glob(source.name)) if "*" in source.name else [source]
+    kinds = {path.suffix for path in paths if path.is_file()}
+    for kind in ("tar", "parquet"):
+        if kinds == {f".{kind}"}:
+            return kind, paths
+    got = "nothing there" if not kinds else f"files of kind {sorted(kinds)}"
+    raise DataError(f"source: {source}: {got}; expected a folder of pictures, .parquet or (uncompressed) .tar files. Check the path.")
+
+
+def _require_fields(wanted: Iterable[str], known: Iterable[str], where: object) -> None:
+    for name in wanted:
+        if name not in set(known):
+            raise DataError(f"source: {where}: field={name!r}; expected one of {sorted(known)}. Correct --unit-from or --label-from.")
+
+
+def _folder_samples(root: Path, unit_from: str | None, wanted: list[str]) -> Iterator[Sample]:
+    columns, rows = _read_metadata(root / METADATA_NAME)
+    _require_fields(wanted, {"parent", "label", *columns}, root)
+
+    def walk() -> Iterator[Sample]:
+        for folder, below, names in os.walk(root, onerror=_raise):
+            below.sort()
+            for name in sorted(names):
+                path = Path(folder, name)
+                if path == root / METADATA_NAME:
+                    continue
+                inside = path.relative_to(root)
+                fields: dict[str, Any] = {}
+                if len(inside.parts) > 1:
+                    fields["parent"] = inside.parts[-2]
+                    # photos/PERSON/1.jpg with --unit-from parent: that folder is the person, not the class
+                    if not (unit_from == "parent" and len(inside.parts) == 2):
+                        fields["label"] = inside.parts[0]
+                yield _file_sample(path, inside.as_posix(), fields | rows.get(inside.as_posix(), {}))
+
+    return walk()
+
+
+def _raise(error: OSError) -> None:
+    raise DataError(f"source: {error.filename}: {error.strerror}; expected a readable folder. Check its permissions.") from None
+
+
+def _file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
+    try:
+        if not path.is_file():
+            return Sample(key, b"", fields, problem="not a file")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            return Sample(key, b"", fields, problem="oversized")
+        return Sample(key, path.read_bytes(), fields)
+    except OSError:
+        return Sample(key, b"", fields, problem="cannot be read")
+
+
+def _read_metadata(file: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Columns and rows (by file_name) of the table beside the pictures, as Hugging Face's imagefolder has it; empty without one."""
+    if not file.exists():
+        return [], {}
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as lines:
+            reader = csv.DictReader(lines)
+            columns = list(reader.fieldnames or [])
+            if "file_name" not in columns:
+                raise DataError(f"source: {file}: columns {columns}; expected one named file_name. Add it, or move the file away.")
+            rows = {row["file_name"]: {k: v for k, v in row.items() if k and v} for row in reader}
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"source: {file}: {error}; expected a readable table in UTF-8. Repair it, or move it away.") from None
+    return columns, rows
+
+
+def _parquet_source(paths: list[Path], label: str, wanted: list[str]) -> Source:
+    schema = _arrow(paths[0], partial(pq.read_schema, paths[0]))
+    image = _image_column(schema, paths[0])
+    _require_fields(wanted, set(schema.names) - {image}, paths[0])
+    columns = [image, *(name for name in {label, *wanted, *CAPTION_FIELDS} if name in schema.names and name != image)]
+
+    def rows() -> Iterator[Sample]:
+        for path in paths:
+            file = _arrow(path, partial(pq.ParquetFile, path))
+            batches = file.iter_batches(batch_size=512, columns=columns)
+            number = 0
+            while (batch := _arrow(path, partial(next, batches, None))) is not None:
+                if image not in batch.schema.names:
+                    raise DataError(f"source: {path}: no column {image!r}; expected the columns of {paths[0]}. Import it separately.")
+                for row in batch.to_pylist():
+                    cell = row.pop(image)
+                    data, name = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
+                    key = name or f"{path.stem}-{number}"
+                    number += 1
+                    yield Sample(key, data, row) if data else Sample(key, b"", row, problem="no picture")
+
+    return Source(rows(), _class_names(schema, label))
+
+
+def _arrow(path: Path, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"source: {path}: {error}; expected a parquet file. Copy it again or remove it.") from None
+
+
+def _image_column(schema: pa.Schema, path: Path) -> str:
+    def holds_bytes(kind: pa.DataType) -> bool:
+        return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+    for field in schema:
+        if holds_bytes(field.type) or (
+            pa.types.is_struct(field.type) and any(f.name == "bytes" and holds_bytes(f.type) for f in field.type.fields)
+        ):
+            return field.name
+    raise DataError(f"source: {path}: columns {schema.names}; expected one with picture bytes (binary, or a struct with `bytes`). Add it.")
+
+
+def _class_names(schema: pa.Schema, label: str) -> list[str] | None:
+    """Names of the classes from the metadata that Hugging Face datasets leaves in the schema."""
+    try:
+        names = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]["names"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return [str(name) for name in names]
+
+
+def _tar_samples(paths: list[Path], workers: int) -> Iterator[Sample]:
+    for path, members in zip(paths, ordered_map(scan, paths, workers=workers, ahead=2 * workers), strict=True):
+        groups: dict[str, dict[str, Member]] = {}
+        for member in members:
+            folder, _, name = member.name.removeprefix("./").rpartition("/")
+            stem, _, extension = name.partition(".")  # WebDataset: the key ends at the first dot of the file's name
+            groups.setdefault(f"{folder}/{stem}" if folder else stem, {}).setdefault(extension.lower(), member)
+        try:
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                for key, parts in groups.items():
+                    yield _tar_sample(fd, path.resolve(), key, parts)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise DataError(f"source: {path}: {error.strerror}; expected a readable tar. Check it and import again.") from None
+
+
+def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Sample:
+    picture = next((member for extension, member in parts.items() if extension in PICTURE_EXTENSIONS), None)
+    if picture is None or picture.size > MAX_FILE_BYTES:
+        return Sample(key, b"", {}, place=(path, 0), problem="no picture" if picture is None else "oversized")
+    place = (path, picture.offset)
+
+    def text(extension: str) -> str:
+        return os.pread(fd, parts[extension].size, parts[extension].offset).decode()
+
+    try:
+        fields = json.loads(text("json")) if "json" in parts else {}
+        if not isinstance(fields, dict):
+            raise ValueError("not an object")
+        if "txt" in parts:
+            fields.setdefault("text", text("txt").strip())
+        if "cls" in parts:
+            label = text("cls").strip()
+            fields["label"] = int(label) if label.isdecimal() else label
+    except ValueError:  # covers damaged UTF-8 and JSON
+        return Sample(key, b"", {}, place=place, problem="damaged text")
+    return Sample(key, os.pread(fd, picture.size, picture.offset), fields, place)

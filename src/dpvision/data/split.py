@@ -1,0 +1,67 @@
+"""Two stores from one, without copying a picture and without cutting a person in two."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from dpvision.data.importer import new_folder
+from dpvision.data.keys import StepKey
+from dpvision.data.store import Store, write_description
+from dpvision.errors import DataError
+
+
+def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fraction: float, seed: int = 0) -> tuple[Store, Store]:
+    """Split a store by persons: each unit (a record without one is its own) goes wholly to A, with probability ``fraction``, or to B.
+
+    Every unit has its own coin, a keyed hash of (seed, unit), so that who else is in the store does not move anybody; the sizes are
+    therefore near, not exactly, the fraction. Both halves read the shards of the parent where they are, keep its record ids, and keep
+    its ``store_id``: they draw on one privacy account, which is why they must lie beside the parent, where its ledgers are.
+
+    Args:
+        store_dir: the parent; it has to stay.
+        out_a, out_b: folders to make, in the folder of the parent.
+        fraction: expected part of the units in A, strictly between 0 and 1.
+        seed: public.
+
+    Raises:
+        DataError: ``fraction`` is out of range, a half would be empty, a folder exists or lies elsewhere.
+    """
+    if not 0 < fraction < 1:
+        raise DataError(f"data split: fraction={fraction}; expected strictly between 0 and 1. E.g. 0.8.")
+    store = Store.open(store_dir)
+    home = store.path.resolve()
+    targets = [Path(out).resolve() for out in (out_a, out_b)]
+    for target in targets:
+        if target.parent != home.parent:
+            raise DataError(f"data split: {target}; expected a folder in {home.parent}, where the parent's ledgers are. Choose one there.")
+    unit = np.where(store.index["unit"] >= 0, store.index["unit"], store.index["id"])
+    in_a = StepKey(seed, 0).uniform_numpy(unit, "split", 1)[:, 0] < fraction
+    if in_a.all() or not in_a.any():
+        raise DataError(f"data split: fraction={fraction}; expected records in both halves. Move it towards 0.5, or change the seed.")
+    made = []
+    try:
+        for target, chosen, half in zip(targets, (in_a, ~in_a), "ab", strict=True):
+            _write_half(store, target, chosen, {"half": half, "fraction": fraction, "seed": seed})
+            made.append(target)
+    except BaseException:
+        for target in made:
+            shutil.rmtree(target, ignore_errors=True)
+        raise
+    return Store.open(targets[0]), Store.open(targets[1])
+
+
+def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> None:
+    text, home = store.meta["text"], store.path.resolve()
+    with new_folder(target, private=store.visibility == "private") as folder:
+        write_description(
+            folder,
+            store_id=store.store_id,
+            visibility=store.visibility,
+            index=store.index[chosen],
+            shards=[(str(home / shard["path"]), shard["bytes"]) for shard in store.meta["shards"]],
+            text=(str(home / text["path"]), text["bytes"]),
+            label_names=store.label_names,
+            unit_field=store.meta.get("unit_field"),
+            split=split,
+        )

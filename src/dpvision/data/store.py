@@ -1,0 +1,300 @@
+"""A store: records in tar shards, found by position through a memory-mapped index, read with ``os.pread``.
+
+A store is a folder::
+
+    store.json          format, store_id (random), visibility, num_records, shards [{path, bytes}], text {path, bytes}, label_names, ...
+    index.npy           one row per record, ROW below; memory-mapped
+    records.jsonl       one line per record: its key in the source and its captions
+    shards/*.tar        WebDataset shards; tars that were already in that form stay where they are and shards names their paths
+    confidential/       what the import left out and why
+
+Legend: B rows asked for, N records of the store.
+"""
+
+import functools
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+
+from dpvision.data.keys import StepKey
+from dpvision.data.tarindex import BLOCK, member_size
+from dpvision.errors import DataError
+
+FORMAT = "dpvision-store-1"
+ROW = np.dtype(
+    [
+        ("shard", "<u4"),
+        ("offset", "<u8"),
+        ("size", "<u4"),
+        ("caption_offset", "<u8"),
+        ("caption_size", "<u4"),
+        ("id", "<i8"),
+        ("unit", "<i8"),
+        ("label", "<i4"),
+    ]
+)
+"""caption_offset and caption_size: the record's line in records.jsonl. unit and label are -1 where there is none."""
+
+_OPEN_SHARDS = 256
+_CHECK_ROWS = 1 << 20
+_REMEDY = "Import the source again, or restore the file."
+
+
+def keyed_hash(store_id: str, data: bytes) -> int:
+    """63-bit hash of ``data`` under the store's random id: meaningless without the store, so that ids of pictures and of people do
+    not tell across stores who is in them."""
+    digest = blake2b(data, key=bytes.fromhex(store_id), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record: a picture with all its captions."""
+
+    id: int
+    """63-bit keyed hash of the picture's bytes: immutable, and independent of its place."""
+    key: str
+    """Its name in the source."""
+    unit: str | None
+    """The person it belongs to, as the keyed hash of the name in 16 hexadecimal digits; None: the record is its own unit."""
+    image: bytes
+    captions: tuple[str, ...]
+    labels: tuple[int, ...]
+
+
+class _Shard:
+    """An open file that closes itself when the last reader has let go of it."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.fd = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            self.fd = -1
+            raise DataError(f"store: {path}: {error.strerror}; expected a readable shard. {_REMEDY}") from None
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class Store:
+    """Records by position, 0 ... num_records - 1. Made by ``Store.open``; safe to read from several threads."""
+
+    def __init__(self, path: Path, meta: dict[str, Any], index: np.memmap) -> None:
+        self.path = path
+        self.meta = meta
+        self.index = index
+        rows = np.asarray(index)  # the same memory; plain arrays are looked up faster than numpy's memmap class
+        self._where = rows["shard"], rows["size"], rows["offset"]
+        self.store_id: str = meta["store_id"]
+        self.visibility: Literal["private", "public"] = meta["visibility"]
+        self.num_records: int = meta["num_records"]
+        self.label_names: list[str] | None = meta["label_names"]
+        self.shard_paths = [path / shard["path"] for shard in meta["shards"]]
+        self._shard = functools.lru_cache(_OPEN_SHARDS)(lambda i: _Shard(self.shard_paths[i]))
+        self._text = functools.lru_cache(1)(lambda: _Shard(path / meta["text"]["path"]))
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Store":
+        """Open a store and check it: every shard is there with its recorded size, every row lies inside its shard, and the last row
+        of each shard sits behind a tar header of its size.
+
+        Raises:
+            DataError: not a store, written by another version, or files and index do not fit together.
+        """
+        path = Path(path)
+        meta = _read_meta(path)
+        try:
+            index = np.load(path / "index.npy", mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"store: {path / 'index.npy'}: {error}; expected the index of the store. {_REMEDY}") from None
+        if index.dtype != ROW or index.shape != (meta["num_records"],):
+            got = f"{index.dtype} of shape {index.shape}"
+            raise DataError(f"store: {path}: index is {got}; expected {meta['num_records']} rows of {FORMAT}. {_REMEDY}")
+        store = cls(path, meta, index)
+        store._check()
+        return store
+
+    def _check(self) -> None:
+        files = [*zip(self.shard_paths, (s["bytes"] for s in self.meta["shards"]), strict=True)]
+        text = self.meta["text"]
+        for file, size in [*files, (self.path / text["path"], text["bytes"])]:
+            try:
+                found = file.stat().st_size
+            except OSError as error:
+                raise DataError(f"store: {file}: {error.strerror}; expected a file of {size} bytes. {_REMEDY}") from None
+            if found != size:
+                raise DataError(f"store: {file}: {found} bytes; expected {size}, as when it was indexed. {_REMEDY}")
+        shard_bytes = np.array([size for _, size in files], dtype=np.uint64)
+        last = np.full(len(files), -1, dtype=np.int64)
+        for start in range(0, self.num_records, _CHECK_ROWS):
+            rows = self.index[start : start + _CHECK_ROWS]
+            if rows["shard"].max() >= len(files):
+                raise DataError(f"store: {self.path}: index names shard {rows['shard'].max()}; expected {len(files)} shards. {_REMEDY}")
+            limit = shard_bytes[rows["shard"]]
+            outside = (rows["offset"] < BLOCK) | (rows["offset"] > limit) | (rows["offset"] + rows["size"] > limit)
+            outside |= rows["caption_offset"] + rows["caption_size"] > text["bytes"]
+            if outside.any():
+                row = start + int(outside.argmax())
+                raise DataError(f"store: {self.path}: index row {row} lies outside its file; expected it inside. {_REMEDY}")
+            last[rows["shard"]] = np.arange(start, start + len(rows))
+        for row in last[last >= 0].tolist():
+            entry = self.index[row]
+            header = os.pread(self._shard(int(entry["shard"])).fd, BLOCK, int(entry["offset"]) - BLOCK)
+            try:
+                size = member_size(header)
+            except ValueError:
+                size = -1
+            if size != entry["size"]:
+                file = self.shard_paths[entry["shard"]]
+                raise DataError(f"store: index row {row} does not match {file}; expected the member it was made from. {_REMEDY}")
+
+    def read(self, row: int) -> bytes:
+        """Bytes of one picture file. Raises DataError when the shard cannot be read."""
+        return self.read_many(np.array([row]))[0]
+
+    def read_many(self, rows: np.ndarray) -> list[bytes]:
+        """Bytes of the picture files of int64 ``rows`` (B,), in their order.
+
+        Raises:
+            DataError: a shard can no longer be read, or ends early.
+        """
+        if len(self.shard_paths) <= _OPEN_SHARDS:
+            return self._read_some(rows)
+        parts = [self._read_some(rows[i : i + _OPEN_SHARDS]) for i in range(0, len(rows), _OPEN_SHARDS)]
+        return [image for part in parts for image in part]
+
+    def _read_some(self, rows: np.ndarray) -> list[bytes]:
+        """Pictures of rows in at most ``_OPEN_SHARDS`` shards. Written for speed: what this adds to os.pread is measured."""
+        shards, sizes, offsets = (column[rows].tolist() for column in self._where)
+        held = {shard: self._shard(shard) for shard in set(shards)}  # keeps the files open until they are read
+        fd_of = {shard: file.fd for shard, file in held.items()}
+        try:
+            read = list(map(os.pread, map(fd_of.__getitem__, shards), sizes, offsets))
+        except OSError as error:
+            raise DataError(f"store: {self.path}: {error.strerror}; expected readable shards. {_REMEDY}") from None
+        if sum(map(len, read)) != sum(sizes):  # none can be longer than asked for
+            raise DataError(f"store: {self.path}: a shard ends early; expected the size it was indexed with. {_REMEDY}")
+        return read
+
+    def captions(self, row: int) -> tuple[str, ...]:
+        """Captions of one record; those of all rows of the source that had the same picture."""
+        return tuple(self._line(row)["captions"])
+
+    def record(self, row: int) -> Record:
+        """One record with everything the store knows about it."""
+        entry, line = self.index[row], self._line(row)
+        unit, label = int(entry["unit"]), int(entry["label"])
+        return Record(
+            id=int(entry["id"]),
+            key=line["key"],
+            unit=None if unit < 0 else f"{unit:016x}",
+            image=self.read(row),
+            captions=tuple(line["captions"]),
+            labels=() if label < 0 else (label,),
+        )
+
+    def _line(self, row: int) -> dict[str, Any]:
+        entry = self.index[row]
+        line = os.pread(self._text().fd, int(entry["caption_size"]), int(entry["caption_offset"]))
+        try:
+            return json.loads(line)
+        except ValueError:
+            where = self.path / self.meta["text"]["path"]
+            raise DataError(f"store: {where}: row {row} is damaged; expected a line of JSON. {_REMEDY}") from None
+
+    @property
+    def labels(self) -> np.ndarray:
+        """int64 labels of all records (N,), -1 where there is none."""
+        return self.index["label"].astype(np.int64)
+
+    def eligible_rows(self, max_records_per_unit: int, seed: int) -> np.ndarray:
+        """Rows that may be drawn when a unit (person) contributes at most k records: sorted int64.
+
+        Which k of a unit's records stay is decided by a keyed hash of (seed, record id): it depends on the unit's own records only, so
+        adding or removing a person changes nobody else's rows. A record without a unit is its own unit.
+        """
+        if not max_records_per_unit >= 1:
+            raise DataError(f"eligible_rows: max_records_per_unit={max_records_per_unit}; expected at least 1. Use 1 for one record each.")
+        alone = self.index["unit"] < 0
+        rows = np.flatnonzero(~alone)
+        unit, record_id = self.index["unit"][rows], self.index["id"][rows]
+        priority = StepKey(seed, 0).uniform_numpy(record_id, "contribution", 1)[:, 0]
+        order = np.lexsort((record_id, priority, unit))
+        starts_unit = np.r_[True, unit[order][1:] != unit[order][:-1]][: len(rows)]
+        first = np.maximum.accumulate(np.where(starts_unit, np.arange(len(rows)), 0))
+        kept = rows[order[np.arange(len(rows)) - first < max_records_per_unit]]
+        return np.sort(np.concatenate([np.flatnonzero(alone), kept])).astype(np.int64)
+
+    def import_summary(self) -> dict[str, Any]:
+        """Counts of the import: records, what was left out by reason, duplicates merged. For the operator: private."""
+        try:
+            return json.loads((self.path / "confidential" / "import.json").read_text())
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"store: {self.path}: no summary of the import ({error}); expected confidential/import.json. {_REMEDY}"
+            ) from None
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    file = path / "store.json"
+    try:
+        meta = json.loads(file.read_text())
+    except OSError as error:
+        raise DataError(f"store: {path}: {error.strerror}; expected a store. Make one with `dpvision data import SOURCE STORE`.") from None
+    except ValueError:
+        raise DataError(f"store: {file}: not JSON; expected the description of a store. {_REMEDY}") from None
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        got = meta.get("format") if isinstance(meta, dict) else meta
+        raise DataError(f"store: {file}: format={got!r}; expected {FORMAT}. Import the source again with this version.")
+    missing = {"store_id", "visibility", "num_records", "shards", "text", "label_names"} - set(meta)
+    if missing or meta["visibility"] not in ("private", "public"):
+        raise DataError(f"store: {file}: incomplete ({sorted(missing)}); expected every field of {FORMAT}. {_REMEDY}")
+    return meta
+
+
+def append_line(text: BinaryIO, key: str, captions: Sequence[str]) -> tuple[int, int]:
+    """Write a record's line at the place of ``text``, an open records.jsonl; returns its offset and size."""
+    line = json.dumps({"key": key, "captions": captions}).encode() + b"\n"
+    position = text.tell()
+    text.write(line)
+    return position, len(line)
+
+
+def write_description(
+    folder: Path,
+    *,
+    store_id: str,
+    visibility: str,
+    index: np.ndarray,
+    shards: Sequence[tuple[str, int]],
+    text: tuple[str, int],
+    label_names: list[str] | None,
+    unit_field: str | None,
+    split: dict[str, Any] | None = None,
+) -> None:
+    """Write index.npy and store.json, the two files that make a folder a store."""
+    with (folder / "index.npy").open("wb") as file:
+        np.save(file, index, allow_pickle=False)
+        os.fsync(file.fileno())
+    meta = {
+        "format": FORMAT,
+        "store_id": store_id,
+        "visibility": visibility,
+        "num_records": len(index),
+        "shards": [{"path": path, "bytes": size} for path, size in shards],
+        "text": {"path": text[0], "bytes": text[1]},
+        "label_names": label_names,
+        "unit_field": unit_field,
+        "split": split,
+    }
+    with (folder / "store.json").open("w") as out:
+        json.dump(meta, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())

@@ -1,0 +1,141 @@
+"""Where each member of a tar file lies, from its headers alone: no data is read, nothing is unpacked.
+
+The format is POSIX ustar with the two usual ways to write long names (GNU 'L' members, pax 'x' members). Python's tarfile builds an
+object for every member; this reads one 512-byte header per member with ``os.pread`` and keeps name, offset and size.
+"""
+
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from dpvision.errors import DataError
+
+BLOCK = 512
+_END = bytes(BLOCK)
+_REGULAR = (b"0", b"\0", b"7")
+_MAX_HEADER_DATA_BYTES = 1 << 20
+
+
+class Member(NamedTuple):
+    """A regular file inside a tar: its bytes are [offset, offset + size) of the tar."""
+
+    name: str
+    offset: int
+    size: int
+
+
+def scan(path: Path) -> list[Member]:
+    """Regular members of a tar file in the order of the file; folders, links and devices are passed over.
+
+    Raises:
+        DataError: the file cannot be read, is not an uncompressed tar, or ends inside a member.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise DataError(f"tar: {path}: {error.strerror}; expected a readable tar file. Check the path and its permissions.") from None
+    try:
+        return list(_members(fd, os.fstat(fd).st_size, path))
+    finally:
+        os.close(fd)
+
+
+def member_size(header: bytes) -> int:
+    """Size in bytes of the member that a 512-byte tar header announces.
+
+    Raises:
+        ValueError: the bytes are no tar header.
+    """
+    if header[257:262] != b"ustar":  # tars older than the magic: only the checksum can tell
+        stored = int(header[148:156].strip(b"\0 ") or b"x", 8)
+        if stored != sum(header) - sum(header[148:156]) + 8 * 32:
+            raise ValueError("no tar header")
+    if header[124] & 0x80:  # GNU: binary sizes from 8 GiB on
+        return int.from_bytes(header[125:136], "big")
+    return int(header[124:136].strip(b"\0 ") or b"0", 8)
+
+
+def _members(fd: int, end: int, path: Path) -> Iterator[Member]:
+    position = 0
+    long_name: str | None = None
+    long_size: int | None = None
+    while position + BLOCK <= end:
+        header = os.pread(fd, BLOCK, position)
+        if header == _END:
+            return
+        try:
+            size = member_size(header)
+        except ValueError:
+            what = "damaged" if position else "no uncompressed tar"
+            raise DataError(
+                f"tar: {path}: {what} at byte {position}; expected a tar header. Unpack compressed tars, repair or remove damaged ones."
+            ) from None
+        kind = header[156:157]
+        offset = position + BLOCK
+        if kind in (b"L", b"x"):
+            if size > _MAX_HEADER_DATA_BYTES:
+                raise DataError(f"tar: {path}: header of {size} bytes at byte {position}; expected at most 1 MiB. Repair or remove it.")
+            data = os.pread(fd, size, offset)
+            if kind == b"L":
+                long_name = _text(data)
+            else:
+                pax = _pax(data, path)
+                long_name = pax.get("path", long_name)
+                long_size = int(pax["size"]) if "size" in pax else long_size
+        else:
+            size = size if long_size is None else long_size
+            if kind in _REGULAR:
+                if offset + size > end:
+                    break
+                prefix = header[345:500] if header[257:263] == b"ustar\0" else b""  # GNU tar keeps times there
+                short = _text(header[:100])
+                yield Member(long_name or (f"{_text(prefix)}/{short}" if prefix[:1] not in (b"", b"\0") else short), offset, size)
+            long_name = long_size = None
+        position = offset + (size + BLOCK - 1) // BLOCK * BLOCK
+    if position > end or position + BLOCK <= end:
+        raise DataError(f"tar: {path}: ends inside a member, at byte {end}; expected a whole file. Copy it again or remove it.")
+
+
+def _text(field: bytes) -> str:
+    return field.split(b"\0", 1)[0].decode("utf-8", "replace")
+
+
+def _pax(data: bytes, path: Path) -> dict[str, str]:
+    """Records ``LENGTH KEY=VALUE\\n`` of an extended header."""
+    found = {}
+    while data:
+        length, _, rest = data.partition(b" ")
+        if not length.isdigit() or int(length) <= len(length) + 2 or int(length) > len(data):
+            raise DataError(f"tar: {path}: damaged extended header; expected `LENGTH KEY=VALUE`. Repair or remove the file.")
+        key, _, value = rest[: int(length) - len(length) - 2].partition(b"=")
+        found[key.decode("utf-8", "replace")] = value.decode("utf-8", "replace")
+        data = data[int(length) :]
+    return found
+
+
+class TarWriter:
+    """Writes plain tar files: members one after another, no names of owners, no times."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.position = 0
+
+    def add(self, name: str, data: bytes) -> int:
+        """Append a member; returns the offset of its bytes in the tar."""
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        header = info.tobuf(tarfile.GNU_FORMAT)
+        offset = self.position + len(header)
+        self._file.write(header)
+        self._file.write(data)
+        self._file.write(bytes(-len(data) % BLOCK))
+        self.position = offset + (len(data) + BLOCK - 1) // BLOCK * BLOCK
+        return offset
+
+    def finish(self) -> int:
+        """Write the end mark; returns the size of the tar in bytes."""
+        self._file.write(_END * 2)
+        self.position += 2 * BLOCK
+        return self.position

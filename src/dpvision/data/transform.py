@@ -1,0 +1,116 @@
+"""From uint8 pixels to the tensors a model sees: random crops and flips for training, a centre crop for everything else.
+
+Crop and resize are one call of Pillow's antialiased bicubic filter (``resize(box=...)``); at the edge of a box the filter sees the pixels
+just outside it, as if the whole picture had been resized and then cut.
+
+Legend: B records, V views, C channels, H height, W width, N random numbers.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from dpvision.data.decode import upright_rgb
+from dpvision.errors import DataError
+
+CROP_RATIO = (3 / 4, 4 / 3)
+CROP_TRIES = 10
+CROP_NUMBERS = 2 * CROP_TRIES + 2
+"""Uniform numbers that one crop consumes: an area and a shape for each try, then a place."""
+
+
+def crop_box(
+    height: int, width: int, uniform_N: Sequence[float], scale: tuple[float, float], ratio: tuple[float, float] = CROP_RATIO
+) -> tuple[int, int, int, int]:
+    """Box (left, top, right, bottom) of a random resized crop, in pixels.
+
+    torchvision's ``RandomResizedCrop.get_params`` (area uniform in ``scale``, log-uniform ``ratio``, up to ten tries, then the largest
+    centred box of an allowed ratio) with its random numbers handed in.
+
+    Args:
+        height, width: size of the picture.
+        uniform_N: ``CROP_NUMBERS`` numbers in [0, 1).
+        scale: range of the crop's area as a part of the picture's.
+        ratio: range of width / height.
+    """
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    for t in range(CROP_TRIES):
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * uniform_N[2 * t])
+        shape = math.exp(low + (high - low) * uniform_N[2 * t + 1])
+        w, h = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+        if 0 < w <= width and 0 < h <= height:
+            top = int(uniform_N[-2] * (height - h + 1))
+            left = int(uniform_N[-1] * (width - w + 1))
+            return left, top, left + w, top + h
+    w, h = width, height
+    if width / height < ratio[0]:
+        h = round(width / ratio[0])
+    elif width / height > ratio[1]:
+        w = round(height * ratio[1])
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+def cut(image: Image.Image, box: tuple[float, float, float, float], image_size: int, flip: bool = False) -> np.ndarray:
+    """A box of an RGB picture resized to a square, uint8 of shape (image_size, image_size, 3), mirrored left to right on demand."""
+    pixels = np.asarray(image.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box))
+    return pixels[:, ::-1] if flip else pixels
+
+
+def centre_box(width: int, height: int) -> tuple[float, float, float, float]:
+    """The centred square over the shorter side: what is left of the picture after resizing that side and cutting the centre."""
+    side = min(width, height)
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def normalise(pixels_HWC: np.ndarray, mean: Sequence[float], std: Sequence[float], out_CHW: np.ndarray) -> None:
+    """(pixels / 255 - mean) / std of uint8 (..., H, W, 3) into float32 (..., 3, H, W).
+
+    One multiplication and one addition per value, in separate calls so that none is fused: the bits of a record do not depend on how
+    many others are converted with it.
+    """
+    scale = (1 / (255 * np.asarray(std, dtype=np.float64))).astype(np.float32)[:, None, None]
+    shift = (-np.asarray(mean, dtype=np.float64) / np.asarray(std, dtype=np.float64)).astype(np.float32)[:, None, None]
+    np.multiply(np.moveaxis(pixels_HWC, -1, -3), scale, out=out_CHW)
+    np.add(out_CHW, shift, out=out_CHW)
+
+
+def to_uint8(x_CHW: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """The inverse of ``normalise`` for showing: uint8 (..., H, W, 3) of a normalised float array or CPU tensor (..., 3, H, W), clipped."""
+    x = np.asarray(x_CHW, dtype=np.float32)
+    scale, shift = np.asarray(std, dtype=np.float32)[:, None, None], np.asarray(mean, dtype=np.float32)[:, None, None]
+    return np.moveaxis((x * scale + shift) * 255, -3, -1).round().clip(0, 255).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """The evaluation transform: shorter side to ``image_size``, centre crop, normalise. Made by ``preprocess``."""
+
+    image_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, picture: Image.Image | np.ndarray) -> np.ndarray:
+        """float32 x_CHW of a Pillow image in any mode (turned upright by its EXIF), or of uint8 pixels (H, W, 3).
+
+        Raises:
+            DataError: an array of another type or shape, or a floating-point image.
+        """
+        if isinstance(picture, np.ndarray):
+            if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
+                got = f"{picture.dtype} {picture.shape}"
+                raise DataError(f"preprocess: picture={got}; expected uint8 of shape (H, W, 3). Convert it, or pass a PIL image.")
+            picture = Image.fromarray(picture)
+        image = upright_rgb(picture)
+        x_CHW = np.empty((3, self.image_size, self.image_size), dtype=np.float32)
+        normalise(cut(image, centre_box(*image.size), self.image_size), self.mean, self.std, x_CHW)
+        return x_CHW
+
+
+def preprocess(image_size: int, mean: Sequence[float], std: Sequence[float]) -> Preprocess:
+    """The evaluation transform of a model as a function of one picture; ``loader.pictures`` does the same to a store."""
+    return Preprocess(image_size, tuple(mean), tuple(std))

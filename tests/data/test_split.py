@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+
+from dpvision.data.importer import import_samples
+from dpvision.data.sources import Sample
+from dpvision.data.split import split_store
+from dpvision.data.store import Store
+from dpvision.errors import DataError
+
+from .pictures import png
+
+
+def test_a_split_never_cuts_a_person_and_loses_nobody(store):
+    home = store.path.parent
+    for seed in range(5):
+        a, b = split_store(store.path, home / f"a{seed}", home / f"b{seed}", 0.5, seed)
+        units = [set(np.array(half.index["unit"][half.index["unit"] >= 0])) for half in (a, b)]
+        assert units[0] and units[1] and not units[0] & units[1]
+        ids = np.concatenate([a.index["id"], b.index["id"]])
+        assert sorted(ids) == sorted(store.index["id"])
+
+
+def test_halves_read_the_parents_shards_and_draw_on_its_account(store):
+    home = store.path.parent
+    where = {int(record): row for row, record in enumerate(store.index["id"])}
+    for half in split_store(store.path, home / "a", home / "b", 0.5):
+        assert half.store_id == store.store_id
+        assert half.visibility == store.visibility
+        assert sorted(p.name for p in half.path.iterdir()) == ["index.npy", "store.json"]
+        for row in range(half.num_records):
+            record = half.record(row)
+            assert record == store.record(where[record.id])
+
+
+def test_a_persons_half_does_not_depend_on_who_else_is_there(store):
+    home = store.path.parent
+    a, _ = split_store(store.path, home / "a", home / "b", 0.5, seed=3)
+    index = np.array(store.index)[::2]
+    np.save(store.path / "index.npy", index)
+    meta = store.path / "store.json"
+    meta.write_text(meta.read_text().replace('"num_records": 40', '"num_records": 20'))
+    smaller, _ = split_store(store.path, home / "a2", home / "b2", 0.5, seed=3)
+    assert set(smaller.index["id"]) == set(a.index["id"]) & set(index["id"])
+
+
+def test_the_fraction_is_met_in_expectation(tmp_path):
+    big = import_samples([Sample(str(i), png(i, 4, 4), {}) for i in range(1000)], tmp_path / "s")
+    a, _ = split_store(big.path, tmp_path / "a", tmp_path / "b", 0.8)
+    assert abs(a.num_records - 800) < 4 * np.sqrt(1000 * 0.8 * 0.2)
+
+
+def test_bad_splits_are_refused_and_leave_nothing(store):
+    home = store.path.parent
+    before = sorted(home.iterdir())
+    for fraction in (0, 1, float("nan"), -0.1):
+        with pytest.raises(DataError, match="strictly between 0 and 1"):
+            split_store(store.path, home / "a", home / "b", fraction)
+    with pytest.raises(DataError, match="expected records in both halves"):
+        split_store(store.path, home / "a", home / "b", 1e-6)
+    with pytest.raises(DataError, match="ledgers"):
+        split_store(store.path, home / "a", home / "sub" / "b", 0.5)
+    with pytest.raises(DataError, match="exists"):
+        split_store(store.path, home / "a", home / "a", 0.5)
+    assert sorted(home.iterdir()) == before
+    assert Store.open(store.path).num_records == 40

@@ -1,0 +1,96 @@
+import io
+import tarfile
+
+import pytest
+
+from dpvision.data.tarindex import Member, TarWriter, member_size, scan
+from dpvision.errors import DataError
+
+from .pictures import write_tar
+
+NAMES = ["a.jpg", "deep/" * 30 + "b.jpg", "x" * 150 + ".json", "ü.txt", "empty.txt", "y" * 99, "z" * 100, "w" * 101]
+MEMBERS = {name: bytes([i % 256]) * (i * 300) for i, name in enumerate(NAMES)}
+MEMBERS["empty.txt"] = b""
+
+
+def by_tarfile(path):
+    with tarfile.open(path) as tar:
+        return [Member(m.name, m.offset_data, m.size) for m in tar if m.isreg()]
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_scan_finds_what_tarfile_finds(tmp_path, kind):
+    members = {n: d for n, d in MEMBERS.items() if kind != tarfile.USTAR_FORMAT or len(n) <= 100 or "/" in n}
+    path = write_tar(tmp_path / "t.tar", members, kind)
+    assert scan(path) == by_tarfile(path)
+    data = path.read_bytes()
+    assert {m.name: data[m.offset : m.offset + m.size] for m in scan(path)} == members
+
+
+def test_folders_and_links_are_passed_over(tmp_path):
+    path = tmp_path / "t.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "global"}) as tar:
+        for name, kind in (("folder", tarfile.DIRTYPE), ("link", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE)):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "f.jpg"
+            tar.addfile(info)
+        info = tarfile.TarInfo("f.jpg")
+        info.size = 3
+        tar.addfile(info, io.BytesIO(b"abc"))
+    assert [m.name for m in scan(path)] == ["f.jpg"] == [m.name for m in by_tarfile(path)]
+
+
+def test_a_header_without_the_ustar_magic_needs_its_checksum():
+    header = bytearray(tarfile.TarInfo("old.jpg").tobuf(tarfile.USTAR_FORMAT))
+    header[257:265] = bytes(8)
+    with pytest.raises(ValueError, match="no tar header"):
+        member_size(bytes(header))
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    header[124:136] = b"00000000017\0"
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    assert member_size(bytes(header)) == 15
+
+
+def test_binary_sizes_above_8_gib_are_read():
+    info = tarfile.TarInfo("big")
+    info.size = 9 << 30
+    assert member_size(info.tobuf(tarfile.GNU_FORMAT)) == 9 << 30
+
+
+@pytest.mark.parametrize("cut", [1, 600, 2000])
+def test_a_tar_that_ends_inside_a_member_is_an_error(tmp_path, cut):
+    path = write_tar(tmp_path / "t.tar", {"a.jpg": b"a" * 700, "b.jpg": b"b" * 3000})
+    last = scan(path)[-1]
+    path.write_bytes(path.read_bytes()[: last.offset + last.size - cut])
+    with pytest.raises(DataError, match="ends inside a member"):
+        scan(path)
+
+
+def test_what_is_no_tar_is_an_error(tmp_path):
+    path = tmp_path / "t.tar"
+    path.write_bytes(b"not a tar " * 100)
+    with pytest.raises(DataError, match="no uncompressed tar"):
+        scan(path)
+    with tarfile.open(path, "w:gz") as tar:
+        info = tarfile.TarInfo("noise")
+        info.size = 3000
+        tar.addfile(info, io.BytesIO(bytes(i * i % 251 for i in range(3000))))
+    path.write_bytes(path.read_bytes() * 4)
+    with pytest.raises(DataError, match="no uncompressed tar"):
+        scan(path)
+    with pytest.raises(DataError, match="No such file"):
+        scan(tmp_path / "absent.tar")
+
+
+def test_what_we_write_is_what_tarfile_reads(tmp_path):
+    path = tmp_path / "t.tar"
+    with path.open("wb") as file:
+        writer = TarWriter(file)
+        offsets = {name: writer.add(name, data) for name, data in MEMBERS.items()}
+        size = writer.finish()
+    assert path.stat().st_size == size
+    with tarfile.open(path) as tar:
+        assert {m.name: tar.extractfile(m).read() for m in tar} == MEMBERS
+    assert [m.offset for m in by_tarfile(path)] == list(offsets.values())
