@@ -1,0 +1,75 @@
+"""Optimizers behind the wall: they take a ``DPGradient`` and nothing else, so all they do is post-processing."""
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.config import OptimConfig
+from dpvision.dp.noise import DPGradient
+from dpvision.errors import CheckpointError
+
+
+class Optimizer:
+    """torch.optim's AdamW or SGD over the trained parameters, with its state as a flat dict of named tensors.
+
+    Weight decay is decoupled and acts on every trained parameter (ViP, appendix A.2).
+    """
+
+    def __init__(self, config: OptimConfig, model: nn.Module) -> None:
+        self._params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        values = list(self._params.values())
+        self._decay = 0.0
+        if config.name == "adamw":
+            self._torch: torch.optim.Optimizer = torch.optim.AdamW(
+                values, lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+            )
+        else:
+            # torch's SGD couples the decay with the gradient; ours is decoupled, as AdamW's.
+            self._decay = config.weight_decay
+            self._torch = torch.optim.SGD(values, lr=config.learning_rate, momentum=config.momentum)
+
+    @torch.no_grad()
+    def step(self, gradient: DPGradient, learning_rate: float) -> None:
+        """Apply one privatized gradient in place.
+
+        Args:
+            gradient: float32 tensors for exactly the trained parameters.
+            learning_rate: rate of this step.
+        """
+        for group in self._torch.param_groups:
+            group["lr"] = learning_rate
+        for name, parameter in self._params.items():
+            parameter.grad = gradient.grads[name].to(parameter.device, parameter.dtype)
+            if self._decay:
+                parameter.mul_(1 - learning_rate * self._decay)
+        self._torch.step()
+        self._torch.zero_grad(set_to_none=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State as {"PARAMETER/SLOT": tensor}, empty before the first step."""
+        state = self._torch.state
+        return {
+            f"{name}/{slot}": torch.as_tensor(value)
+            for name, parameter in self._params.items()
+            for slot, value in state.get(parameter, {}).items()
+            if value is not None
+        }
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take over the state that ``tensors`` gave.
+
+        Raises:
+            CheckpointError: the names are not those of this model's trained parameters.
+        """
+        state: dict[str, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            name, slot = key.rsplit("/", 1)
+            state.setdefault(name, {})[slot] = value
+        if state and set(state) != set(self._params):
+            wrong = sorted(set(state) ^ set(self._params))[0]
+            raise CheckpointError(
+                f"optimizer: {wrong}; expected state for exactly the trained parameters. Resume with the config of the run."
+            )
+        for name, slots in state.items():
+            parameter = self._params[name]
+            # Adam keeps its step count on the CPU, everything else where the parameter lives.
+            self._torch.state[parameter] = {s: v.clone() if s == "step" else v.to(parameter.device) for s, v in slots.items()}

@@ -1,0 +1,114 @@
+"""The run folder: what may leave lies in it openly, everything that depends on private records under ``confidential/``."""
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from dpvision.checkpoint import write_json
+from dpvision.config import RunConfig, from_dict, to_dict
+from dpvision.errors import CheckpointError
+
+FORMAT = "dpvision-run-1"
+
+
+@dataclass
+class RunFolder:
+    """An open run folder, locked against a second process until ``close``.
+
+    ``base`` is where the run's files lie: the folder itself, or its ``confidential/`` when the run has no guarantee
+    and its store is private (guarantee.md, rule 6).
+    """
+
+    root: Path
+    base: Path
+    run_id: str
+    _lock: IO[str]
+
+    @property
+    def confidential(self) -> Path:
+        return self.root / "confidential"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.base / "checkpoints"
+
+    def close(self) -> None:
+        """Give the lock back."""
+        self._lock.close()
+
+    def copy_ledger(self, source: Path) -> None:
+        """Put a copy of the ledger beside the run's other files (the truth stays beside the store)."""
+        partial = self.base / ".ledger.partial"
+        shutil.copyfile(source, partial)
+        os.replace(partial, self.base / "ledger.jsonl")
+
+
+def create_run(root: Path, config: RunConfig, about: dict[str, Any], *, wholly_confidential: bool) -> RunFolder:
+    """Make and lock a new run folder.
+
+    Args:
+        about: store_id, store_visibility and guarantee; written to run.json with a random run_id.
+
+    Raises:
+        CheckpointError: the folder holds a run already, or is in use.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    lock = _lock(root)
+    if run_base(root) is not None:
+        lock.close()
+        raise CheckpointError(f"run: {root} holds a run already; expected a new name. Use --resume to go on, or another --name.")
+    base = root / "confidential" if wholly_confidential else root
+    (root / "confidential").mkdir(exist_ok=True)
+    (root / "confidential").chmod(0o700)
+    run_id = secrets.token_hex(8)
+    write_json(base / "config.json", to_dict(config))
+    write_json(base / "run.json", {"format": FORMAT, "run_id": run_id, **about})
+    return RunFolder(root, base, run_id, lock)
+
+
+def open_run(root: Path) -> RunFolder:
+    """Lock an existing run folder.
+
+    Raises:
+        CheckpointError: there is no run, its files cannot be read, or it is in use.
+    """
+    base, _, about = read_run(root)
+    return RunFolder(root, base, about["run_id"], _lock(root))
+
+
+def read_run(root: Path) -> tuple[Path, RunConfig, dict[str, Any]]:
+    """Where a run's files lie, the config it was started with, and its run.json; takes no lock.
+
+    Raises:
+        CheckpointError: there is no run, or its files cannot be read.
+    """
+    base = run_base(root)
+    if base is None:
+        raise CheckpointError(f"run: {root} holds no run; expected config.json in it. Correct the name, or drop --resume to start one.")
+    try:
+        about = json.loads((base / "run.json").read_bytes())
+        if about["format"] != FORMAT or not about["run_id"]:
+            raise ValueError("unknown format")
+        return base, from_dict(RunConfig, json.loads((base / "config.json").read_bytes()), "config.json"), about
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"run: {base} cannot be read ({error!r}). Restore run.json and config.json as the run wrote them.") from None
+
+
+def run_base(root: Path) -> Path | None:
+    """Where a run's files lie in its folder, None when there is no run."""
+    return next((b for b in (root, root / "confidential") if (b / "config.json").exists()), None)
+
+
+def _lock(root: Path) -> IO[str]:
+    lock = open(root / ".lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise CheckpointError(f"run: {root} is in use by another process. Wait for it, stop it, or choose another --name.") from None
+    return lock

@@ -1,0 +1,124 @@
+"""What a run tells: people on the terminal, machines in JSONL and TensorBoard, each on its side of ``confidential/``.
+
+Public: the step and the epsilon spent. Confidential: loss, norms, clip fraction, realised batch size, times (guarantee.md, rule 6).
+"""
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from dpvision.privacy.plan import DPPlan
+
+_MILESTONES = 16
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Confidential figures of one step. Means are over the realised batch; NaN for an empty one."""
+
+    loss: float
+    batch_size: int
+    grad_norm_mean: float
+    grad_norm_median: float
+    clip_fraction: float
+    num_non_finite: int
+    step_s: float
+
+
+class EpsilonMeter:
+    """Epsilon spent, for display: computed exactly at sixteen milestones and rounded up to the next one in between."""
+
+    def __init__(self, plan: DPPlan) -> None:
+        self._plan = plan
+        self._known: dict[int, float] = {}
+
+    def at_most(self, steps: int) -> float | None:
+        """Upper bound on the epsilon of ``steps`` steps; None for a plan without a guarantee."""
+        if self._plan.guarantee != "dp":
+            return None
+        total = self._plan.steps
+        milestone = min(total, math.ceil(math.ceil(steps * _MILESTONES / total) * total / _MILESTONES))
+        if milestone not in self._known:
+            self._known[milestone] = self._plan.spent(milestone).epsilon
+        return self._known[milestone]
+
+
+class RunLog:
+    """Writes a run's log files and draws its progress; used as a context manager by rank 0."""
+
+    def __init__(self, base: Path, confidential: Path, plan: DPPlan, start_step: int, *, quiet: bool) -> None:
+        self._plan, self._meter = plan, EpsilonMeter(plan)
+        self._public = open(base / "progress.jsonl", "a")
+        self._private = open(confidential / "metrics.jsonl", "a")
+        self._board = SummaryWriter(str(confidential / "tensorboard"))
+        self._console = Console(stderr=True, quiet=quiet)
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            console=self._console,
+        )
+        self._task = self._progress.add_task("starting", total=plan.steps, completed=start_step)
+        self._start, self._start_step, self._last_line = time.monotonic(), start_step, -math.inf
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+        for file in (self._public, self._private, self._board):
+            file.close()
+
+    def say(self, text: str) -> None:
+        """One line for the operator."""
+        self._console.print(text, highlight=False)
+
+    def step(self, step: int, metrics: StepMetrics) -> None:
+        """Record one finished step."""
+        done = step + 1
+        epsilon = self._meter.at_most(done)
+        rate = metrics.batch_size / metrics.step_s
+        _line(self._public, {"step": done, "epsilon_at_most": epsilon})
+        values = {key: _finite(value) for key, value in vars(metrics).items()}
+        _line(self._private, {"step": done, **values, "pictures_per_s": _finite(rate), "time": time.time()})
+        for name, value in values.items():
+            if value is not None:
+                self._board.add_scalar(name, value, done)
+        if epsilon is not None:
+            self._board.add_scalar("epsilon_at_most", epsilon, done)
+        self._show(done, epsilon, metrics.loss, rate)
+
+    def _show(self, done: int, epsilon: float | None, loss: float, rate: float) -> None:
+        elapsed = time.monotonic() - self._start
+        left = elapsed / (done - self._start_step) * (self._plan.steps - done)
+        spent = "no guarantee" if epsilon is None else f"epsilon <= {epsilon:.2f}"
+        text = f"{spent}  loss {loss:.4f}  {rate:,.0f} pictures/s  {_clock(left)} left"
+        if self._console.is_terminal:
+            self._progress.update(self._task, completed=done, description=text)
+        elif elapsed - self._last_line >= 15 or done == self._plan.steps:
+            self._last_line = elapsed
+            self.say(f"step {done}/{self._plan.steps}  {text}")
+
+
+def _line(file: object, value: dict) -> None:
+    file.write(json.dumps(value, allow_nan=False) + "\n")  # type: ignore[attr-defined]
+    file.flush()  # type: ignore[attr-defined]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

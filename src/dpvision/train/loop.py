@@ -1,0 +1,172 @@
+"""The one loop, for private, non-private and simulated plans: charge, draw, clip, sum, add noise, divide, apply.
+
+The ledger is charged before the deed and the budget is the loop's condition, so no step can run that was not paid for.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpvision.checkpoint import keep_newest, save_checkpoint, state_tensors
+from dpvision.config import RunConfig, to_dict
+from dpvision.data.store import Store
+from dpvision.dp.clip import LossFn
+from dpvision.dp.noise import new_key, privatize
+from dpvision.optim.ema import update_ema
+from dpvision.optim.optimizer import Optimizer
+from dpvision.optim.schedule import learning_rate
+from dpvision.privacy.ledger import Ledger
+from dpvision.privacy.plan import DPPlan
+from dpvision.train.distributed import Group, all_reduce_vector, broadcast_bytes, broadcast_int, check_same_everywhere
+from dpvision.train.folder import RunFolder
+from dpvision.train.log import RunLog
+from dpvision.train.step import step_sum
+from dpvision.train.versions import code_versions
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """Keys of one start, from the operating system's entropy: never written, logged or restored. Tests inject them."""
+
+    draw: bytes = field(default_factory=new_key, repr=False)
+    noise: bytes = field(default_factory=new_key, repr=False)
+
+
+@dataclass
+class Session:
+    """Everything one start of a run works with; ``start.py`` makes it. Rank 0 alone has folder, ledger and log."""
+
+    config: RunConfig
+    plan: DPPlan
+    store: Store
+    rows: np.ndarray
+    model: nn.Module
+    loss_fn: LossFn
+    optimizer: Optimizer
+    ema: dict[str, Tensor] | None
+    lineage: list[dict[str, Any]]
+    updates: int
+    """Steps whose update is in the weights; the ledger may count more (lost in a crash, yet charged)."""
+    group: Group
+    folder: RunFolder | None = None
+    ledger: Ledger | None = None
+
+
+def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False) -> bool:
+    """Train until the plan's steps are spent, or until SIGTERM or SIGUSR1 asks to save and stop.
+
+    Returns:
+        True when the plan is complete, False when stopped by a signal (go on with --resume).
+
+    Raises:
+        CheckpointError: a checkpoint cannot be written; earlier ones are untouched and the ledger is true.
+    """
+    plan, group = session.plan, session.group
+    secrets = _share(secrets or Secrets(), group)
+    saved = time.monotonic()
+    with _stop_flag() as stop, contextlib.ExitStack() as stack:
+        log = None
+        if session.folder is not None:
+            first = session.ledger.steps if session.ledger else 0
+            log = stack.enter_context(RunLog(session.folder.base, session.folder.confidential, plan, first, quiet=quiet))
+        while _shared_steps(session) < plan.steps:
+            step = broadcast_int(session.ledger.append() if session.ledger else 0, group)  # before the deed
+            total, metrics = step_sum(
+                step, session.config, plan, session.store, session.rows, session.model, session.loss_fn, secrets.draw, group
+            )
+            gradient = privatize(total, plan, step, secrets.noise)
+            session.optimizer.step(gradient, learning_rate(session.config.optim, step, plan.steps))
+            if session.ema is not None and session.config.optim.ema_decay is not None:
+                update_ema(session.ema, session.model, session.config.optim.ema_decay)
+            session.updates += 1
+            if log is not None:
+                log.step(step, metrics)
+            stopping = _any(stop.is_set(), group)
+            due = _any(time.monotonic() - saved >= session.config.hardware.checkpoint_every_s, group)
+            if stopping or due or step + 1 == plan.steps:
+                save(session)
+                saved = time.monotonic()
+            if stopping and step + 1 < plan.steps:
+                if log is not None:
+                    log.say("Saved and stopped as asked; go on with --resume.")
+                return False
+        return True
+
+
+def save(session: Session) -> Path | None:
+    """Write a checkpoint of the session as it stands (rank 0); all ranks check that they hold the same weights."""
+    check_same_everywhere(state_tensors(session.model), session.group)
+    folder, ledger = session.folder, session.ledger
+    if folder is None or ledger is None:
+        return None
+    manifest = {
+        "run_id": folder.run_id,
+        "ledger_steps": ledger.steps,
+        "updates": session.updates,
+        "config": to_dict(session.config),
+        "plan": session.plan.to_dict(),
+        "ledger_digest": ledger.digest,
+        "lineage": [*session.lineage, _own_lineage(session, ledger.steps)],
+        "versions": code_versions(),
+    }
+    path = save_checkpoint(
+        folder.checkpoints / f"step-{ledger.steps:08d}", manifest, state_tensors(session.model),
+        ema=session.ema, optimizer=session.optimizer.tensors(),
+    )  # fmt: skip
+    keep_newest(folder.base, session.config.hardware.keep_checkpoints)
+    folder.copy_ledger(ledger.path)
+    return path
+
+
+def _own_lineage(session: Session, steps: int) -> dict[str, Any]:
+    plan, store = session.plan, session.store
+    guarantee = None
+    if plan.guarantee == "dp":
+        spent = plan.spent(steps)
+        guarantee = {"epsilon": spent.epsilon, "epsilon_rdp": spent.epsilon_rdp, "delta": plan.delta, "steps": steps}
+    run_id = session.folder.run_id if session.folder else None
+    return {"store_id": store.store_id, "visibility": store.visibility, "run_id": run_id, "guarantee": guarantee}
+
+
+def _share(secrets: Secrets, group: Group) -> Secrets:
+    both = broadcast_bytes(secrets.draw + secrets.noise, 64, group)
+    return Secrets(both[:32], both[32:])
+
+
+def _shared_steps(session: Session) -> int:
+    return broadcast_int(session.ledger.steps if session.ledger else 0, session.group)
+
+
+def _any(flag: bool, group: Group) -> bool:
+    return bool(all_reduce_vector(torch.tensor([float(flag)], dtype=torch.float64), group).item() > 0)
+
+
+@contextlib.contextmanager
+def _stop_flag() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGUSR1 set; the step in progress is finished, saved and then the loop stops."""
+    flag = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        flag.set()
+        os.write(2, b"\nfinishing this step, then saving\n")
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

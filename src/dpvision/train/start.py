@@ -1,0 +1,178 @@
+"""From a config to a session ready to train: every check that can refuse comes before the first step is charged."""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dpvision.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, write_json
+from dpvision.config import RunConfig
+from dpvision.data.keys import StepKey
+from dpvision.data.store import Store
+from dpvision.dp.support import check_separable
+from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
+from dpvision.models import make_model
+from dpvision.optim.ema import make_ema
+from dpvision.optim.optimizer import Optimizer
+from dpvision.privacy.ledger import Ledger
+from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.train import distributed
+from dpvision.train.folder import create_run, open_run, read_run
+from dpvision.train.lineage import inherit
+from dpvision.train.loop import Session
+from dpvision.train.objectives import example_batch, loss_function
+
+_SIZE_TOLERANCE = 0.01
+
+
+def check_store(plan: DPPlan, store: Store, num_rows: int) -> None:
+    """Refuse a store whose number of records is not the declared one.
+
+    The declared number is public and may be rounded, so 1% is allowed; truncated Poisson is accounted for at most N records.
+
+    Raises:
+        DataError: the counts do not fit.
+    """
+    declared = plan.dataset_size
+    fits = math.fabs(num_rows - declared) <= _SIZE_TOLERANCE * declared
+    if plan.sampling == "truncated_poisson":
+        fits = fits and num_rows <= declared
+    if plan.sampling == "full_batch":
+        fits = num_rows == declared
+    if not fits:
+        raise DataError(
+            f"store: {num_rows} records in {store.store_id[:8]}; expected the declared dataset_size={declared} (within 1%). "
+            f"Say --privacy.dataset-size {num_rows}, and adjust the batch, for a new plan."
+        )
+
+
+def check_run(config: RunConfig) -> tuple[DPPlan, Store, int]:
+    """Every check of a new run without making it (``--dry-run``).
+
+    Returns:
+        The plan, the store, and the number of records that would take part.
+
+    Raises:
+        DPVisionError: what ``new_session`` would raise.
+    """
+    plan = make_plan(config.privacy)
+    session = _prepare(config, plan, None)
+    distributed.leave()
+    return plan, session.store, len(session.rows)
+
+
+@contextlib.contextmanager
+def new_session(config: RunConfig, root: Path) -> Iterator[Session]:
+    """A session for a new run in folder ``root``.
+
+    Raises:
+        DPVisionError: anything that makes the run impossible or unsafe; no step has been charged then.
+    """
+    plan = make_plan(config.privacy)
+    session = _prepare(config, plan, None)
+    with contextlib.ExitStack() as stack:
+        stack.callback(distributed.leave)
+        if session.group.is_main:
+            store = session.store
+            about = {"store_id": store.store_id, "store_visibility": store.visibility, "guarantee": plan.guarantee}
+            session.folder = create_run(root, config, about, wholly_confidential=plan.guarantee != "dp" and store.visibility == "private")
+            stack.callback(session.folder.close)
+            write_json(session.folder.base / "plan.json", plan.to_dict())
+            session.ledger = stack.enter_context(_open_ledger(session, session.folder.run_id, resume=False))
+        yield session
+
+
+@contextlib.contextmanager
+def resumed_session(root: Path, hardware: dict[str, Any] | None = None) -> Iterator[Session]:
+    """The session of an existing run: its own config and plan, its newest checkpoint, the ledger's count, new keys.
+
+    Args:
+        hardware: HardwareConfig fields to change: the only settings that a resumed run may change.
+
+    Raises:
+        DPVisionError: the run, its ledger or its store do not fit together.
+    """
+    base, config, about = read_run(root)
+    config = replace(config, hardware=replace(config.hardware, **(hardware or {})))
+    plan = _read_plan(base)
+    checkpoint = load_checkpoint(base) if list_checkpoints(base) else None
+    if checkpoint is not None and checkpoint.manifest["run_id"] != about["run_id"]:
+        raise CheckpointError(f"checkpoint: {checkpoint.path} is of another run. Remove it, or correct the folder.")
+    session = _prepare(config, plan, checkpoint)
+    if session.store.store_id != about["store_id"]:
+        raise DataError(f"store: {config.data.store} is not the store of this run. Put the original back, or start a new run.")
+    with contextlib.ExitStack() as stack:
+        stack.callback(distributed.leave)
+        if session.group.is_main:
+            session.folder = open_run(root)
+            stack.callback(session.folder.close)
+            session.ledger = stack.enter_context(_open_ledger(session, session.folder.run_id, resume=True))
+            if checkpoint is not None and checkpoint.manifest["ledger_steps"] > session.ledger.steps:
+                raise PrivacyError(
+                    f"ledger: {session.ledger.steps} steps, yet checkpoint {checkpoint.path.name} was written later; "
+                    "expected the newer ledger. Restore the LEDGERS folder that belongs to this store."
+                )
+        yield session
+
+
+def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None) -> Session:
+    """Store, model, optimizer and lineage, on this process's device; the same on all ranks."""
+    if config.data.store is None:
+        raise ConfigError("data: store=None; expected a folder made by `dpvision data import`. Say --data STORE.")
+    store = Store.open(Path(config.data.store))
+    rows = store.eligible_rows(plan.max_records_per_unit, config.seed)
+    check_store(plan, store, len(rows))
+    model = make_model(config.model, config.seed)
+    lineage: list[dict[str, Any]] = []
+    if checkpoint is not None:
+        lineage = checkpoint.manifest["lineage"][:-1]
+        load_weights(model, checkpoint)
+    elif config.init_from is not None:
+        parent = load_checkpoint(config.init_from)
+        lineage = inherit(parent.manifest, store, plan.guarantee)
+        load_weights(model, parent)
+    loss_fn = loss_function(config)
+    if plan.guarantee == "dp":
+        check_separable(loss_fn, model, example_batch(config), StepKey(config.seed, 0))
+    group = distributed.join(config.hardware.device)
+    model.to(group.device)
+    optimizer = Optimizer(config.optim, model)
+    ema = make_ema(model) if config.optim.ema_decay is not None else None
+    if checkpoint is not None:
+        optimizer.load(checkpoint.optimizer or {})
+        if ema is not None and checkpoint.ema is not None:
+            ema = {name: value.to(group.device) for name, value in checkpoint.ema.items()}
+    updates = checkpoint.manifest["updates"] if checkpoint is not None else 0
+    return Session(config, plan, store, rows, model, loss_fn, optimizer, ema, lineage, updates, group)
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's weights into ``model``.
+
+    Raises:
+        CheckpointError: a name or shape differs.
+    """
+    try:
+        model.load_state_dict(checkpoint.model)
+    except RuntimeError as error:
+        first = str(error).splitlines()[-1].strip()
+        raise CheckpointError(
+            f"checkpoint: {checkpoint.path} is of another model ({first}). Use the recipe that it was trained with."
+        ) from None
+
+
+def _open_ledger(session: Session, run_id: str, *, resume: bool) -> Ledger:
+    assert session.config.data.store is not None
+    return Ledger.open(Path(session.config.data.store), run_id, session.plan, resume=resume)
+
+
+def _read_plan(base: Path) -> DPPlan:
+    try:
+        return DPPlan.from_dict(json.loads((base / "plan.json").read_bytes()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"run: {base / 'plan.json'} cannot be read ({error}). Restore it as the run wrote it.") from None

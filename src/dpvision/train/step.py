@@ -1,0 +1,90 @@
+"""One logical step's clipped sum: the plan draws, each process takes its slice, nothing is divided by what was realised."""
+
+import contextlib
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+from dpvision.config import RunConfig
+from dpvision.data.batch import Batch
+from dpvision.data.keys import StepKey
+from dpvision.data.loader import physical_batches
+from dpvision.data.store import Store
+from dpvision.dp.clip import ClippedSum, LossFn, clipped_sum
+from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.sampling import derive_rng
+from dpvision.train.distributed import Group, all_reduce_sum, all_reduce_vector
+from dpvision.train.log import StepMetrics
+
+
+def step_sum(
+    step: int,
+    config: RunConfig,
+    plan: DPPlan,
+    store: Store,
+    rows: np.ndarray,
+    model: nn.Module,
+    loss_fn: LossFn,
+    draw_key: bytes,
+    group: Group,
+) -> tuple[ClippedSum, StepMetrics]:
+    """Clipped sum of logical step ``step`` over all processes, and its confidential figures.
+
+    Args:
+        step: the ledger's number of this step.
+        rows: int64 row numbers of the store that take part in this run (contribution bound applied).
+        draw_key: 32 secret bytes, the same on all ranks, new at every start.
+
+    Returns:
+        The sum (secret; the same on all ranks) and the metrics (confidential).
+    """
+    start = time.monotonic()
+    drawn = rows[plan.draw(step, len(rows), derive_rng(draw_key, step))]
+    mine = np.array_split(drawn, group.world_size)[group.rank]
+    key = StepKey(config.seed, step)
+    hardware = config.hardware
+    total = ClippedSum.zeros(model)
+    batches = physical_batches(
+        store, mine, key, config.data, config.model.encoder.image_size,
+        physical_batch_size=hardware.physical_batch_size, workers=hardware.workers,
+    )  # fmt: skip
+    for batch in batches:
+        with autocast(hardware.precision, group.device):
+            total = total + clipped_sum(loss_fn, model, to_device(batch, group.device), key, max_grad_norm=plan.max_grad_norm)
+    metrics = _metrics(total, plan, group, start)
+    return all_reduce_sum(total, group), metrics
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with every tensor on ``device``."""
+    return Batch(*(None if t is None else t.to(device, non_blocking=True) for t in batch))
+
+
+def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager:
+    """Autocast of the forward pass for ``hardware.precision``."""
+    if precision == "bfloat16":
+        return torch.autocast(device.type, torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def _metrics(total: ClippedSum, plan: DPPlan, group: Group, start: float) -> StepMetrics:
+    norms, losses = total.norms_B.double().cpu(), total.losses_B.double().cpu()
+    good = torch.isfinite(norms)
+    clipped = norms > plan.max_grad_norm if plan.max_grad_norm is not None else torch.zeros_like(good)
+    sums = torch.tensor(
+        [len(losses), losses.nansum(), good.sum(), norms[good].sum(), clipped[good].sum(), (~good).sum()], dtype=torch.float64
+    )
+    count, loss, num_good, norm, num_clipped, num_bad = all_reduce_vector(sums, group).tolist()
+    nan = float("nan")
+    return StepMetrics(
+        loss=loss / count if count else nan,
+        batch_size=int(count),
+        grad_norm_mean=norm / num_good if num_good else nan,
+        # Of this rank's slice: a median of all would have to gather every norm.
+        grad_norm_median=float(norms[good].median()) if good.any() else nan,
+        clip_fraction=num_clipped / num_good if num_good else nan,
+        num_non_finite=int(num_bad),
+        step_s=max(time.monotonic() - start, 1e-9),
+    )

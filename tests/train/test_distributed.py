@@ -1,0 +1,56 @@
+"""Two real processes under torchrun (gloo) give what one gives, with injected keys; empty slices included."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dpvision.checkpoint import load_checkpoint
+from dpvision.config import RunConfig, to_dict
+from dpvision.privacy.ledger_format import read_ledger
+from dpvision.train.loop import Secrets, fit
+from dpvision.train.start import new_session
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from dpvision.config import RunConfig, from_dict
+from dpvision.train.loop import Secrets, fit
+from dpvision.train.start import new_session
+
+config = from_dict(RunConfig, json.loads(Path(sys.argv[1]).read_text()))
+with new_session(config, Path(sys.argv[2])) as session:
+    # Only rank 0 has the keys; the others must get them from it.
+    secrets = Secrets(b"d" * 32, b"n" * 32) if session.group.is_main else Secrets(b"?" * 32, b"?" * 32)
+    assert session.group.world_size == 2
+    assert fit(session, secrets=secrets, quiet=True)
+"""
+
+
+def _two_processes(config: RunConfig, folder: Path) -> dict[str, torch.Tensor]:
+    (folder / "config.json").write_text(json.dumps(to_dict(config)))
+    (folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(folder / "script.py")]
+    done = subprocess.run(
+        [*command, str(folder / "config.json"), str(folder / "two")],
+        capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return load_checkpoint(folder / "two").model
+
+
+def test_two_processes_give_what_one_gives(config: RunConfig, tmp_path: Path) -> None:
+    with new_session(config, tmp_path / "one") as session:
+        fit(session, secrets=Secrets(b"d" * 32, b"n" * 32), quiet=True)
+    one, two = load_checkpoint(tmp_path / "one").model, _two_processes(config, tmp_path)
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_all_ranks_take_the_same_number_of_steps_when_batches_are_nearly_always_empty(config: RunConfig, tmp_path: Path) -> None:
+    _two_processes(replace(config, privacy=replace(config.privacy, expected_batch_size=0.3)), tmp_path)
+    assert read_ledger(tmp_path / "two" / "ledger.jsonl").steps == config.privacy.steps
