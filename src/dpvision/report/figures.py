@@ -1,0 +1,215 @@
+"""Figures of the report in one house style: SVG text to put into a page, whose colours follow the page's light or dark theme."""
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from html import escape
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from dpvision.report.words import round_up
+
+# Stand-ins that are replaced by the page's CSS variables in the SVG, so that one figure serves both themes.
+INK, MUTED, GRID, ACCENT, SECOND = "#010203", "#010204", "#010205", "#010206", "#010207"
+_THEME = {INK: "--ink", MUTED: "--muted", GRID: "--line", ACCENT: "--accent", SECOND: "--second"}
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: selectable, read aloud, in the page's own font
+    "font.family": "DejaVu Sans",
+    "font.size": 10.5,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "ytick.major.size": 0,
+    "lines.linewidth": 2,
+    "lines.solid_capstyle": "round",
+    "legend.frameon": False,
+}
+_SIZE = (4.7, 3.3)
+_MOST_POINTS = 400
+
+
+def epsilon_figure(points: Sequence[tuple[int, float]], executed: int, target: float | None) -> str:
+    """Epsilon against steps as SVG.
+
+    Args:
+        points: (steps, epsilon) from (0, 0) to all planned steps, ascending.
+        executed: steps charged in the ledger; what is beyond is drawn as planned.
+        target: epsilon that was asked for, if one was.
+    """
+    steps, epsilon = np.array(points, dtype=np.float64).T
+    spent = float(np.interp(executed, steps, epsilon))
+    done = steps <= executed
+    alt = f"Epsilon grows from {epsilon[1]:.2f} after {steps[1]:,.0f} steps to {round_up(spent, 2)} after the {executed:,} executed ones"
+    with _figure(alt + (f"; the target is {target:g}." if target else ".")) as (ax, svg):
+        ax.plot([*steps[done], executed], [*epsilon[done], spent], color=ACCENT)
+        ax.fill_between([*steps[done], executed], [*epsilon[done], spent], color=ACCENT, alpha=0.12, linewidth=0)
+        if not done.all():
+            ax.plot([executed, *steps[~done]], [spent, *epsilon[~done]], color=ACCENT, linestyle=(0, (2, 2)), linewidth=1.4)
+        ax.plot([executed], [spent], "o", color=ACCENT, markersize=6, clip_on=False, zorder=3)
+        top = max(target or 0.0, float(epsilon[-1]))
+        if target:
+            ax.axhline(target, color=SECOND, linewidth=1.4, linestyle=(0, (5, 3)))
+            ax.text(0, target + 0.025 * top, f"target {target:g}", color=SECOND, va="bottom")
+        ax.annotate(
+            f"{round_up(spent, 2)} spent",
+            (executed, spent),
+            (-7, -32),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            color=INK,
+            weight="bold",
+        )
+        ax.set(xlim=(0, steps[-1]), ylim=(0, 1.13 * top), xlabel="steps", ylabel="epsilon")
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        ax.xaxis.set_major_formatter(FuncFormatter(_thousands))
+    return svg[0]
+
+
+def profile_figure(profile: Sequence[Sequence[float]], epsilon: float, delta: float) -> str:
+    """The privacy profile as SVG: every pair (epsilon, delta) that holds, with the stated one marked."""
+    x, y = np.array(profile, dtype=np.float64).T
+    ends = f"delta falls from {y[0]:.2f} at epsilon 0 to {y[-1]:.0e} at epsilon {x[-1]:.1f}"
+    alt = f"Privacy profile: {ends}; stated is {round_up(epsilon, 2)} at {delta:.1e}."
+    with _figure(alt) as (ax, svg):
+        ax.semilogy(x, y, color=ACCENT)
+        ax.plot([epsilon, epsilon, 0], [1e-12, delta, delta], color=SECOND, linewidth=1.2, linestyle=(0, (5, 3)))
+        ax.plot([epsilon], [delta], "o", color=SECOND, markersize=6, zorder=3)
+        ax.annotate("stated", (epsilon, delta), (8, 4), textcoords="offset points", color=SECOND, weight="bold")
+        ax.set(xlim=(0, x[-1]), ylim=(1e-10, 1), xlabel="epsilon", ylabel="delta")
+        ax.set_yticks([10.0**-k for k in range(0, 11, 2)], ["1", *(f"1e-{k}" for k in range(2, 11, 2))])
+        ax.minorticks_off()
+    return svg[0]
+
+
+def bars_figure(groups: Sequence[tuple[str, Sequence[tuple[str, float, float, float, bool]]]], chance: float) -> str:
+    """Scores as SVG: horizontal bars with intervals, in groups, and a line where blind guessing stands.
+
+    Args:
+        groups: (title, bars), a bar being (label, value, low, high, whether it is what the figure is about), shares in [0, 1].
+        chance: score of blind guessing.
+    """
+    said = [f"{title}: " + ", ".join(f"{name} {value:.1%}" for name, value, *_ in bars) for title, bars in groups]
+    rows = sum(len(bars) + 1.4 for _, bars in groups)
+    with _figure(f"Scores on public pictures. {'; '.join(said)}; chance {chance:.1%}.", (_SIZE[0], 0.27 * rows + 0.55)) as (ax, svg):
+        y, most = 0.0, max(high for _, bars in groups for *_, high, _ in bars)
+        for title, bars in groups:
+            ax.text(0, y, title, color=INK, weight="bold", va="center")
+            for i, (name, value, low, high, matters) in enumerate(bars):
+                bar, ink = (ACCENT, INK) if matters else (MUTED, MUTED)
+                at = y + 1 + i
+                ax.barh(at, value, height=0.68, color=bar, alpha=1.0 if matters else 0.4)
+                ax.plot([low, high], [at, at], color=INK, linewidth=1.4, solid_capstyle="butt")
+                ax.annotate(f"{value:.1%}  {name}", (high, at), (5, 0), textcoords="offset points", va="center", color=ink)
+            ax.plot([chance, chance], [y + 0.5, y + len(bars) + 0.5], color=SECOND, linewidth=1.4, linestyle=(0, (4, 2)))
+            y += len(bars) + 1.4
+        ax.annotate("chance", (chance, y - 0.72), (0, 0), textcoords="offset points", color=SECOND, ha="center", va="center")
+        ax.set(xlim=(0, 1.8 * most), ylim=(y - 0.4, -0.6), xticks=[], yticks=[])
+        ax.spines["bottom"].set_visible(False)
+        ax.grid(False)
+    return svg[0]
+
+
+def series_figure(
+    x: np.ndarray,
+    series: dict[str, np.ndarray],
+    *,
+    xlabel: str,
+    ylabel: str,
+    reference: tuple[str, float] | None = None,
+    log: bool = False,
+    limits: tuple[float, float] | None = None,
+) -> str:
+    """One or two series over a run as SVG, averaged to at most 400 points.
+
+    Args:
+        x: float64 (N,), e.g. steps.
+        series: name -> float64 (N,), NaN where nothing was measured.
+        reference: name and value of a constant to compare with.
+        log: logarithmic vertical axis.
+        limits: of the vertical axis; None for what the series need.
+    """
+    alt = "; ".join(
+        f"{ylabel}, {name}: from {_first(v):.4g} to {_first(v[::-1]):.4g}, median {_median(v):.4g}" for name, v in series.items()
+    )
+    with _figure(f"{alt}{f'; {reference[0]} is {reference[1]:.4g}' if reference else ''}.") as (ax, svg):
+        for (name, values), color in zip(series.items(), (ACCENT, MUTED), strict=False):
+            ax.plot(_thinned(x), _thinned(values), color=color, label=name, linewidth=1.6)
+        if reference is not None:
+            ax.axhline(reference[1], color=SECOND, linewidth=1.4, linestyle=(0, (5, 3)), label=reference[0])
+        if log:
+            ax.set_yscale("log")
+            ax.yaxis.set_major_formatter(FuncFormatter(_thousands))
+            ax.yaxis.set_minor_formatter(FuncFormatter(lambda x, _: f"{x:.3g}" if f"{x:.0e}"[0] in "25" else ""))
+        if len(series) > 1 or reference is not None:
+            ax.legend(
+                loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=3, labelcolor=MUTED, handlelength=1.4, borderpad=0, columnspacing=1.2
+            )
+        ax.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, x[-1]) if x[-1] > 0 else None, ylim=limits)
+        ax.xaxis.set_major_locator(MaxNLocator(5))
+        ax.xaxis.set_major_formatter(FuncFormatter(_thousands))
+    return svg[0]
+
+
+@contextmanager
+def _figure(alt: str, size: tuple[float, float] = _SIZE) -> Iterator[tuple[Axes, list[str]]]:
+    """Axes to draw on; when the block ends, the list holds the SVG."""
+    svg: list[str] = []
+    # The salt keeps ids (clip paths, markers) of several figures in one page apart.
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": alt}):
+        figure = Figure(figsize=size, layout="constrained")  # without pyplot: no display, no global state
+        yield figure.subplots(), svg
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg.append(_for_page(buffer.getvalue(), alt))
+
+
+def _for_page(text: str, alt: str) -> str:
+    """The svg element alone: theme variables for colours, no fixed size, described for those who cannot see it."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r' id="[a-zA-Z0-9.]+_[0-9]+"', "", text)  # names of parts, the same in every figure; clip paths and markers keep theirs
+    for color, variable in _THEME.items():
+        text = text.replace(color, f"var({variable})")
+    text = re.sub(r"'DejaVu Sans'(, [^;\"]*)?", "var(--sans)", text)
+    box = re.search(r'viewBox="[^"]*"', text)
+    assert box is not None
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box[0]} role="img" aria-label="{escape(alt)}">'
+    return re.sub(r"<svg[^>]*>", lambda _: head, text, count=1).strip()
+
+
+def _thinned(values: np.ndarray) -> np.ndarray:
+    if len(values) <= _MOST_POINTS:
+        return values
+    return np.array([_median(part) for part in np.array_split(values, _MOST_POINTS)])
+
+
+def _median(values: np.ndarray) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else float("nan")
+
+
+def _first(values: np.ndarray) -> float:
+    return float(next((v for v in values if np.isfinite(v)), float("nan")))
+
+
+def _thousands(x: float, position: Any) -> str:
+    return f"{x:,.6g}"

@@ -1,0 +1,48 @@
+"""From values to a page: templates, the one style sheet, and a file that is replaced whole."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from dpvision.errors import CheckpointError
+from dpvision.report import words
+
+
+def setting_rows(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested settings as (dotted name, text) pairs."""
+    rows = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            rows += setting_rows(value, f"{prefix}{key}.")
+        else:
+            shown = ", ".join(f"{v:g}" for v in value) if isinstance(value, list) else f"{value:,}" if type(value) is int else str(value)
+            rows.append((prefix + key, "none" if value is None else shown))
+    return rows
+
+
+def render(template: str, **values: Any) -> str:
+    """The page of a template of this folder; values are escaped unless they are Markup."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(up=words.round_up, percent=words.percent_up, short=words.short, commas="{:,}".format)
+    return environment.get_template(template).render(css=Markup((Path(__file__).parent / "page.css").read_text()), **values)
+
+
+def write_page(path: Path, html: str) -> Path:
+    """Replace a page atomically; gives its path.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        partial.write_text(html, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(f"report: {path} ({error.strerror}); expected a writable disk with space. Free some, then repeat.") from None
+    return path

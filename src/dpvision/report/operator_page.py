@@ -1,0 +1,107 @@
+"""confidential/operator.html: what a run did with its private records, for those who may see them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from dpvision.data.store import Store
+from dpvision.errors import CheckpointError
+from dpvision.eval.suite import read_scores
+from dpvision.privacy.plan import DPPlan
+from dpvision.report.figures import series_figure
+from dpvision.report.html import render, write_page
+from dpvision.report.reconstructions import reconstruct_some
+from dpvision.train.folder import read_run
+
+
+def make_operator_page(run_dir: str | Path, private_store: str | Path | None = None) -> Path:
+    """Write RUN/confidential/operator.html: losses, gradient norms, batch sizes, throughput, private scores and pictures.
+
+    Made for every run, also for those without a guarantee.
+
+    Args:
+        run_dir: run folder.
+        private_store: store whose pictures are reconstructed on the page; None for no pictures.
+
+    Raises:
+        CheckpointError: there is no run, or its metrics cannot be read.
+    """
+    root = Path(run_dir)
+    base, config, about = read_run(root)
+    plan = _read_plan(base / "plan.json")
+    metrics = list(_read_metrics(root / "confidential" / "metrics.jsonl"))
+    pictures = None if private_store is None else reconstruct_some(root, Store.open(private_store))
+    scores = [*read_scores(root / "confidential" / "scores.json"), *([] if base != root else read_scores(base / "scores.json"))]
+    html = render(
+        "operator_page.html",
+        recipe=config.recipe,
+        about=about,
+        plan=plan,
+        summary=_summary(metrics, plan),
+        figures=_figures(metrics, plan),
+        scores=scores,
+        pictures=pictures,
+    )
+    return write_page(root / "confidential" / "operator.html", html)
+
+
+def _figures(metrics: list[dict[str, Any]], plan: DPPlan) -> dict[str, Markup]:
+    if not metrics:
+        return {}
+    step, columns = _column(metrics, "step"), {name: _column(metrics, name) for name in metrics[0] if name != "step"}
+    clip = None if plan.max_grad_norm is None else ("clip norm", plan.max_grad_norm)
+    norms = {"median": columns["grad_norm_median"], "mean": columns["grad_norm_mean"]}
+    hours = (columns["time"] - columns["time"][0]) / 3600
+    drawn = {
+        "loss": series_figure(step, {"loss": columns["loss"]}, xlabel="steps", ylabel="loss"),
+        "norms": series_figure(step, norms, xlabel="steps", ylabel="gradient norm", reference=clip, log=True),
+        "clipped": series_figure(step, {"clipped": columns["clip_fraction"]}, xlabel="steps", ylabel="share clipped", limits=(0, 1.02)),
+        "batch": series_figure(
+            step,
+            {"drawn": columns["batch_size"]},
+            xlabel="steps",
+            ylabel="records in the batch",
+            reference=("expected", plan.expected_batch_size),
+        ),
+        "rate": series_figure(hours, {"rate": columns["pictures_per_s"]}, xlabel="hours since the start", ylabel="pictures per second"),
+    }
+    return {name: Markup(svg) for name, svg in drawn.items()}
+
+
+def _summary(metrics: list[dict[str, Any]], plan: DPPlan) -> dict[str, str]:
+    if not metrics:
+        return {}
+    seconds = _column(metrics, "step_s")
+    last = metrics[-1]
+    return {
+        "steps logged": f"{len(metrics):,} of {plan.steps:,}",
+        "last loss": f"{last['loss']:.4f}" if last["loss"] is not None else "none (empty batch)",
+        "seconds per step, median": f"{np.nanmedian(seconds):.2f}",
+        "hours in steps": f"{np.nansum(seconds) / 3600:.2f}",
+        "gradients that were not finite": f"{sum(line.get('num_non_finite') or 0 for line in metrics):,}",
+    }
+
+
+def _column(metrics: list[dict[str, Any]], name: str) -> np.ndarray:
+    """float64 values of one metric, NaN where it was not measured."""
+    return np.array([line[name] if line[name] is not None else np.nan for line in metrics], dtype=np.float64)
+
+
+def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Lines of metrics.jsonl; those that a crash cut short are left out."""
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def _read_plan(path: Path) -> DPPlan:
+    try:
+        return DPPlan.from_dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"report: {path} cannot be read ({error}). Restore it as the run wrote it.") from None

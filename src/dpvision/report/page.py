@@ -1,0 +1,113 @@
+"""report.html: what a run guarantees, for people; it may leave together with statement.json."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from dpvision.checkpoint import write_json
+from dpvision.data.store import Store
+from dpvision.errors import PrivacyError
+from dpvision.privacy.plan import DPPlan
+from dpvision.report import figures
+from dpvision.report.html import render, setting_rows, write_page
+from dpvision.report.reconstructions import reconstruct_some
+from dpvision.report.statement import read_evidence, statement_of
+from dpvision.report.words import Tuning
+
+_CURVE_POINTS = 12
+
+
+def make_report(
+    run_dir: str | Path, public_store: str | Path | None = None, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered"
+) -> Path:
+    """Write RUN/statement.json and RUN/report.html, one page without scripts or requests to anywhere; gives the page's path.
+
+    Args:
+        run_dir: run folder.
+        public_store: public store whose pictures are reconstructed on the page; None for no pictures.
+        store_dir, tuning: as in ``statement.make_statement``.
+
+    Raises:
+        PrivacyError: the run may not be reported (``make_statement``), or ``public_store`` is private.
+        CheckpointError: there is no run or checkpoint, or a file cannot be written.
+    """
+    root = Path(run_dir)
+    evidence = read_evidence(root, None if store_dir is None else Path(store_dir))
+    statement = statement_of(evidence, tuning)
+    pictures = None
+    if public_store is not None:
+        store = Store.open(public_store)
+        if store.visibility != "public":
+            raise PrivacyError(f"report: {public_store} is private; expected a store imported with --public. Leave it out.")
+        pictures = reconstruct_some(root, store)
+    write_json(root / "statement.json", statement)
+    html = render(
+        "report_page.html",
+        s=statement,
+        figures=_figures(evidence.plan, statement, evidence.manifest["config"]["privacy"]["target_epsilon"]),
+        pictures=pictures,
+        scale=_place_on_scale(statement),
+        recompute=recompute_code(evidence.plan, statement),
+        settings=setting_rows(statement["settings"]),
+    )
+    return write_page(root / "report.html", html)
+
+
+def recompute_code(plan: DPPlan, statement: dict[str, Any]) -> str | None:
+    """A few lines of Python that compute the run's epsilon with dp-accounting alone; None without a guarantee."""
+    if statement["guarantee"] is None:
+        return None
+    steps, gaussian = statement["mechanism"]["steps_executed"], f"dp.GaussianDpEvent({plan.noise_multiplier!r})"
+    lines = ["import dp_accounting as dp"]
+    if plan.sampling == "full_batch" or plan.sample_rate == 1:
+        lines += [f"noise = {plan.noise_multiplier!r} / {steps} ** 0.5  # {steps} full-batch steps are one Gaussian"]
+        lines += [f"epsilon = dp.get_epsilon_gaussian(noise, {plan.delta!r})"]
+    else:
+        step = (
+            f"dp.TruncatedSubsampledGaussianDpEvent({plan.dataset_size}, {plan.sample_rate!r}, {plan.max_batch_size}, "
+            f"{plan.noise_multiplier!r})"
+            if plan.sampling == "truncated_poisson"
+            else f"dp.PoissonSampledDpEvent({plan.sample_rate!r}, {gaussian})"
+        )
+        lines += [
+            "from dp_accounting import pld",
+            f"step = {step}",
+            f"accountant = pld.PLDAccountant(value_discretization_interval={plan.value_discretization_interval!r})",
+            f"epsilon = accountant.compose(step, {steps}).get_epsilon({plan.delta!r})",
+        ]
+    return "\n".join([*lines, "print(epsilon)"])
+
+
+def _place_on_scale(statement: dict[str, Any]) -> float:
+    """Horizontal place of epsilon on the page's scale: a third each for 0.1 to 1, 1 to 10 and 10 to 100."""
+    if statement["guarantee"] is None:
+        return 0.0
+    decades = math.log10(max(statement["guarantee"]["epsilon"], 1e-9)) + 1
+    return 8 + 64 * min(max(decades, 0.0), 2.94)
+
+
+def _figures(plan: DPPlan, statement: dict[str, Any], asked: float | None) -> dict[str, Markup]:
+    drawn = {}
+    guarantee = statement["guarantee"]
+    if guarantee is not None:
+        steps = sorted({1, *(math.ceil(plan.steps * (k / _CURVE_POINTS) ** 1.5) for k in range(1, _CURVE_POINTS + 1))})
+        points = [(0, 0.0), *((step, float(plan.spent(step).epsilon or 0.0)) for step in steps)]
+        drawn["epsilon"] = figures.epsilon_figure(points, statement["mechanism"]["steps_executed"], asked)
+        own = guarantee["this_run"]
+        drawn["profile"] = figures.profile_figure(guarantee["privacy_profile"], own["epsilon"], own["delta"])
+    if statement["scores"]:
+        drawn["scores"] = figures.bars_figure(*_score_groups(statement["scores"]))
+    return {name: Markup(svg) for name, svg in drawn.items()}
+
+
+def _score_groups(scores: list[dict[str, Any]]) -> tuple[list[tuple[str, list[tuple[str, float, float, float, bool]]]], float]:
+    """Scores by test data and protocol, and the chance level."""
+    groups: dict[str, list[tuple[str, float, float, float, bool]]] = {}
+    for score in scores:
+        protocol, _, pooling = score["protocol"].rpartition(", ")
+        label = score["name"] if pooling == "pixels" else f"{score['name']}, {pooling}"
+        title = f"{protocol.split(',')[0]} on {score['test_data']}"
+        groups.setdefault(title, []).append((label, score["value"], score["low"], score["high"], score["name"].startswith("encoder")))
+    return list(groups.items()), max(score["chance"] for score in scores)

@@ -1,0 +1,304 @@
+"""The guarantee statement of a run: computed from its ledger, its verified checkpoint and its public scores, never from the config.
+
+docs/statement.md explains every field; docs/statement.schema.json is the schema. Nothing from ``confidential/`` is read here.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from dp_accounting import dp_event
+
+from dpvision.checkpoint import load_checkpoint, write_json
+from dpvision.errors import CheckpointError, DataError, PrivacyError
+from dpvision.eval.suite import read_scores
+from dpvision.privacy import accountant
+from dpvision.privacy.ledger import LedgerContents, read_ledger, store_account
+from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.store_marks import StoreLedgers
+from dpvision.report import words
+from dpvision.report.words import Tuning
+from dpvision.train.folder import read_run
+from dpvision.train.versions import code_versions
+
+FORMAT = "dpvision-statement-1"
+_NOT_SETTINGS = {"recipe", "privacy", "init_from"}
+"""Said elsewhere in the statement, or a path of the operator's machine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What a statement rests on, read and checked against each other."""
+
+    manifest: dict[str, Any]
+    ledger: LedgerContents
+    from_store: bool
+    """Whether ``ledger`` is the truth beside the store, or the run folder's copy."""
+    store_dir: Path | None
+    scores: list[dict[str, Any]]
+
+    @property
+    def plan(self) -> DPPlan:
+        return self.ledger.plan
+
+    @property
+    def guaranteed(self) -> bool:
+        return self.plan.guarantee == "dp"
+
+
+def make_statement(run_dir: str | Path, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered") -> dict[str, Any]:
+    """The statement of a run, ready for JSON (schema: docs/statement.schema.json).
+
+    Epsilon is that of the steps charged in the ledger, under the ledger's own plan; steps charged after the checkpoint count too.
+    A run without a guarantee on a public store gets a statement whose first words say that it guarantees nothing.
+
+    Args:
+        run_dir: run folder with at least one checkpoint.
+        store_dir: the store trained on; None for the path in the run's config, if it is still there. With the store the ledger
+            beside it is read and the other runs on it are added up; without it, the run folder's copy.
+        tuning: what the operator declares about how settings and checkpoint were chosen.
+
+    Raises:
+        PrivacyError: a run without a guarantee on a private store, a tainted parent, a ledger that was altered or does not lead to
+            this checkpoint, a private score in the public file.
+        CheckpointError: there is no run or checkpoint, or it was altered.
+    """
+    return statement_of(read_evidence(Path(run_dir), None if store_dir is None else Path(store_dir)), tuning)
+
+
+def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str, Any]:
+    """The statement that the evidence supports; ``make_statement`` reads the evidence first."""
+    plan, steps, manifest = evidence.plan, evidence.ledger.steps, evidence.manifest
+    guarantee = _guarantee(evidence) if evidence.guaranteed else None
+    headline, in_words = words.summary(plan, guarantee)
+    return {
+        "format": FORMAT,
+        "guaranteed": evidence.guaranteed,
+        "headline": headline,
+        "in_words": in_words,
+        "run_id": evidence.ledger.run_id,
+        "recipe": manifest["config"]["recipe"],
+        "scope": {
+            "released": words.released(plan),
+            "not_covered": words.not_covered(plan),
+            "trust_model": words.TRUST_MODEL,
+            "adjacency": words.ADJACENCY,
+            "unit": {"max_records_per_unit": plan.max_records_per_unit, "text": words.unit(plan)},
+            "dataset_size": {"value": plan.dataset_size, "public": True, "text": words.DATASET_SIZE},
+        },
+        "guarantee": guarantee,
+        "mechanism": {
+            "sampling_assumed": words.sampling_assumed(plan),
+            "sampling_executed": words.sampling_executed(plan),
+            "sample_rate": plan.sample_rate,
+            "noise_multiplier": plan.noise_multiplier,
+            "max_grad_norm": plan.max_grad_norm,
+            "noise_std": plan.noise_std,
+            "divisor": plan.expected_batch_size,
+            "max_batch_size": plan.max_batch_size,
+            "steps_planned": plan.steps,
+            "steps_executed": steps,
+            "clipping": words.clipping(plan),
+            "sensitivity": words.sensitivity(plan),
+            "noise_generator": words.noise_generator(plan),
+            "bad_records": words.BAD_RECORDS,
+        },
+        "history": {
+            "ledger": words.ledger_source(evidence.from_store),
+            "steps_in_weights": manifest["updates"],
+            "steps_wasted": steps - manifest["updates"],
+            "restarts": evidence.ledger.restarts,
+            "other_runs": _other_runs(evidence),
+            "tuning": {"declared": tuning, "text": words.TUNING[tuning]},
+            "preprocessing": words.preprocessing(manifest["config"]["data"]),
+            "lineage": _lineage(evidence, guarantee),
+            "heads_and_evaluations": words.HEADS,
+            "audits": {"runs": [], "text": words.NO_AUDITS},
+        },
+        "side_channels": words.SIDE_CHANNELS,
+        "settings": _settings(manifest["config"]),
+        "scores": evidence.scores,
+        "hashes": {
+            "code": manifest["versions"]["code_sha256"],
+            "config": hashlib.sha256(json.dumps(manifest["config"], sort_keys=True, separators=(",", ":")).encode()).hexdigest(),
+            "ledger": evidence.ledger.digest,
+            "weights": manifest["tensors"],
+        },
+        "versions": {key: value for key, value in manifest["versions"].items() if key != "code_sha256"},
+    }
+
+
+def write_statement(run_dir: str | Path, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered") -> Path:
+    """Write ``make_statement`` to RUN/statement.json, and give its path. Raises as it does."""
+    statement = make_statement(run_dir, store_dir=store_dir, tuning=tuning)
+    path = Path(run_dir) / "statement.json"
+    write_json(path, statement)
+    return path
+
+
+def read_evidence(root: Path, store_dir: Path | None = None) -> Evidence:
+    """Ledger, manifest and public scores of a run that may be reported, checked against each other.
+
+    Raises:
+        PrivacyError, CheckpointError: as ``make_statement``.
+    """
+    base, config, about = read_run(root)
+    if base != root or (about["guarantee"] != "dp" and about["store_visibility"] == "private"):
+        raise _refused(root, "has no guarantee and was trained on a private store")
+    # Loads the tensors too, so that the hashes in the statement are those of the files that lie there now.
+    checkpoint = load_checkpoint(root)
+    manifest = checkpoint.manifest
+    if manifest["run_id"] != about["run_id"] or not manifest["lineage"]:
+        raise CheckpointError(f"report: {checkpoint.path} is of another run than {root}. Put the run's own checkpoints back.")
+    for entry in manifest["lineage"]:
+        spoils_own = about["guarantee"] == "dp" and entry["store_id"] == about["store_id"]
+        if entry["guarantee"] is None and (entry["visibility"] == "private" or spoils_own):
+            raise _refused(root, f"comes from store {entry['store_id'][:8]} ({entry['visibility']}) without a guarantee")
+    store_dir = store_dir or _reachable(config.data.store, about["store_id"])
+    ledger = _ledger(root / "ledger.jsonl", about, store_dir)
+    if ledger.heads.get(manifest["ledger_digest"]) != manifest["ledger_steps"]:
+        raise PrivacyError(
+            f"report: ledger {ledger.path} does not lead to {checkpoint.path}; expected the checkpoint's ledger_digest after "
+            f"{manifest['ledger_steps']} steps. Restore the ledger from its newest copy."
+        )
+    if not DPPlan.from_dict(manifest["plan"]).same_mechanism(ledger.plan) or about["guarantee"] != ledger.plan.guarantee:
+        raise PrivacyError(f"report: plan of {checkpoint.path} differs from the ledger's; expected one plan. Restore the run's own files.")
+    return Evidence(manifest, ledger, store_dir is not None, store_dir, _public_scores(root / "scores.json"))
+
+
+def _public_scores(path: Path) -> list[dict[str, Any]]:
+    scores = read_scores(path)
+    for score in scores:
+        if score["visibility"] != "public":
+            raise PrivacyError(
+                f"report: {path} holds a score of {score['name']!r} on a private store; expected public ones. Move it to "
+                "confidential/scores.json."
+            )
+    # The encoder before what stands beside it.
+    return sorted(scores, key=lambda s: (s["test_data"], s["protocol"].rpartition(", ")[0], not s["name"].startswith("encoder"), s["name"]))
+
+
+def _refused(root: Path, why: str) -> PrivacyError:
+    return PrivacyError(f"report: {root} {why}; expected a run with guarantee=dp, or public stores only. Keep it confidential.")
+
+
+def _reachable(path: str | None, store_id: str) -> Path | None:
+    """The store that the config names, if it is still that store."""
+    try:
+        found = path is not None and StoreLedgers.of(Path(path)).store_id == store_id
+    except DataError:
+        return None
+    return Path(path) if path is not None and found else None
+
+
+def _ledger(copy: Path, about: dict[str, Any], store_dir: Path | None) -> LedgerContents:
+    """The truth beside the store when there is one, which the copy must lead to; else the copy."""
+    contents = read_ledger(copy)
+    if store_dir is not None:
+        ledgers = StoreLedgers.of(store_dir)
+        if ledgers.store_id != about["store_id"]:
+            raise PrivacyError(f"report: {store_dir} is another store than the run's. Give the store that the run was trained on.")
+        truth = ledgers.read_all().get(about["run_id"])
+        if truth is None or contents.digest not in truth.heads:
+            raise PrivacyError(f"report: {copy} does not agree with the ledger beside {store_dir}. Restore the LEDGERS folder.")
+        contents = truth
+    if (contents.run_id, contents.store_id) != (about["run_id"], about["store_id"]):
+        raise PrivacyError(f"report: ledger {contents.path} is of another run or store than run.json says. Restore the run's own files.")
+    return contents
+
+
+def _guarantee(evidence: Evidence) -> dict[str, Any]:
+    plan, steps = evidence.plan, evidence.ledger.steps
+    event = plan.event(steps)
+    spent = plan.spent(steps)
+    assert spent.epsilon is not None
+    parents = [e["guarantee"] for e in _parents(evidence) if e["store_id"] == evidence.ledger.store_id and e["guarantee"] is not None]
+    total_epsilon = spent.epsilon + math.fsum(p["epsilon"] for p in parents)
+    total_delta = spent.delta + math.fsum(p["delta"] for p in parents)
+    return {
+        "epsilon": total_epsilon,
+        "delta": total_delta,
+        "n_times_delta": plan.dataset_size * total_delta,
+        "delta_rule": words.delta_rule(plan, len(parents)),
+        "this_run": {"epsilon": spent.epsilon, "delta": spent.delta},
+        "epsilon_rdp": spent.epsilon_rdp,
+        "epsilon_unamplified": spent.epsilon_unamplified,
+        "unit_epsilon": spent.unit_epsilon,
+        "epsilon_of_all_planned_steps": plan.epsilon,
+        "privacy_profile": [list(point) for point in accountant.privacy_profile(event)],
+        "attack": _attack(event) if not parents else _attack_of_pair(total_epsilon, total_delta),
+        "accountant": {
+            "method": words.accountant_method(plan),
+            "library": f"dp-accounting {code_versions()['dp-accounting']}",
+            "value_discretization_interval": plan.value_discretization_interval,
+        },
+    }
+
+
+def _attack(event: dp_event.DpEvent) -> dict[str, float]:
+    total_variation = float(accountant.deltas(event, np.zeros(1))[0])
+    return {
+        "tpr_at_fpr_0.001": accountant.attack_tpr(event, 0.001),
+        "tpr_at_fpr_0.01": accountant.attack_tpr(event, 0.01),
+        "coin_accuracy": (1 + total_variation) / 2,
+    }
+
+
+def _attack_of_pair(epsilon: float, delta: float) -> dict[str, float]:
+    """What one pair (epsilon, delta) bounds (Dong, Roth, Su, arXiv 1905.02383, proposition 2.4); for composed parents, whose profile is "
+    "lost."""
+
+    def tpr(fpr: float) -> float:
+        return min(1.0, delta + math.exp(min(epsilon, 700.0)) * fpr, 1 - math.exp(-epsilon) * (1 - delta - fpr))
+
+    # At the crossing of the two lines of the trade-off curve.
+    miss = (1 - delta) / (1 + math.exp(min(epsilon, 700.0)))
+    return {"tpr_at_fpr_0.001": tpr(0.001), "tpr_at_fpr_0.01": tpr(0.01), "coin_accuracy": 1 - miss}
+
+
+def _parents(evidence: Evidence) -> list[dict[str, Any]]:
+    return evidence.manifest["lineage"][:-1]
+
+
+def _lineage(evidence: Evidence, guarantee: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Every store that the weights have seen, oldest first; this run's entry from the ledger, not from the manifest."""
+    own = {**evidence.manifest["lineage"][-1], "guarantee": None}
+    if guarantee is not None:
+        own["guarantee"] = {**guarantee["this_run"], "epsilon_rdp": guarantee["epsilon_rdp"], "steps": evidence.ledger.steps}
+    return [{"licence": None, **entry} for entry in [*_parents(evidence), own]]
+
+
+def _other_runs(evidence: Evidence) -> dict[str, Any]:
+    """All runs that the store knows of, this one included."""
+    if evidence.store_dir is None:
+        return {"known": False, "text": words.OTHER_RUNS_UNKNOWN}
+    account = store_account(evidence.store_dir)
+    runs = [
+        {
+            "run_id": run.run_id,
+            "guarantee": run.guarantee,
+            "steps": run.spent.steps,
+            "epsilon": run.spent.epsilon,
+            "delta": run.spent.delta if run.guarantee == "dp" else None,
+        }
+        for run in account.runs
+    ]
+    return {
+        "known": True,
+        "text": words.other_runs(account, evidence.ledger.run_id),
+        "runs": runs,
+        "epsilon_total": account.epsilon,
+        "epsilon_filter": account.epsilon_filter,
+        "delta": account.delta,
+        "cap": None if account.cap is None else dataclasses.asdict(account.cap),
+    }
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Model, data, optimizer, hardware and seed; no path of the operator's machine."""
+    kept = {key: value for key, value in config.items() if key not in _NOT_SETTINGS}
+    return {**kept, "data": {key: value for key, value in config["data"].items() if key != "store"}}

@@ -1,0 +1,265 @@
+"""The sentences of the statement, in plain English: facts that hold of every run, and those that follow from a plan."""
+
+import math
+from typing import Any, Literal
+
+from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
+from dpvision.privacy.ledger import StoreAccount
+from dpvision.privacy.plan import DPPlan
+
+Tuning = Literal["none", "public", "not_covered"]
+
+TRUST_MODEL = (
+    "Whoever runs the training is trusted with the pictures. The guarantee is towards everybody who receives what is released, also if "
+    "they see the weights after every single step. It presumes that nobody else learns the random keys of the run or which pictures a "
+    "step has drawn."
+)
+ADJACENCY = "Add or remove one: two sets of pictures are neighbours when one of them has one more than the other, and they agree otherwise."
+DATASET_SIZE = (
+    "The number of pictures is a declared, public constant of the plan. The sampling rate and the divisor follow from it and never from "
+    "the number of pictures that the store holds, which is allowed to differ by up to 1%."
+)
+BAD_RECORDS = (
+    "A picture that cannot be decoded, or whose gradient is not finite, contributes exactly zero to its step. It is not replaced by "
+    "another, skips no step and stops nothing."
+)
+HEADS = (
+    "Scores in this statement were measured on public pictures with heads that were fitted to public pictures: they cost no privacy. A "
+    "head fitted to private pictures needs a guarantee of its own, which this statement does not give."
+)
+NO_AUDITS = "No attack was run against this model. The bounds on attacks in this statement are proven and do not rest on one."
+OTHER_RUNS_UNKNOWN = (
+    "Unknown: the store was out of reach when this statement was written. If other runs used the same pictures, what they cost comes on "
+    "top; `dpvision ledger STORE` adds it up."
+)
+TUNING: dict[Tuning, str] = {
+    "none": "Declared by the operator: the settings were fixed before the first run on these pictures, and the checkpoint is the last one.",
+    "public": (
+        "Declared by the operator: settings and checkpoint were chosen by public scores alone. A choice among several runs on the same "
+        "pictures is covered by the total of those runs, not by the epsilon of the one that was chosen."
+    ),
+    "not_covered": (
+        "Not covered: it is not recorded how the settings and the checkpoint were chosen. If results on these pictures were looked at in "
+        "order to choose, that choice has a price that is not in epsilon."
+    ),
+}
+SIDE_CHANNELS = [
+    "Time: how long a step takes depends on how many pictures it drew. Times are kept out of what is released.",
+    "Floating point: noise is added in finite precision, whose rounding an attacker could in theory exploit.",
+    "The machine: memory, disks, backups, and what was typed on its terminal.",
+]
+
+
+def summary(plan: DPPlan, guarantee: dict[str, Any] | None) -> tuple[str, list[str]]:
+    """Headline and the paragraphs that explain it to somebody who has never heard of epsilon."""
+    if guarantee is None:
+        simulated = " It simulates a private run to find settings for it." if plan.guarantee == "simulated" else ""
+        return "This run guarantees nothing.", [
+            "Its pictures were imported as public or are synthetic, and nothing was done to hide any of them: the model may reproduce "
+            f"them.{simulated}",
+            "The figures below describe what was executed. None of them is a statement about privacy.",
+        ]
+    epsilon, delta, attack = guarantee["epsilon"], guarantee["delta"], guarantee["attack"]
+    headline = f"Differential privacy with epsilon {round_up(epsilon, 2)} and delta {short(delta)} for each single picture."
+    return headline, [
+        f"Take any one of the {plan.dataset_size:,} pictures away, with everything that belongs to it. Whatever came out of this "
+        "training could have come out without it as well: the probability of any result changes by a factor of at most "
+        f"e^epsilon = {_factor(epsilon)}, give or take delta, {_one_in(delta)}.",
+        "To see what that is worth, imagine the strongest attacker: one who knows all other pictures, sees the model after every step "
+        "and only has to say whether one given picture was used. If a tossed coin had decided it, no method whatever would tell which "
+        f"side came up more than {percent_up(attack['coin_accuracy'])} of the time; guessing is right 50% of the time.",
+        f"If the attacker may accuse only 1 in 100 of the pictures that were not used, at most {percent_up(attack['tpr_at_fpr_0.01'])} "
+        f"of those that were used can be found; if only 1 in 1,000, at most {percent_up(attack['tpr_at_fpr_0.001'])}. Blind guessing "
+        "would find 1% and 0.1%.",
+        f"These are limits for the worst case, proven and not measured; real attackers know less. {_tier(epsilon)} What many pictures "
+        "have in common is learned on purpose and is not protected: the promise is about each one of them.",
+    ]
+
+
+def _tier(epsilon: float) -> str:
+    verdict = (
+        "strong"
+        if epsilon <= 1
+        else "reasonable, short of strong (which is up to 1)"
+        if epsilon <= 10
+        else "weak or no protection by itself"
+    )
+    return f"By a common reading (Ponomareva et al. 2023, arXiv 2303.00654) an epsilon of {round_up(epsilon, 2)} is {verdict}."
+
+
+def released(plan: DPPlan) -> str:
+    """What leaves the house."""
+    what = "Checkpoints (weights, moving average, optimizer state), settings, ledger, public scores, this statement, report.html."
+    if plan.guarantee != "dp":
+        return f"{what} All of them may hold whatever the pictures show."
+    return f"{what} They are computed from noisy sums alone, from public data, or from neither."
+
+
+def not_covered(plan: DPPlan) -> list[str]:
+    """What the guarantee says nothing about."""
+    if plan.guarantee != "dp":
+        return ["Everything: no picture of this run is protected."]
+    said = [
+        "Everything under confidential/: losses, gradient norms, batch sizes, times, pictures. It must not leave.",
+        "Facts about the whole population that the model learns from many pictures together.",
+        "How the store was put together before the run: removing private pictures because of other private pictures (such as "
+        "near-duplicates) is not covered; judging each picture by itself, or against a fixed public set, is free. The guarantee is for "
+        "the store as it was.",
+        "The same picture, or pictures of the same person, in other data sets or under other run ledgers.",
+    ]
+    if plan.max_records_per_unit == 1:
+        said.append("Several different pictures of one person, unless the import named the person of each picture.")
+    return said
+
+
+def unit(plan: DPPlan) -> str:
+    """Whom the guarantee is for."""
+    k = plan.max_records_per_unit
+    record = "One record: a picture with all its captions and labels. Files with identical picture bytes are one record."
+    if k == 1:
+        person = "Where the import named the person of each picture, one picture of each takes part, and the guarantee is for the person."
+        return f"{record} {person}"
+    return (
+        f"{record} At most {k} records of a person take part; unit_epsilon is the guarantee for the person as a whole. A person with "
+        f"more pictures than {k} should read that figure alone, for taking one picture away lets another one in."
+    )
+
+
+def delta_rule(plan: DPPlan, num_parents: int) -> str:
+    """How delta was chosen."""
+    rule = "1 / (2 N)" if plan.delta == 1 / (2 * plan.dataset_size) else "set explicitly"
+    joined = f" The deltas of {num_parents} earlier runs in the lineage are added to it." if num_parents else ""
+    return f"{rule}, N being the declared number of pictures; training is refused when N x delta exceeds 1.5.{joined}"
+
+
+def accountant_method(plan: DPPlan) -> str:
+    """How epsilon was computed."""
+    if plan.sampling == "full_batch" or plan.sample_rate == 1:
+        return "Exact: all steps together are one Gaussian mechanism (Balle and Wang, arXiv 1805.06530)."
+    return (
+        "Privacy loss distribution, pessimistic (Doroshenko et al., arXiv 2207.04380): an upper bound on the true epsilon. "
+        "epsilon_rdp is the looser Renyi bound with the conversion of Balle et al. (arXiv 1905.09982), for comparison with papers."
+    )
+
+
+def sampling_assumed(plan: DPPlan) -> str:
+    """The sampling scheme that the accountant was told."""
+    q = f"probability {plan.sample_rate:.6g}"
+    return {
+        "poisson": f"Poisson: in each step every record is drawn by a coin of its own, with {q}.",
+        "truncated_poisson": f"Truncated Poisson: each record by its own coin, with {q}; beyond {plan.max_batch_size} a random subset.",
+        "full_batch": "Full batch: every record in every step.",
+    }[plan.sampling]
+
+
+def sampling_executed(plan: DPPlan) -> str:
+    """The sampling scheme that was run."""
+    if plan.guarantee != "dp":
+        return sampling_assumed(plan)
+    drawn = {
+        "poisson": "drawn by geometric gaps between chosen records, which is exactly the assumed law; batches vary in size and may be "
+        "empty",
+        "truncated_poisson": "drawn by geometric gaps, then cut to a uniformly random subset where the cap was exceeded",
+        "full_batch": "all records of the store",
+    }[plan.sampling]
+    return f"The same object that is accounted for draws the batches: {drawn}. Keys are fresh from the operating system at every start."
+
+
+def clipping(plan: DPPlan) -> str:
+    """What bounds a record's influence."""
+    if plan.max_grad_norm is None:
+        return "None."
+    return (
+        "Each record's whole gradient, all trained parameters together, is scaled down to the clip norm if it is longer (norms in "
+        "float32). Augmented views of a record are averaged before."
+    )
+
+
+def sensitivity(plan: DPPlan) -> str:
+    """How far one record can move a step's sum."""
+    if plan.max_grad_norm is None:
+        return "Unbounded."
+    return f"One record moves the sum of a step by at most {plan.max_grad_norm:g} in Euclidean norm, and nobody else's gradient at all."
+
+
+def noise_generator(plan: DPPlan) -> str:
+    """Where the noise comes from, and how good it is."""
+    if plan.noise_multiplier == 0:
+        return "No noise."
+    if plan.noise_generator == "torch":
+        return (
+            "PyTorch's generator, normal numbers in float32. Its seed has 64 bits, taken from a key of the operating system at every "
+            "start: enough against guessing by accident, not a cryptographic promise. (noise_generator=hardened is stronger.)"
+        )
+    return (
+        "Hardened: an AES-CTR stream keyed by the operating system at every start, with four normal numbers added and halved for each "
+        "one used: a mitigation of attacks on floating point, not a proof against them."
+    )
+
+
+def ledger_source(from_store: bool) -> str:
+    """Which ledger the steps were counted in."""
+    if from_store:
+        return "Counted in the ledger beside the store, its chain of hashes verified; the run folder's copy agrees with it."
+    return "Counted in the run folder's copy of the ledger, its chain of hashes verified; the ledger beside the store was out of reach."
+
+
+def preprocessing(data: dict[str, Any]) -> list[str]:
+    """What was derived from the data before training."""
+    public = tuple(data["mean"]) == IMAGENET_MEAN and tuple(data["std"]) == IMAGENET_STD
+    return [
+        "Normalisation constants: "
+        f"{'those of ImageNet, public' if public else 'set in the config, declared not to come from private pictures'}.",
+        "Unreadable and oversized files were left out at import, each judged by itself. Identical files were merged into one record.",
+        "Crops, flips and masks depend on the seed, the step and the record's own id only.",
+    ]
+
+
+def other_runs(account: StoreAccount, run_id: str) -> str:
+    """What all runs on the store have cost together."""
+    others = sum(run.run_id != run_id for run in account.runs)
+    if account.unprotected:
+        return (
+            f"{_count(len(account.unprotected), 'run')} without a guarantee used the same pictures. Their results are confidential; if "
+            "they were released, or chosen by, no total would hold."
+        )
+    if not others:
+        return "None: this is the only run that the store's ledgers know."
+    return (
+        f"{_count(others, 'other run')} used the same pictures. All together cost epsilon {round_up(account.epsilon or 0.0, 2)} at delta "
+        f"{short(account.delta or 0.0)} if their settings were fixed beforehand; epsilon_filter is for settings chosen after seeing "
+        "earlier runs."
+    )
+
+
+def round_up(x: float, digits: int) -> str:
+    """Decimal text that is never less than ``x``."""
+    if not math.isfinite(x):
+        return "infinity"
+    # The small term forgives binary rounding: 7.99 must not become 8.00.
+    return f"{math.ceil(x * 10**digits - 1e-9) / 10**digits:,.{digits}f}"
+
+
+def percent_up(share: float) -> str:
+    """A share as a percentage, rounded up, 100% at most."""
+    return f"{min(1.0, share) * 100:.0f}%" if share >= 1 else f"{round_up(share * 100, 0 if share >= 0.1 else 1)}%"
+
+
+def short(x: float) -> str:
+    """A small number in three digits, such as 1e-05 as 0.00001 or 2.14e-9."""
+    if x == 0:
+        return "0"
+    digits, power = f"{x:.2e}".split("e")
+    return f"{float(digits):g}e{int(power)}" if x < 1e-3 else f"{x:.3g}"
+
+
+def _factor(epsilon: float) -> str:
+    return round_up(math.exp(epsilon), 0 if epsilon > 3 else 2) if epsilon < math.log(1e6) else f"10^{epsilon / math.log(10):.1f}"
+
+
+def _one_in(delta: float) -> str:
+    return f"1 in {1 / delta:,.0f}"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"

@@ -1,0 +1,202 @@
+"""Both pages stand alone, hold what belongs to them and nothing else, and can be read by everybody."""
+
+import base64
+import html
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dpvision.checkpoint import write_json
+from dpvision.config import PrivacyConfig
+from dpvision.data.store import Store
+from dpvision.data.synthetic_store import write_scenes
+from dpvision.errors import CheckpointError, PrivacyError
+from dpvision.privacy.plan import make_plan
+from dpvision.report.operator_page import make_operator_page
+from dpvision.report.page import make_report, recompute_code
+from dpvision.report.reconstructions import reconstruct_some
+from dpvision.report.statement import make_statement
+
+from .runs import POISSON, PRIVACY, PUBLIC_SCORES, make_run, make_store, score_entry
+
+SENTINEL = "31.4159265"
+VOID = {"meta", "img", "br", "hr", "link", "input"}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scenes") / "public"
+    write_scenes(folder, 12, 32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(finished_run: Path, scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("pages")
+    shutil.copytree(finished_run.parent, folder / "copy")
+    run = folder / "copy" / "run"
+    private = [score_entry(SENTINEL, 0.4, "linear probe, mean", "private", "ward-b")]
+    write_json(run / "confidential" / "scores.json", private)
+    lines = (run / "confidential" / "metrics.jsonl").read_text().splitlines()
+    lines[-1] = json.dumps({**json.loads(lines[-1]), "loss": float(SENTINEL)})
+    (run / "confidential" / "metrics.jsonl").write_text("\n".join(lines) + "\n" + '{"step": 61, "lo')  # cut by a crash
+    written = {"report": make_report(run, scenes), "operator": make_operator_page(run, scenes)}
+    assert written["operator"].parent.name == "confidential"
+    return {name: path.read_text() for name, path in written.items()}
+
+
+@pytest.mark.parametrize("name", ["report", "operator"])
+def test_a_page_asks_nothing_of_other_machines_and_runs_no_script(pages: dict[str, str], name: str) -> None:
+    page = pages[name]
+    assert "<script" not in page and "javascript:" not in page and "@import" not in page and "url(http" not in page
+    assert "default-src 'none'" in page
+    for target in re.findall(r'(?:src|href)="([^"]*)"', page):
+        assert target.startswith(("data:image/png;base64,", "#")), target[:80]
+
+
+@pytest.mark.parametrize("name", ["report", "operator"])
+def test_every_picture_is_described_in_words(pages: dict[str, str], name: str) -> None:
+    for tag in re.findall(r"<(?:img|svg)\b[^>]*>", pages[name]):
+        assert re.search(r'(?:alt|aria-label)="[^"]{10,}"', tag), tag[:200]
+
+
+@pytest.mark.parametrize("name", ["report", "operator"])
+def test_tags_are_closed_and_ids_are_unique(pages: dict[str, str], name: str) -> None:
+    class Checker(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.open: list[str] = []
+            self.ids: list[str] = []
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            self.ids += [value for key, value in attrs if key == "id" and value]
+            if tag not in VOID:
+                self.open.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            assert self.open and self.open.pop() == tag, (tag, self.getpos())
+
+        def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            self.ids += [value for key, value in attrs if key == "id" and value]
+
+    checker = Checker()
+    checker.feed(pages[name])
+    assert checker.open == []
+    assert len(checker.ids) == len(set(checker.ids))
+
+
+@pytest.mark.parametrize("name", ["report", "operator"])
+def test_figures_follow_the_theme_of_the_page(pages: dict[str, str], name: str) -> None:
+    drawn = "".join(re.findall(r"<svg.*?</svg>", pages[name], re.DOTALL))
+    assert "var(--accent)" in drawn and "#0102" not in drawn and "DejaVu" not in drawn
+
+
+def test_nothing_confidential_reaches_the_report(pages: dict[str, str]) -> None:
+    assert SENTINEL not in pages["report"] and "ward-b" not in pages["report"]
+    assert SENTINEL in pages["operator"] and "ward-b" in pages["operator"] and "Confidential: must not leave" in pages["operator"]
+
+
+def test_the_guarantee_comes_in_words_before_figures_and_settings(pages: dict[str, str]) -> None:
+    places = [pages["report"].index(text) for text in ("strongest attacker", "The run in pictures", "Settings", "The full statement")]
+    assert places == sorted(places)
+
+
+def test_the_page_shows_every_text_of_the_statement(finished_run: Path, pages: dict[str, str]) -> None:
+    made = make_statement(finished_run)
+    shown = html.unescape(pages["report"])
+    for part in (made["scope"], made["mechanism"], {k: v for k, v in made["history"].items() if k not in ("lineage", "ledger")}):
+        for text in texts(part):
+            assert text in shown, text
+    for digest in (*made["hashes"]["weights"].values(), made["hashes"]["ledger"], made["hashes"]["config"], made["hashes"]["code"]):
+        assert digest in shown
+
+
+def texts(value: object) -> list[str]:
+    """All sentences (strings with a space) in nested values."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [text for item in value for text in texts(item)]
+    return [value] if isinstance(value, str) and " " in value else []
+
+
+@pytest.mark.parametrize(
+    "privacy",
+    [
+        replace(POISSON, noise_multiplier=2.0, steps=5),
+        replace(POISSON, noise_multiplier=2.0, steps=5, sampling="truncated_poisson", max_batch_size=5600),
+        PRIVACY,
+    ],
+    ids=lambda privacy: privacy.sampling,
+)
+def test_the_code_on_the_page_computes_epsilon_without_us(privacy: PrivacyConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan(privacy)
+    code = recompute_code(plan, {"guarantee": {}, "mechanism": {"steps_executed": 3}})
+    assert code is not None and "dpvision" not in code
+    exec(code, {})
+    assert float(capsys.readouterr().out) == pytest.approx(plan.spent(3).epsilon, rel=1e-4)
+
+
+def test_names_are_escaped(copy_of: Callable[[], Path]) -> None:
+    run = copy_of()
+    write_json(run / "scores.json", [{**PUBLIC_SCORES[0], "test_data": "<script>alert(1)</script>"}])
+    assert "<script" not in make_report(run).read_text()
+
+
+def test_pictures_of_a_private_store_are_refused_on_the_report(copy_of: Callable[[], Path], tmp_path: Path) -> None:
+    write_scenes(tmp_path / "private", 2, 32, public=False)
+    run = copy_of()
+    with pytest.raises(PrivacyError, match="--public"):
+        make_report(run, tmp_path / "private")
+    assert not (run / "report.html").exists()
+
+
+def test_a_report_of_a_run_without_a_guarantee_says_so_first(tmp_path: Path, small_privacy: PrivacyConfig) -> None:
+    make_store(tmp_path / "store", "public")
+    privacy = replace(small_privacy, guarantee="none", noise_multiplier=None, max_grad_norm=None)
+    page = make_report(make_run(tmp_path / "run", tmp_path / "store", privacy=privacy, charged=2)).read_text()
+    assert re.search(r"<h1>(.*?)</h1>", page, re.DOTALL)[1] == "This run guarantees nothing."  # type: ignore[index]
+    assert "epsilon" not in page.split("</h1>")[1].split("Settings")[0]
+
+
+def test_the_operator_has_a_page_where_a_report_is_refused(tmp_path: Path, small_privacy: PrivacyConfig) -> None:
+    make_store(tmp_path / "store")
+    privacy = replace(small_privacy, guarantee="none", noise_multiplier=None, max_grad_norm=None)
+    run = make_run(tmp_path / "run", tmp_path / "store", privacy=privacy, charged=3)
+    with pytest.raises(PrivacyError):
+        make_report(run)
+    assert make_operator_page(run) == run / "confidential" / "operator.html"
+    assert [path.name for path in run.iterdir()] == ["confidential"]
+
+
+def test_a_run_that_has_just_begun_has_an_operator_page(copy_of: Callable[[], Path]) -> None:
+    run = copy_of()
+    (run / "confidential" / "metrics.jsonl").unlink()
+    assert "No step has been logged yet" in make_operator_page(run).read_text()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    for make in (make_report, make_operator_page):
+        with pytest.raises(CheckpointError, match="no run"):
+            make(tmp_path)
+
+
+def test_a_reconstruction_keeps_what_the_model_saw(finished_run: Path, scenes: Path) -> None:
+    made = reconstruct_some(finished_run, Store.open(scenes), 5)
+    seen, filled, original = (np.asarray(Image.open(io.BytesIO(base64.b64decode(strip.split(",")[1])))) for strip in
+                              (made.seen, made.filled, made.original))  # fmt: skip
+    assert made.count == 5 and seen.shape == filled.shape == original.shape == (32, 5 * 32 + 4 * 2, 4)
+    visible = seen[..., 3] > 0
+    assert visible.sum() == 5 * 16 * 16  # a quarter of the patches
+    assert np.array_equal(filled[visible], original[visible]) and np.array_equal(seen[visible], original[visible])
+    pictures = original[..., 3] > 0
+    assert (filled[pictures & ~visible] != original[pictures & ~visible]).mean() > 0.5
