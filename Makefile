@@ -1,5 +1,5 @@
 # make demo   set up and run the main job on procedural scenes        make test   set up, lint, type-check, pass the tests
-# make prove  the longer checks and the quick benchmarks              make main   the 45-minute job on a folder or parquet of photographs
+# make prove  the longer checks and the quick benchmarks
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

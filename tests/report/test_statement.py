@@ -84,8 +84,8 @@ def problems(value: Any, schema: dict[str, Any], where: str) -> list[str]:
     return found
 
 
-def test_it_says_that_the_default_noise_has_a_seed_of_64_bits(statement: dict[str, Any]) -> None:
-    assert "64 bits" in statement["mechanism"]["noise_generator"]
+def test_it_says_where_the_default_noise_comes_from(statement: dict[str, Any]) -> None:
+    assert "256-bit key" in statement["mechanism"]["noise_generator"]
 
 
 def test_delta_times_n_is_a_half_by_default(statement: dict[str, Any]) -> None:
