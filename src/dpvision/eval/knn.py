@@ -1,0 +1,33 @@
+"""k-nearest-neighbour classification of frozen features: cosine similarity, votes weighted by exp(similarity / temperature).
+
+The protocol of Wu et al. (2018), also used by DINO, with its temperature of 0.07.
+
+Legend: N training records, M test records of a chunk, D numbers of a feature, K neighbours.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+TEMPERATURE = 0.07
+_CHUNK_NUMBERS = 1 << 26  # similarities held at a time: 256 MiB in float32
+
+
+def knn_predict(train_ND: Tensor, train_label_N: Tensor, test_ND: Tensor, *, k: int = 20) -> Tensor:
+    """Predicted labels int64 of the test features.
+
+    Args:
+        train_ND, test_ND: finite features.
+        train_label_N: int64, 0 and up.
+        k: neighbours, at least 1; all training records vote when there are fewer.
+    """
+    train_ND, test_ND = F.normalize(train_ND.float(), dim=1), F.normalize(test_ND.float(), dim=1)
+    num_classes = int(train_label_N.max()) + 1
+    k = min(k, len(train_ND))
+    predicted = []
+    for test_MD in test_ND.split(max(1, _CHUNK_NUMBERS // len(train_ND))):
+        similarity_MK, neighbour_MK = (test_MD @ train_ND.T).topk(k, dim=1)
+        votes = torch.zeros(len(test_MD), num_classes, dtype=torch.float64)
+        votes.scatter_add_(1, train_label_N[neighbour_MK], (similarity_MK.double() / TEMPERATURE).exp())
+        predicted.append(votes.argmax(dim=1))
+    return torch.cat(predicted)

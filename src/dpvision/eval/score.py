@@ -1,0 +1,50 @@
+"""What every evaluator yields: one figure with its interval, what chance would give, and how it was measured."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from dpvision.errors import DataError
+
+_Z = 1.959963984540054  # 97.5% quantile of the normal distribution
+
+
+@dataclass(frozen=True)
+class Score:
+    """One measured figure. A share (accuracy) lies in [0, 1]."""
+
+    name: str
+    """What was measured: "encoder", "random weights" or "raw pixels"."""
+    value: float
+    low: float
+    """Lower end of the 95% interval over test records. It does not cover the choice of training seed."""
+    high: float
+    n: int
+    """Test records."""
+    chance: float
+    """What the best constant answer gets: the share of the most frequent class of the test records."""
+    protocol: str
+    """How, in words that are complete enough to repeat it."""
+    visibility: Literal["private", "public"]
+    """"private" when any record it was computed from is: it then belongs under confidential/."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Score":
+        """The inverse of ``to_dict``; other entries are ignored. Raises DataError when one is missing."""
+        try:
+            return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+        except (KeyError, TypeError) as error:
+            raise DataError(f"score: {values!r} lacks {error}; expected an entry of scores.json. Evaluate again.") from None
+
+
+def wilson_interval(correct: int, n: int) -> tuple[float, float]:
+    """95% interval of a share from ``correct`` out of ``n`` >= 1 independent trials (Wilson, 1927); good near 0 and 1 too."""
+    share = correct / n
+    centre = share + _Z * _Z / (2 * n)
+    half = _Z * math.sqrt(share * (1 - share) / n + _Z * _Z / (4 * n * n))
+    scale = 1 + _Z * _Z / n
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)

@@ -1,0 +1,320 @@
+"""Frozen features: the encoder of a run, what it makes of a store, and embeddings on disk.
+
+    encoder, preprocess = dpvision.load("runs/demo")
+    feature_BD = encoder(torch.from_numpy(preprocess(picture))[None])
+
+Legend: B records of a batch, N records in all, C channels, H height, W width, L tokens, D numbers of a feature, G patches on a side.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from safetensors.numpy import save
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpvision.checkpoint import Checkpoint, load_checkpoint
+from dpvision.config import DataConfig, MAEConfig, RunConfig, from_dict
+from dpvision.data.decode import BadPicture, decode
+from dpvision.data.loader import pictures
+from dpvision.data.sources import open_source
+from dpvision.data.store import Store
+from dpvision.data.transform import Preprocess, preprocess
+from dpvision.errors import CheckpointError, ConfigError, DataError
+from dpvision.models import make_model
+from dpvision.models.vit import ViT
+
+Pooling = Literal["mean", "2x2"]
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+
+FeatureFunction = Callable[[Tensor], dict[str, Tensor]]
+"""x_BCHW, normalised -> named features x_BD of the same pictures: several poolings share one forward pass."""
+Progress = Callable[[int], None]
+"""Called after each batch with the number of pictures done so far."""
+
+
+class Encoder(nn.Module):
+    """A vision transformer that gives one feature vector per picture, from its patch tokens after the final norm.
+
+    ``pooling="mean"`` averages all patches (D numbers); ``"2x2"`` averages each quadrant and joins the four (4 D numbers, row by row),
+    which keeps where things are.
+    """
+
+    def __init__(self, vit: ViT, pooling: Pooling = "mean") -> None:
+        super().__init__()
+        if pooling not in POOLINGS:
+            raise ConfigError(f"encoder: pooling={pooling!r}; expected one of {list(POOLINGS)}. Use 'mean' for one token's width.")
+        self.vit, self.pooling = vit, pooling
+
+    def tokens(self, x_BCHW: Tensor) -> Tensor:
+        """All tokens after the final norm, class token first: (B, 1 + L, D)."""
+        return self.vit(x_BCHW)
+
+    def poolings(self, x_BCHW: Tensor) -> dict[str, Tensor]:
+        """Features by the name of each pooling, from one forward pass."""
+        patch_BLD = self.tokens(x_BCHW)[:, 1:].float()
+        side = self.vit.cfg.image_size // self.vit.cfg.patch_size
+        patch_BDGG = patch_BLD.transpose(1, 2).unflatten(-1, (side, side))
+        quadrant_BDQ = F.adaptive_avg_pool2d(patch_BDGG, 2).flatten(2)
+        return {"mean": patch_BLD.mean(dim=1), "2x2": quadrant_BDQ.transpose(1, 2).flatten(1)}
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Features float32 of shape (B, D), or (B, 4 D) for ``pooling="2x2"``."""
+        return self.poolings(x_BCHW)[self.pooling]
+
+
+def load(run_or_checkpoint: str | Path, *, ema: bool = False, pooling: Pooling = "mean") -> tuple[Encoder, Preprocess]:
+    """Encoder of a run's newest checkpoint, frozen and in evaluation mode, and the preprocessing it was trained with.
+
+    Args:
+        run_or_checkpoint: run folder, or one checkpoint folder.
+        ema: take the averaged weights instead of the last ones.
+        pooling: how patch tokens become one vector; see ``Encoder``.
+
+    Returns:
+        encoder, on the CPU: normalised pictures float32 (B, 3, H, W) -> features float32 (B, D);
+        preprocess: one PIL image, or uint8 array (H, W, 3) -> float32 (3, H, W).
+
+    Raises:
+        CheckpointError: there is none, it was altered, it does not fit its config, or it has no average.
+        ConfigError: unknown pooling.
+    """
+    encoder, config = load_encoder(load_checkpoint(run_or_checkpoint), ema=ema, pooling=pooling)
+    return encoder, preprocess(config.model.encoder.image_size, config.data.mean, config.data.std)
+
+
+def load_encoder(checkpoint: Checkpoint, *, ema: bool = False, pooling: Pooling = "mean") -> tuple[Encoder, RunConfig]:
+    """Like ``load``, from a checkpoint in memory, with the whole config of its run."""
+    config = from_dict(RunConfig, checkpoint.manifest["config"], f"{checkpoint.path}: config")
+    weights = checkpoint.ema if ema else checkpoint.model
+    if weights is None:
+        raise CheckpointError(f"checkpoint: {checkpoint.path} has no averaged weights; expected ema.safetensors. Leave ema out.")
+    model = make_model(config.model, config.seed)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(f"checkpoint: {checkpoint.path} does not fit its config ({error}). Use the version that wrote it.") from None
+    return _frozen(model, pooling), config
+
+
+def initial_encoder(cfg: MAEConfig, seed: int, pooling: Pooling = "mean") -> Encoder:
+    """The encoder of an untrained model: what a run without a parent starts from."""
+    return _frozen(make_model(cfg, seed), pooling)
+
+
+def trained_in_confidence(manifest: dict[str, Any]) -> bool:
+    """Whether private pictures shaped these weights without a guarantee: then all that is computed with them is private too."""
+    return any(entry["visibility"] == "private" and entry["guarantee"] is None for entry in manifest["lineage"])
+
+
+def _frozen(model: nn.Module, pooling: Pooling) -> Encoder:
+    vit = model.encoder
+    assert isinstance(vit, ViT)
+    return Encoder(vit, pooling).eval().requires_grad_(False)
+
+
+def frozen_features(
+    encoder: Callable[[Tensor], Tensor],
+    store: Store,
+    data: DataConfig,
+    image_size: int,
+    *,
+    rows: np.ndarray | None = None,
+    batch_size: int = 256,
+    workers: int = 2,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Features and labels of a store's pictures under the evaluation transform.
+
+    Args:
+        encoder: any function x_BCHW -> x_BD; its weights have to be on ``device``.
+        data: normalisation constants are taken from it.
+        rows: int64 positions in the store; None: all.
+
+    Returns:
+        x_ND float32 and label_N int64 (-1 where there is none), both on the CPU. Pictures that do not decode are absent.
+
+    Raises:
+        DataError: no picture could be read.
+    """
+    named, label_N, _ = collect_features(
+        {"features": lambda x: {"": encoder(x)}},
+        store,
+        data,
+        image_size,
+        rows=rows,
+        batch_size=batch_size,
+        workers=workers,
+        device=device,
+        progress=progress,
+    )
+    return named["features", ""], label_N
+
+
+@torch.inference_mode()
+def collect_features(
+    functions: dict[str, FeatureFunction],
+    store: Store,
+    data: DataConfig,
+    image_size: int,
+    *,
+    rows: np.ndarray | None = None,
+    batch_size: int = 256,
+    workers: int = 2,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> tuple[dict[tuple[str, str], Tensor], Tensor, Tensor]:
+    """Features of several functions from one pass over a store.
+
+    Returns:
+        features x_ND float32 by (function's name, feature's name); label_N int64; row_N int64, all on the CPU.
+
+    Raises:
+        DataError: no picture could be read.
+    """
+    total = store.num_records if rows is None else len(rows)
+    found: dict[tuple[str, str], Tensor] = {}
+    label_N, row_N, done = torch.empty(total, dtype=torch.int64), torch.empty(total, dtype=torch.int64), 0
+    for x_BCHW, row_B, label_B in pictures(store, rows, image_size, data, batch_size=batch_size, workers=workers):
+        here = slice(done, done + len(x_BCHW))
+        label_N[here], row_N[here] = label_B, row_B
+        x_BCHW = x_BCHW.to(device)
+        for function_name, function in functions.items():
+            for name, x_BD in function(x_BCHW).items():
+                if (function_name, name) not in found:
+                    found[function_name, name] = torch.empty(total, x_BD.shape[1])
+                found[function_name, name][here] = x_BD.float().cpu()
+        done = here.stop
+        if progress is not None:
+            progress(done)
+    if done == 0:
+        raise DataError(f"features: {store.path} has no readable picture among {total}; expected one or more. Import the source again.")
+    return {key: x_ND[:done] for key, x_ND in found.items()}, label_N[:done], row_N[:done]
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """What ``write_embeddings`` wrote."""
+
+    path: Path
+    num: int
+    width: int
+    visibility: Literal["private", "public"]
+    """Embeddings of private pictures are as private as the pictures, whatever guarantee the encoder has; so are those of public pictures
+    by an encoder that private pictures shaped without a guarantee."""
+    left_out: int
+    """Pictures that could not be decoded."""
+
+
+def write_embeddings(
+    run_or_checkpoint: str | Path,
+    source: str | Path,
+    out: str | Path,
+    *,
+    ema: bool = False,
+    pooling: Pooling = "mean",
+    batch_size: int = 256,
+    workers: int = 2,
+    progress: Progress | None = None,
+) -> Embeddings:
+    """Features of a store, or of anything that ``data import`` takes, in one file.
+
+    The file has ``features`` float32 (N, D). From a store also ``id`` int64 (N,), the records' own ids, and ``label`` int64 (N,), -1 where
+    there is none; from another source the pictures' names: the array ``key`` in .npz, a JSON list under ``key`` in the metadata of
+    .safetensors. A source that is not a store counts as private.
+
+    Args:
+        out: ends in .npz or .safetensors; replaced if it exists.
+
+    Raises:
+        ConfigError: another ending. CheckpointError: as in ``load``. DataError: no picture, or the file cannot be written.
+    """
+    out = Path(out)
+    if out.suffix not in (".npz", ".safetensors"):
+        raise ConfigError(f"embed: out={str(out)!r}; expected a name that ends in .npz or .safetensors. Rename it.")
+    checkpoint = load_checkpoint(run_or_checkpoint)
+    encoder, config = load_encoder(checkpoint, ema=ema, pooling=pooling)
+    keys: list[str] | None = None
+    if (Path(source) / "store.json").exists():
+        store = Store.open(source)
+        size = config.model.encoder.image_size
+        named, label_N, row_N = collect_features(
+            {"encoder": lambda x: {pooling: encoder(x)}},
+            store,
+            config.data,
+            size,
+            batch_size=batch_size,
+            workers=workers,
+            progress=progress,
+        )
+        features = named["encoder", pooling].numpy()
+        arrays = {"features": features, "id": store.index["id"][row_N.numpy()].astype(np.int64), "label": label_N.numpy()}
+        visibility, total = store.visibility, store.num_records
+        if trained_in_confidence(checkpoint.manifest):
+            visibility = "private"
+    else:
+        features, keys, total = _embed_source(encoder, config, source, batch_size, workers, progress)
+        arrays, visibility = {"features": features}, "private"
+    _write_arrays(out, arrays, keys)
+    return Embeddings(out, len(features), features.shape[1], visibility, total - len(features))
+
+
+@torch.inference_mode()
+def _embed_source(
+    encoder: Encoder, config: RunConfig, source: str | Path, batch_size: int, workers: int, progress: Progress | None
+) -> tuple[np.ndarray, list[str], int]:
+    """Features and keys of the readable pictures of a source, and how many pictures there were."""
+    prepare = preprocess(config.model.encoder.image_size, config.data.mean, config.data.std)
+    keys: list[str] = []
+    parts: list[np.ndarray] = []
+    total = 0
+
+    def readable() -> Iterator[tuple[str, np.ndarray]]:
+        nonlocal total
+        for sample in open_source(source, workers=workers).samples:
+            total += 1
+            if sample.problem is None:
+                try:
+                    yield sample.key, prepare(decode(sample.image))
+                except BadPicture:
+                    continue
+
+    batch: list[np.ndarray] = []
+
+    def finish_batch() -> None:
+        parts.append(encoder(torch.from_numpy(np.stack(batch))).numpy())
+        batch.clear()
+        if progress is not None:
+            progress(len(keys))
+
+    for key, x_CHW in readable():
+        keys.append(key)
+        batch.append(x_CHW)
+        if len(batch) == batch_size:
+            finish_batch()
+    if batch:
+        finish_batch()
+    if not parts:
+        raise DataError(f"embed: {source} has no readable picture; expected one or more. Correct the path.")
+    return np.concatenate(parts), keys, total
+
+
+def _write_arrays(out: Path, arrays: dict[str, Any], keys: list[str] | None) -> None:
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        with open(partial, "wb") as file:
+            if out.suffix == ".npz":
+                np.savez(file, allow_pickle=False, **(arrays if keys is None else arrays | {"key": np.array(keys)}))
+            else:
+                file.write(save(arrays, metadata=None if keys is None else {"key": json.dumps(keys)}))
+        partial.replace(out)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise DataError(f"embed: {out} ({error.strerror or error}); expected a writable place with space. Choose another --out.") from None

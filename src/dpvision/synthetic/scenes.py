@@ -1,0 +1,109 @@
+"""Captioned scenes: endless pictures of one to four coloured shapes with a true sentence each, from an integer.
+
+    >>> scene = make_scene(7)
+    >>> scene.image.shape
+    (48, 48, 3)
+
+The layout and the sentence are the same at every size; a picture of another size shows the same scene.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpvision.errors import ConfigError
+from dpvision.synthetic.scene_layout import (
+    BACKGROUNDS,
+    COLOURS,
+    COUNTS,
+    LIGHTS,
+    RELATIONS,
+    SHAPES,
+    TEXTURES,
+    Draws,
+    SceneObject,
+    draw_layout,
+)
+from dpvision.synthetic.scene_render import render
+from dpvision.synthetic.scene_text import make_caption
+
+__all__ = ["ATTRIBUTES", "LABELS", "RELATIONS", "Scene", "SceneObject", "make_scene"]
+
+LABELS = SHAPES
+"""Names of the classes of ``Scene.label``."""
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "shape": SHAPES,
+    "colour": COLOURS,
+    "texture": TEXTURES,
+    "count": COUNTS,
+    "light": LIGHTS,
+    "background": BACKGROUNDS,
+}
+"""Vocabulary of each attribute of ``Scene.attributes``; each value is as likely as the others, so chance is 1 / len.
+
+The size word is not among them: the largest of several objects is mostly "large". It is in ``SceneObject.size``."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A picture, its sentence, and what is in it."""
+
+    image: np.ndarray
+    """uint8 of shape (H, W, 3)."""
+    caption: str
+    objects: tuple[SceneObject, ...]
+    """One to four, no two of the same colour and shape; later ones lie in front."""
+    relations: tuple[tuple[int, str, int], ...]
+    """(i, relation, j) reads "object i is `relation` object j": exactly one of RELATIONS for each ordered pair."""
+    light: str
+    background: str
+
+    @property
+    def main(self) -> SceneObject:
+        """The largest object (by a clear margin)."""
+        return max(self.objects, key=lambda obj: obj.radius)
+
+    @property
+    def label(self) -> int:
+        """Class of the scene: the shape of the largest object, an index into LABELS."""
+        return LABELS.index(self.main.shape)
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        """Indices into ATTRIBUTES: of the largest object (shape, colour, texture) and of the scene (count, light, background)."""
+        main = self.main
+        words = {
+            "shape": main.shape,
+            "colour": main.colour,
+            "texture": main.texture,
+            "count": COUNTS[len(self.objects) - 1],
+            "light": self.light,
+            "background": self.background,
+        }
+        return {name: ATTRIBUTES[name].index(word) for name, word in words.items()}
+
+
+def make_scene(i: int, size_px: int = 48) -> Scene:
+    """Scene number ``i``: a pure function of the integer, the same bits on every machine with IEEE 754 arithmetic.
+
+    Args:
+        i: number of the scene, 0 to 2^63 - 1.
+        size_px: side of the square picture, 16 to 4096 pixels (textures can be told apart from 32 up).
+
+    Raises:
+        ConfigError: ``i`` or ``size_px`` is out of range.
+    """
+    if not 0 <= i < 1 << 63:
+        raise ConfigError(f"scenes: i={i!r}; expected an integer from 0 to 2^63 - 1. Number the scenes from 0.")
+    if not 16 <= size_px <= 4096:
+        raise ConfigError(f"scenes: size_px={size_px!r}; expected 16 to 4096 pixels. Use 48, or the image size of the model.")
+    draws = Draws(i)
+    layout = draw_layout(draws)
+    return Scene(
+        image=render(layout, size_px),
+        caption=make_caption(layout, draws),
+        objects=layout.objects,
+        relations=layout.relations,
+        light=layout.light,
+        background=layout.background,
+    )
