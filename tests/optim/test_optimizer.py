@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from dpvision.dp.noise import DPGradient
 from torch import nn
 
 from dpvision.config import OptimConfig
+from dpvision.dp.noise import DPGradient
 from dpvision.errors import CheckpointError
 from dpvision.optim.ema import make_ema, update_ema
 from dpvision.optim.optimizer import Optimizer

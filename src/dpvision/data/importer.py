@@ -36,6 +36,7 @@ def import_source(
     public: bool = False,
     unit_from: str | None = None,
     label_from: str | None = None,
+    licence: str | None = None,
     workers: int = 2,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
@@ -50,6 +51,7 @@ def import_source(
         public: the pictures need no protection; what is computed from them may be shown.
         unit_from: field that names the person a picture belongs to.
         label_from: field that holds the class; default the class folder, or the field ``label``.
+        licence: licence of the pictures, for the statement of runs on a public store.
         workers: threads that decode.
         progress: called now and then with the number of pictures looked at so far.
 
@@ -69,6 +71,7 @@ def import_source(
         unit_from=unit_from,
         label_from=label_from,
         label_names=found.label_names,
+        licence=licence,
         workers=workers,
         progress=progress,
     )
@@ -82,13 +85,14 @@ def import_samples(
     unit_from: str | None = None,
     label_from: str | None = None,
     label_names: list[str] | None = None,
+    licence: str | None = None,
     workers: int = 2,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
     """Store made from any iterable of samples; see ``import_source``. ``label_names`` names integer labels."""
     target = Path(store_dir).resolve()
     with new_folder(target, private=not public) as folder, contextlib.ExitStack() as files:
-        build = _Build(folder, files, unit_from, label_from or "label", label_names)
+        build = _Build(folder, files, unit_from, label_from or "label", label_names, licence)
         done = 0
         for chunk in _checked(samples, build.store_id, workers):
             for sample, problem, record_id in chunk:
@@ -152,12 +156,18 @@ class _Build:
     """The parts of a store as they grow inside ``folder``."""
 
     def __init__(
-        self, folder: Path, files: contextlib.ExitStack, unit_from: str | None, label_from: str, label_names: list[str] | None
+        self,
+        folder: Path,
+        files: contextlib.ExitStack,
+        unit_from: str | None,
+        label_from: str,
+        label_names: list[str] | None,
+        licence: str | None,
     ) -> None:
         self.store_id = secrets.token_hex(16)
         self._folder = folder
         self._unit_from, self._label_from = unit_from, label_from
-        self._label_names = label_names
+        self._label_names, self._licence = label_names, licence
         (folder / "confidential").mkdir(mode=0o700)
         self._text = files.enter_context((folder / "records.jsonl").open("w+b"))
         self._left_out = files.enter_context((folder / "confidential" / "left_out.jsonl").open("w"))
@@ -239,6 +249,7 @@ class _Build:
             text=("records.jsonl", self._text.tell()),
             label_names=names,
             unit_field=self._unit_from,
+            licence=self._licence,
         )
         summary = {
             "seen": num_seen,

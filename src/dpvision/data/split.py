@@ -63,5 +63,6 @@ def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> 
             text=(str(home / text["path"]), text["bytes"]),
             label_names=store.label_names,
             unit_field=store.meta.get("unit_field"),
+            licence=store.licence,
             split=split,
         )

@@ -96,6 +96,7 @@ class Store:
         self.visibility: Literal["private", "public"] = meta["visibility"]
         self.num_records: int = meta["num_records"]
         self.label_names: list[str] | None = meta["label_names"]
+        self.licence: str | None = meta.get("licence")
         self.shard_paths = [path / shard["path"] for shard in meta["shards"]]
         self._shard = functools.lru_cache(_OPEN_SHARDS)(lambda i: _Shard(self.shard_paths[i]))
         self._text = functools.lru_cache(1)(lambda: _Shard(path / meta["text"]["path"]))
@@ -277,6 +278,7 @@ def write_description(
     text: tuple[str, int],
     label_names: list[str] | None,
     unit_field: str | None,
+    licence: str | None = None,
     split: dict[str, Any] | None = None,
 ) -> None:
     """Write index.npy and store.json, the two files that make a folder a store."""
@@ -292,6 +294,7 @@ def write_description(
         "text": {"path": text[0], "bytes": text[1]},
         "label_names": label_names,
         "unit_field": unit_field,
+        "licence": licence,
         "split": split,
     }
     with (folder / "store.json").open("w") as out:

@@ -48,7 +48,9 @@ def write_scenes(
             pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")))
             scenes = pool.map(draw, numbers, chunksize=64)
         samples = map(_sample, numbers, scenes)
-        return import_samples(samples, store_dir, public=public, label_names=list(LABELS), progress=progress)
+        return import_samples(
+            samples, store_dir, public=public, label_names=list(LABELS), licence="Apache-2.0 (procedural)", progress=progress
+        )
 
 
 def _sample(i: int, scene: Scene) -> Sample:

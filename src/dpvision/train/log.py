@@ -6,6 +6,7 @@ Public: the step and the epsilon spent. Confidential: loss, norms, clip fraction
 import json
 import math
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,8 @@ from torch.utils.tensorboard import SummaryWriter
 from dpvision.privacy.plan import DPPlan
 
 _MILESTONES = 16
+_RECENT_STEPS = 20
+_LINE_EVERY_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,9 @@ class EpsilonMeter:
         total = self._plan.steps
         milestone = min(total, math.ceil(math.ceil(steps * _MILESTONES / total) * total / _MILESTONES))
         if milestone not in self._known:
-            self._known[milestone] = self._plan.spent(milestone).epsilon
+            spent = self._plan.spent(milestone).epsilon
+            assert spent is not None, "a plan with a guarantee has an epsilon"
+            self._known[milestone] = spent
         return self._known[milestone]
 
 
@@ -67,7 +72,8 @@ class RunLog:
             console=self._console,
         )
         self._task = self._progress.add_task("starting", total=plan.steps, completed=start_step)
-        self._start, self._start_step, self._last_line = time.monotonic(), start_step, -math.inf
+        self._last_line = -math.inf
+        self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -96,17 +102,17 @@ class RunLog:
                 self._board.add_scalar(name, value, done)
         if epsilon is not None:
             self._board.add_scalar("epsilon_at_most", epsilon, done)
+        self._recent_s.append(metrics.step_s)
         self._show(done, epsilon, metrics.loss, rate)
 
     def _show(self, done: int, epsilon: float | None, loss: float, rate: float) -> None:
-        elapsed = time.monotonic() - self._start
-        left = elapsed / (done - self._start_step) * (self._plan.steps - done)
+        left = sum(self._recent_s) / len(self._recent_s) * (self._plan.steps - done)
         spent = "no guarantee" if epsilon is None else f"epsilon <= {epsilon:.2f}"
         text = f"{spent}  loss {loss:.4f}  {rate:,.0f} pictures/s  {_clock(left)} left"
         if self._console.is_terminal:
             self._progress.update(self._task, completed=done, description=text)
-        elif elapsed - self._last_line >= 15 or done == self._plan.steps:
-            self._last_line = elapsed
+        elif time.monotonic() - self._last_line >= _LINE_EVERY_S or done == self._plan.steps:
+            self._last_line = time.monotonic()
             self.say(f"step {done}/{self._plan.steps}  {text}")
 
 

@@ -136,7 +136,9 @@ def _own_lineage(session: Session, steps: int) -> dict[str, Any]:
         spent = plan.spent(steps)
         guarantee = {"epsilon": spent.epsilon, "epsilon_rdp": spent.epsilon_rdp, "delta": plan.delta, "steps": steps}
     run_id = session.folder.run_id if session.folder else None
-    return {"store_id": store.store_id, "visibility": store.visibility, "run_id": run_id, "guarantee": guarantee}
+    return {
+        "store_id": store.store_id, "visibility": store.visibility, "licence": store.licence, "run_id": run_id, "guarantee": guarantee,
+    }  # fmt: skip
 
 
 def _share(secrets: Secrets, group: Group) -> Secrets:

@@ -59,7 +59,7 @@ def step_sum(
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with every tensor on ``device``."""
-    return Batch(*(None if t is None else t.to(device, non_blocking=True) for t in batch))
+    return Batch._make(None if t is None else t.to(device, non_blocking=True) for t in batch)
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager:

@@ -1,0 +1,66 @@
+"""``dpvision COMMAND ...``: the journeys, one module each; imported only when called, so that ``plan`` starts without torch."""
+
+import errno
+import importlib
+import sys
+from collections.abc import Sequence
+
+from dpvision.errors import DPVisionError
+
+# command -> (module, one line of help)
+COMMANDS = {
+    "plan": ("plan", "what can this data set afford? noise, steps, epsilon, before any compute is spent"),
+    "data": ("data", "import pictures into a store; inspect it, split it, make procedural scenes"),
+    "train": ("train", "run a recipe: private, or not and saying so; resume after a stop or a crash"),
+    "evaluate": ("evaluate", "probe an encoder: k-NN and logistic, random weights and raw pixels beside it"),
+    "embed": ("embed", "write an encoder's features for a store or a folder of pictures"),
+    "ledger": ("ledger", "what a store's records have been charged so far, by run; set the owner's cap"),
+    "report": ("report", "the guarantee statement (JSON) and one page to read; the operator's page beside it"),
+    "doctor": ("doctor", "a recipe's model: parameters, per-record gradient support, memory"),
+    "demo": ("demo", "the whole way in a few minutes, on procedural scenes or on your own pictures"),
+}
+
+_FOOT = """
+Start with `dpvision demo`, then `dpvision plan --help`. Each command takes --help and --json.
+The epsilon printed is the epsilon executed: docs/tour.md tells the story, docs/pitfalls.md what can go wrong elsewhere."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, or 2 after one clear error message."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print(version("dpvision"))
+        return 0
+    if args[0] not in COMMANDS:
+        print(f"dpvision: {args[0]!r}; expected one of {', '.join(COMMANDS)}. See dpvision --help.", file=sys.stderr)
+        return 2
+    try:
+        importlib.import_module(f"dpvision.cli.{COMMANDS[args[0]][0]}").run(args[1:])
+    except DPVisionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            place = f" ({error.filename})" if error.filename else ""
+            print(
+                f"error: disk: {error.strerror}{place}. Nothing saved before is lost; make room, then repeat or --resume.", file=sys.stderr
+            )
+            return 2
+        raise
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt:
+        print("\nstopped; a run in progress goes on with --resume from its last checkpoint.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "usage: dpvision COMMAND ...\n\nTrain image models on pictures that must stay private.\n\n" + "\n".join(lines) + "\n" + _FOOT

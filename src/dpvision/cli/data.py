@@ -1,0 +1,147 @@
+"""``dpvision data``: from what a person has to a store, and a look into it."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+
+from dpvision.cli.output import emit, pairs
+from dpvision.data.importer import import_source
+from dpvision.data.inspect import contact_sheet, inspect_store
+from dpvision.data.split import split_store
+from dpvision.data.store import Store
+from dpvision.data.synthetic_store import write_scenes
+
+
+def run(argv: Sequence[str]) -> None:
+    """Parse and run."""
+    commands: dict[str, Callable[..., Any]] = {"import": import_, "inspect": inspect, "split": split, "scenes": scenes}
+    tyro.extras.subcommand_cli_from_dict(
+        commands, prog="dpvision data", description="Stores: import, look into, split; make procedural scenes.", args=list(argv)
+    )
+
+
+def import_(
+    source: tyro.conf.Positional[Path],
+    store: tyro.conf.Positional[Path],
+    public: bool = False,
+    unit_from: str | None = None,
+    label_from: str | None = None,
+    licence: str | None = None,
+    workers: int = 2,
+    json: bool = False,
+) -> None:
+    """Import pictures into a store: tar shards and a memory-mapped index.
+
+    SOURCE is a folder of pictures (class folders or flat), parquet files with image bytes, or WebDataset tars (indexed in
+    place). Files that are no pictures, cannot be read or are oversized are left out, counted here and named only under the
+    store's confidential/ folder. A store is private unless you say --public.
+
+    Args:
+        source: Folder, parquet file or tar file to import.
+        store: New folder for the store.
+        public: These pictures need no protection; figures and pictures from this store may be shown.
+        unit_from: Field that names the person: column, JSON field, or `parent` for the folder's name.
+        label_from: Field that holds the label (class folders and `label` columns are found without it).
+        licence: Licence of public pictures, for the statement.
+        workers: Threads that check pictures.
+        json: Print JSON.
+    """
+    with Console(stderr=True).status("importing") as status:
+        made = import_source(
+            source, store, public=public, unit_from=unit_from, label_from=label_from, licence=licence, workers=workers,
+            progress=lambda n: status.update(f"importing: {n:,} pictures"),
+        )  # fmt: skip
+    _said(made, json)
+
+
+def scenes(
+    store: tyro.conf.Positional[Path],
+    num: int = 10_000,
+    size_px: int = 48,
+    first: int = 0,
+    public: bool = False,
+    workers: int = 2,
+    json: bool = False,
+) -> None:
+    """Make a store of procedural captioned scenes: coloured shapes, a true sentence each, endless and reproducible.
+
+    Args:
+        store: New folder for the store.
+        num: Number of scenes.
+        size_px: Width and height.
+        first: Number of the first scene; other numbers are other scenes.
+        public: Mark the store public (scenes stand in for a private set in the demo).
+        workers: Processes that draw.
+        json: Print JSON.
+    """
+    _said(write_scenes(store, num, size_px, first=first, workers=workers, public=public), json)
+
+
+def inspect(store: tyro.conf.Positional[Path], sheet: Path | None = None, num_pictures: int = 64, json: bool = False) -> None:
+    """What a store holds: counts, labels, sizes, people; and a contact sheet.
+
+    Args:
+        store: Folder of the store.
+        sheet: Write a contact sheet (PNG) here; for a private store the default is its confidential/ folder.
+        num_pictures: Pictures on the sheet.
+        json: Print JSON.
+    """
+    opened = Store.open(store)
+    result = inspect_store(opened)
+    if sheet is None:
+        folder = store / "confidential" if opened.visibility == "private" else store
+        sheet = folder / "contact_sheet.png"
+    elif opened.visibility == "private":
+        print(f"Note: {sheet} will show private pictures; keep it where the store is kept.", file=sys.stderr)
+    sheet.parent.mkdir(parents=True, exist_ok=True)
+    contact_sheet(opened, num_pictures).save(sheet)
+    result["contact_sheet"] = str(sheet)
+    emit(result, json, pairs(result))
+
+
+def split(
+    store: tyro.conf.Positional[Path],
+    first: tyro.conf.Positional[Path],
+    second: tyro.conf.Positional[Path],
+    fraction: float = 0.8,
+    seed: int = 0,
+    json: bool = False,
+) -> None:
+    """Split a store in two that share its shards; a person is never cut in two.
+
+    Args:
+        store: Folder of the store.
+        first: New folder for the larger part (or whatever --fraction says).
+        second: New folder for the rest.
+        fraction: Part of the people (or records without one) that go to the first.
+        seed: Seed of the split.
+        json: Print JSON.
+    """
+    made = split_store(store, first, second, fraction, seed)
+    result = {str(s.path): s.num_records for s in made}
+    emit(result, json, pairs(result))
+
+
+def _said(store: Store, as_json: bool) -> None:
+    summary = store.import_summary()
+    result = {
+        "store": str(store.path),
+        "store_id": store.store_id,
+        "visibility": store.visibility,
+        "num_records": store.num_records,
+        **summary,
+    }
+    lines = [f"{store.num_records:,} records in {store.path} ({store.visibility})", pairs(_flat(summary))]
+    lines.append(f"Next: dpvision train vip.micro --data {store.path} --privacy.dataset-size {store.num_records} --dry-run")
+    emit(result, as_json, "\n".join(lines))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in values.items():
+        made |= _flat(value, f"{prefix}{key}: ") if isinstance(value, dict) else {prefix + key: value}
+    return made

@@ -1,0 +1,126 @@
+"""``dpvision demo``: the whole way in a few minutes, with the same commands that a real run uses."""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dpvision.cli.evaluate import scores_table
+from dpvision.cli.output import emit, parse
+from dpvision.cli.recipe import get_recipe
+from dpvision.config import RunConfig
+from dpvision.data.importer import import_source
+from dpvision.data.store import Store
+from dpvision.data.synthetic_store import write_scenes
+from dpvision.errors import DataError
+from dpvision.eval.suite import evaluate, write_scores
+from dpvision.privacy.planner import what_if
+from dpvision.report.operator_page import make_operator_page
+from dpvision.report.page import make_report
+from dpvision.train.loop import fit
+from dpvision.train.start import new_session
+
+# Scene numbers: the private part and the public parts are different scenes of the same kind.
+_FIRST_PRIVATE, _FIRST_TRAIN, _FIRST_TEST = 0, 10_000_000, 20_000_000
+_NUM_TRAIN, _NUM_TEST = 4000, 2000
+_SMALL_SIGNAL = 0.1
+
+
+def run(argv: Sequence[str]) -> None:
+    """Parse and run."""
+    parse(demo, "demo", argv)
+
+
+def demo(data: Path | None = None, stores: Path = Path("stores"), runs: Path = Path("runs"), json: bool = False) -> None:
+    """The whole way in a few minutes: a private store, a plan, private training, a score, the statement.
+
+    Procedural scenes play the private pictures; public scenes, others of the same kind, serve the probe and the report's
+    reconstructions. With --data your own pictures are imported as private and trained on instead.
+
+    Args:
+        data: Folder of pictures, parquet file or WebDataset tars of your own.
+        stores: Folder for the stores.
+        runs: Folder for the run.
+        json: Print JSON.
+    """
+    start = time.monotonic()
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if json else sys.stdout, flush=True)
+
+    config = get_recipe("demo")
+    size = config.model.encoder.image_size
+    say("1/5  Pictures")
+    if data is None:
+        private = _scenes(stores / "demo-private", config.privacy.dataset_size, _FIRST_PRIVATE, size, public=False)
+    else:
+        private = _imported(data, stores)
+    probe_train = _scenes(stores / "demo-public-train", _NUM_TRAIN, _FIRST_TRAIN, size, public=True)
+    probe_test = _scenes(stores / "demo-public-test", _NUM_TEST, _FIRST_TEST, size, public=True)
+    say(f"     {private.num_records:,} private records in {private.path}, {_NUM_TRAIN + _NUM_TEST:,} public scenes beside them")
+
+    say("2/5  Plan: what can this data set afford?")
+    config = _fitted(config, private)
+    root = _free_name(runs)
+    with new_session(config, root) as session:
+        plan = session.plan
+        say(f"     epsilon {plan.epsilon:.4g} at delta {plan.delta:.2g}: noise multiplier {plan.noise_multiplier:.4g}, {plan.steps} steps")
+        word = _honest_word(config, sum(p.numel() for p in session.model.parameters()))
+        if word:
+            say(f"     {word}")
+        say("3/5  Private training (stop it with Ctrl-C or kill it: the ledger stays true)")
+        fit(session)
+    say("4/5  Probe on public scenes")
+    scores = evaluate(root, probe_train, probe_test)
+    write_scores(root, scores, train_data=probe_train.path.name, test_data=probe_test.path.name)
+    say(scores_table(scores))
+    say("5/5  Statement and report")
+    page = make_report(root, probe_test.path, store_dir=private.path)
+    operator = make_operator_page(root, private.path)
+    result = {
+        "run": str(root), "epsilon": plan.epsilon, "delta": plan.delta, "report": str(page), "operator_page": str(operator),
+        "statement": str(root / "statement.json"), "scores": [s.to_dict() for s in scores], "seconds": time.monotonic() - start,
+    }  # fmt: skip
+    text = [f"Done in {(time.monotonic() - start) / 60:.1f} minutes. Open {page} in a browser; {operator} is for your eyes only."]
+    text.append(f"Then: dpvision ledger {private.path}   python -c 'import dpvision; print(dpvision.load(\"{root}\"))'")
+    emit(result, json, "\n".join(text))
+
+
+def _scenes(folder: Path, num: int, first: int, size: int, *, public: bool) -> Store:
+    if folder.exists():
+        store = Store.open(folder)
+        if store.num_records != num:
+            raise DataError(f"demo: {folder} holds {store.num_records} records; expected {num} scenes. Remove it, or use another --stores.")
+        return store
+    return write_scenes(folder, num, size, first=first, public=public)
+
+
+def _imported(data: Path, stores: Path) -> Store:
+    folder = stores / f"demo-{data.resolve().stem}"
+    return Store.open(folder) if folder.exists() else import_source(data, folder)
+
+
+def _fitted(config: RunConfig, store: Store) -> RunConfig:
+    """The demo's settings on a store of another size: the same number of steps on a tenth of the records each, at most."""
+    num = store.num_records
+    privacy = replace(config.privacy, dataset_size=num, expected_batch_size=min(config.privacy.expected_batch_size, max(1, num // 4)))
+    return replace(config, privacy=privacy, data=replace(config.data, store=str(store.path)))
+
+
+def _honest_word(config: RunConfig, num_parameters: int) -> str | None:
+    """What to expect where the data set is too small for its noise (the planner's heuristic)."""
+    signal = what_if(config.privacy, num_parameters=num_parameters)["signal"]
+    if not signal or signal["rho_star_planned"] < _SMALL_SIGNAL:
+        return None
+    return (
+        f"Honestly: {config.privacy.dataset_size:,} records are few for {num_parameters:,} parameters at this epsilon (rho* "
+        f"{signal['rho_star_planned']:.2f}). Private pre-training will hardly beat public features; a private head on them would."
+    )
+
+
+def _free_name(runs: Path) -> Path:
+    number = 1
+    while (root := runs / ("demo" if number == 1 else f"demo-{number}")).exists():
+        number += 1
+    return root

@@ -1,0 +1,51 @@
+"""``dpvision embed``: features for other people's tools."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+
+from dpvision.cli.output import emit, parse
+from dpvision.features import write_embeddings
+
+
+def run(argv: Sequence[str]) -> None:
+    """Parse and run."""
+    parse(embed, "embed", argv)
+
+
+def embed(
+    run: tyro.conf.Positional[Path],
+    source: tyro.conf.Positional[Path],
+    out: tyro.conf.Positional[Path],
+    pooling: Literal["mean", "2x2"] = "mean",
+    ema: bool = False,
+    batch_size: int = 256,
+    workers: int = 2,
+    json: bool = False,
+) -> None:
+    """Write an encoder's features for a store, or for anything that `data import` takes.
+
+    Features of private pictures are private: the guarantee covers the weights, not what they make of a picture.
+
+    Args:
+        run: Run folder, or one of its checkpoints.
+        source: Store, folder of pictures, parquet file or tar file.
+        out: File to write: .npz or .safetensors.
+        pooling: Patch tokens averaged over the picture, or over its four quadrants.
+        ema: Use the averaged weights.
+        batch_size: Pictures in one forward pass.
+        workers: Threads that read pictures.
+        json: Print JSON.
+    """
+    with Console(stderr=True).status("features") as status:
+        made = write_embeddings(
+            run, source, out, ema=ema, pooling=pooling, batch_size=batch_size, workers=workers,
+            progress=lambda n: status.update(f"features: {n:,} pictures"),
+        )  # fmt: skip
+    text = f"{made.num:,} x {made.width} features in {out}"
+    if made.visibility == "private":
+        text += "\nThese are features of private pictures: keep the file where the pictures are kept."
+    emit({"out": str(out), "num_records": made.num, "width": made.width, "visibility": made.visibility}, json, text)

@@ -1,0 +1,65 @@
+"""``dpvision ledger``: what a store has been charged."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from dpvision.cli.output import emit, parse, table
+from dpvision.errors import ConfigError
+from dpvision.privacy.account import StoreAccount, set_cap, store_account
+
+
+def run(argv: Sequence[str]) -> None:
+    """Parse and run."""
+    parse(ledger, "ledger", argv)
+
+
+def ledger(
+    store: tyro.conf.Positional[Path],
+    cap: Annotated[float | None, tyro.conf.arg(name="set-cap", metavar="EPSILON")] = None,
+    cap_delta: float | None = None,
+    json: bool = False,
+) -> None:
+    """What a store's records have been charged: by run, in total, and what is left under the owner's cap.
+
+    Epsilon is computed from the steps in the ledgers, never from a config. All runs on one store meet in the LEDGERS folder
+    beside it. Two totals stand side by side: the PLD sum holds when all runs were fixed beforehand, the RDP filter also when
+    a run was chosen after seeing the results of another.
+
+    Args:
+        store: Folder made by `dpvision data import`.
+        cap: Set the owner's hard cap on the total epsilon: a run that would pass it is refused.
+        cap_delta: Delta at which the cap holds; required with --set-cap.
+        json: Print JSON.
+    """
+    if (cap is None) != (cap_delta is None):
+        raise ConfigError("ledger: --set-cap and --cap-delta; expected both or neither. E.g. --set-cap 8 --cap-delta 1e-6.")
+    if cap is not None and cap_delta is not None:
+        set_cap(store, cap, cap_delta)
+    account = store_account(store)
+    emit(account.to_dict(), json, _text(account))
+
+
+def _text(account: StoreAccount) -> str:
+    rows = [
+        (
+            r.run_id,
+            f"{r.spent.steps} / {r.planned_steps}",
+            r.restarts,
+            "none" if r.spent.epsilon is None else r.spent.epsilon,
+            r.spent.delta,
+        )
+        for r in account.runs
+    ]
+    lines = [table(f"store {account.store_id}", ("run", "steps", "restarts", "epsilon", "delta"), rows)] if rows else ["No run yet."]
+    if account.unprotected:
+        lines.append(f"NO GUARANTEE: {', '.join(account.unprotected)} trained on this store without privacy; no total holds.")
+    elif account.epsilon is not None:
+        chosen = "" if account.epsilon_filter is None else f"; {account.epsilon_filter:.4g} where runs were chosen after seeing others"
+        lines.append(f"total: epsilon {account.epsilon:.4g} at delta {account.delta:.3g}{chosen}")
+    if account.cap is not None:
+        left = "" if account.left is None else f"; left: {account.left:.4g}"
+        lines.append(f"owner's cap: epsilon {account.cap.epsilon:.4g} at delta {account.cap.delta:.3g}{left}")
+    return "\n".join(lines)

@@ -1,0 +1,49 @@
+"""What commands print: JSON for machines, aligned text for people; both to standard output, progress to standard error."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+T = TypeVar("T")
+
+
+def parse(target: Callable[..., T], name: str, argv: Sequence[str], **kwargs: Any) -> T:
+    """Parse ``argv`` with tyro into the arguments of ``target`` and call it; tyro prints help and exits 2 on wrong usage."""
+    return tyro.cli(target, prog=f"dpvision {name}", args=list(argv), **kwargs)
+
+
+def emit(result: Mapping[str, Any], as_json: bool, text: str) -> None:
+    """Print one result."""
+    print(json.dumps(result, indent=1, allow_nan=False) if as_json else text)
+
+
+def pairs(rows: Mapping[str, Any]) -> str:
+    """Two aligned columns."""
+    width = max(map(len, rows), default=0)
+    return "\n".join(f"  {key:{width}}  {shown(value)}" for key, value in rows.items() if value is not None)
+
+
+def shown(value: Any) -> str:
+    """A number as people write it, anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if abs(value) < 1e5 else f"{value:,.0f}"
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table as text, first column left, the others right."""
+    made = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        made.add_row(*map(shown, row))
+    console = Console(width=120, no_color=True)
+    with console.capture() as capture:
+        console.print(made)
+    return capture.get().rstrip()

@@ -1,0 +1,158 @@
+"""``dpvision train``: a recipe on a store."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from dpvision.cli.output import emit, pairs
+from dpvision.cli.recipe import get_recipe
+from dpvision.config import RunConfig
+from dpvision.data.store import Store
+from dpvision.errors import ConfigError
+from dpvision.privacy.plan import DPPlan
+from dpvision.train.folder import read_run, run_base
+from dpvision.train.loop import Session, fit
+from dpvision.train.start import check_run, new_session, resumed_session
+
+_DOC = """Train a recipe on a store, privately unless the recipe says otherwise.
+
+The plan (noise, steps, epsilon) is made and printed before any compute is spent, and the ledger beside the store is
+charged before each step. Any setting of the recipe can be overridden: --privacy.target-epsilon 4, --optim.learning-rate 1e-3.
+
+  dpvision data import PICTURES stores/mine
+  dpvision train vip.micro --data stores/mine --dry-run
+  dpvision train vip.micro --data stores/mine --name first
+  dpvision train vip.micro --name first --resume        after a stop or a crash
+  torchrun --nproc-per-node 8 -m dpvision train vip.base --data STORE"""
+
+
+@dataclass(frozen=True)
+class TrainArgs:
+    recipe: tyro.conf.Positional[str]
+    """Name of a recipe (dpvision train --help lists them)."""
+    data: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
+    """Store made by `dpvision data import`."""
+    name: str | None = None
+    """Name of the run's folder; the recipe's name if left out."""
+    runs: Path = Path("runs")
+    """Folder that holds the runs."""
+    resume: bool = False
+    """Go on with an existing run: its own settings (only --hardware.* may change), new secret keys."""
+    dry_run: bool = False
+    """Make the plan and all checks, then stop: nothing is trained, nothing is charged."""
+    quiet: bool = False
+    """No progress."""
+    json: bool = False
+    """Print the result as JSON."""
+    config: Annotated[RunConfig, tyro.conf.arg(name="")] = field(kw_only=True)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Parse and run."""
+    recipe = next((a for a in argv if not a.startswith("-")), None)
+    if recipe is None:
+        from dpvision.recipes import RECIPES
+
+        print(f"usage: dpvision train RECIPE [--data STORE] [options]\n\n{_DOC}")
+        print("\nrecipes (`dpvision train RECIPE --help` shows all settings):")
+        for name, make in RECIPES.items():
+            print(f"  {name:24}{(make.__doc__ or '').strip().splitlines()[0]}")
+        if not argv or argv[0] not in ("-h", "--help"):
+            sys.exit(2)
+        return
+    default = TrainArgs(recipe=recipe, config=_default(recipe, argv))
+    args = tyro.cli(TrainArgs, prog="dpvision train", description=_DOC, args=list(argv), default=default)
+    train(args)
+
+
+def train(args: TrainArgs) -> None:
+    """Make or resume the run, train, and say what was executed."""
+    root = args.runs / (args.name or args.recipe)
+    config = args.config
+    if args.data is not None:
+        config = replace(config, data=replace(config.data, store=str(args.data)))
+    main_process = int(os.environ.get("RANK", "0")) == 0
+    if args.resume:
+        _, saved, _ = read_run(root)
+        if replace(config, hardware=saved.hardware) != saved:
+            raise ConfigError(f"train: settings differ from those of {root}; expected only --hardware.* with --resume. Drop the others.")
+        opened = resumed_session(root, {f.name: getattr(config.hardware, f.name) for f in fields(config.hardware)})
+    else:
+        opened = new_session(config, root)
+    if args.dry_run:
+        plan, store, num_records = check_run(config)
+        if main_process:
+            result = {"dry_run": True, **plan.to_dict(), "num_records": num_records, "store_visibility": store.visibility}
+            emit(result, args.json, _plan_text(config, plan, store) + "\nDry run: every check passed, nothing was trained or charged.")
+        return
+    with opened as session:
+        if main_process and not args.json and not args.quiet:
+            print(_plan_text(session.config, session.plan, session.store), flush=True)
+        complete = fit(session, quiet=args.quiet)
+        if session.ledger is not None:
+            _finish(session, root, complete, args.json)
+
+
+def _finish(session: Session, root: Path, complete: bool, as_json: bool) -> None:
+    assert session.ledger is not None and session.folder is not None
+    plan, steps = session.plan, session.ledger.steps
+    private = plan.guarantee == "dp"
+    epsilon = plan.spent(steps).epsilon if private and steps else None
+    result = {
+        "run": str(root), "complete": complete, "steps": steps, "updates": session.updates,
+        "epsilon": epsilon, "delta": plan.delta if private else None, "guarantee": plan.guarantee,
+    }  # fmt: skip
+    said = f"epsilon {epsilon:.4g} at delta {plan.delta:.3g}" if epsilon is not None else "no privacy guarantee"
+    lines = [f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} steps: {said}. Run folder: {root}"]
+    if steps > session.updates:
+        lines.append(f"{steps - session.updates} steps were charged and lost in a crash; they count in epsilon.")
+    if complete:
+        lines += ["Next:", f"  dpvision evaluate {root} --train STORE --test STORE", f"  dpvision report {root}"]
+    emit(result, as_json, "\n".join(lines))
+
+
+def _plan_text(config: RunConfig, plan: DPPlan, store: Store) -> str:
+    if plan.guarantee == "dp":
+        head = f"Private: epsilon {plan.epsilon:.4g} at delta {plan.delta:.3g} after all {plan.steps} steps"
+        if plan.epsilon_rdp is not None:
+            head += f" (RDP {plan.epsilon_rdp:.4g})"
+    else:
+        head = f"NO PRIVACY GUARANTEE (guarantee={plan.guarantee!r})"
+    return head + "\n" + pairs(
+        {
+            "recipe": config.recipe,
+            "store": f"{store.store_id[:8]}, {store.visibility}",
+            "declared records": plan.dataset_size,
+            "sampling": plan.sampling,
+            "expected batch size": plan.expected_batch_size,
+            "steps": plan.steps,
+            "sample-gradients": round(plan.steps * plan.expected_batch_size),
+            "noise multiplier": plan.noise_multiplier,
+            "clip norm": plan.max_grad_norm if plan.max_grad_norm is not None else "none",
+        }
+    )  # fmt: skip
+
+
+def _default(recipe: str, argv: Sequence[str]) -> RunConfig:
+    """What unnamed settings are: the recipe's, or with --resume those that the run was started with."""
+    if "--resume" not in argv:
+        return get_recipe(recipe)
+    known = tyro.cli(_Where, args=list(argv), return_unknown_args=True)[0]
+    root = known.runs / (known.name or recipe)
+    if run_base(root) is None:
+        return get_recipe(recipe)  # open_run will say what is wrong
+    _, config, _ = read_run(root)
+    if config.recipe != recipe:
+        raise ConfigError(f"train: recipe={recipe!r}; expected {config.recipe!r}, the recipe of {root}. Correct one of them.")
+    return config
+
+
+@dataclass(frozen=True)
+class _Where:
+    name: str | None = None
+    runs: Path = Path("runs")

@@ -1,0 +1,134 @@
+"""The command line as people use it: help for everything, JSON for machines, one clear error and exit 2 for wrong input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dpvision.cli import COMMANDS, main
+from dpvision.data.synthetic_store import write_scenes
+from dpvision.recipes import RECIPES
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "scenes"
+    write_scenes(folder, 60, 32, workers=1, public=False)
+    return folder
+
+
+def _tiny(store: Path, runs: Path, name: str = "first") -> list[str]:
+    sizes = "--privacy.dataset-size 60 --privacy.expected-batch-size 20 --privacy.steps 2 --hardware.physical-batch-size 20"
+    return ["train", "vip.micro", "--data", str(store), "--runs", str(runs), "--name", name, "--quiet", *sizes.split()]
+
+
+def _run(capsys: pytest.CaptureFixture[str], argv: list[str]) -> dict:
+    assert main(argv) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def _refused(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
+    try:
+        status = main(argv)
+    except SystemExit as stop:  # tyro's own exit on wrong usage
+        status = stop.code if isinstance(stop.code, int) else 1
+    out, err = capsys.readouterr()
+    assert status == 2, (out, err)
+    assert words in err and "Traceback" not in err, err
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_has_help_that_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        main([command, "--help"])
+    except SystemExit as stop:
+        assert stop.code == 0
+    assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+def test_plan_prints_the_published_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = "plan --dataset-size 233804767 --expected-batch-size 98304 --noise-multiplier 0.48 --steps 6100 --delta 2.1385e-09 --json"
+    result = _run(capsys, plan.split())
+    assert result["epsilon"] == pytest.approx(6.84, abs=0.01) and result["epsilon_rdp"] == pytest.approx(8.00, abs=0.01)
+
+
+def test_plan_calibrates_and_takes_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    result = _run(capsys, ["plan", "vip.micro", "--target-epsilon", "2", "--json"])
+    assert 1.9 < result["epsilon"] <= 2.0 and result["noise_multiplier"] > 0 and result["signal"]["num_parameters"] > 0
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_doctor_counts_what_the_model_trains(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    result = _run(capsys, ["doctor", recipe, "--json"])
+    assert sum(result["parts"].values()) == result["num_parameters"] > 100_000
+
+
+def test_the_way_from_training_to_statement(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dry = _run(capsys, [*_tiny(store, tmp_path), "--dry-run", "--json"])
+    assert dry["dry_run"] and not (tmp_path / "first").exists()
+    done = _run(capsys, [*_tiny(store, tmp_path), "--json"])
+    assert done["complete"] and done["steps"] == 2 and done["epsilon"] == pytest.approx(dry["epsilon"])
+    again = _run(capsys, ["train", "vip.micro", "--name", "first", "--runs", str(tmp_path), "--resume", "--quiet", "--json"])
+    assert again["steps"] == 2 and again["epsilon"] == done["epsilon"]
+    run = str(tmp_path / "first")
+    scores = _run(capsys, ["evaluate", run, "--train", str(store), "--json"])["scores"]
+    assert {s["name"] for s in scores} >= {"encoder", "random weights", "raw pixels"}
+    assert not (tmp_path / "first" / "scores.json").exists(), "scores on a private store must not leave"
+    written = _run(capsys, ["report", run, "--json"])
+    statement = json.loads(Path(written["statement"]).read_text())
+    assert statement["guarantee"]["epsilon"] == pytest.approx(done["epsilon"])
+    out = tmp_path / "features.npz"
+    assert _run(capsys, ["embed", run, str(store), str(out), "--json"])["num_records"] == 60 and out.exists()
+    account = _run(capsys, ["ledger", str(store), "--json"])
+    assert any(r["spent"]["steps"] == 2 for r in account["runs"])
+
+
+def test_an_owners_cap_stops_the_next_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_scenes(tmp_path / "s", 60, 32, workers=1, public=False)
+    account = _run(capsys, ["ledger", str(tmp_path / "s"), "--set-cap", "5", "--cap-delta", "0.008", "--json"])
+    assert account["cap"]["epsilon"] == 5
+    _refused(capsys, _tiny(tmp_path / "s", tmp_path), "cap")
+    assert not list((tmp_path).glob("first/checkpoints/*"))
+
+
+def test_data_commands(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = _run(capsys, ["data", "inspect", str(store), "--json"])
+    assert result["num_records"] == 60
+    sheet = Path(result["contact_sheet"])
+    assert sheet.exists() and "confidential" in sheet.parts
+    parts = _run(capsys, ["data", "split", str(store), str(tmp_path / "a"), str(tmp_path / "b"), "--json"])
+    assert sum(parts.values()) == 60
+
+
+def test_wrong_input_gets_one_clear_error(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    tiny = _tiny(store, tmp_path)
+    for argv, words in [
+        (["fly"], "expected one of"),
+        (["train", "vip.giant", "--data", str(store)], "vip.giant"),
+        (["train", "vip.micro"], "--data"),
+        ([*tiny, "--privacy.dataset-size", "50"], "declared dataset_size=50"),
+        ([*tiny, "--privacy.expected-batch-size", "61"], "at most dataset_size"),
+        ([*tiny, "--privacy.target-epsilon", "-1"], "target_epsilon"),
+        ([*tiny, "--privacy.target-epsilon", "nan"], "target_epsilon"),
+        ([*tiny, "--privacy.delta", "0.5"], "delta"),
+        ([*tiny, "--resume"], "holds no run"),
+        (["train", "vip.micro", "--data", str(tmp_path / "nowhere"), "--runs", str(tmp_path)], "store"),
+        (["data", "import", str(tmp_path / "empty"), str(tmp_path / "s")], "empty"),
+        (["data", "import", str(tmp_path / "nowhere"), str(tmp_path / "s")], "nowhere"),
+        (["plan", "--steps", "3"], "--dataset-size"),
+        (["plan", "--dataset-size", "0", "--expected-batch-size", "1", "--steps", "1", "--noise-multiplier", "1"], "dataset_size"),
+        (["ledger", str(tmp_path / "nowhere")], "store"),
+        (["ledger", str(store), "--set-cap", "3"], "--cap-delta"),
+        (["report", str(tmp_path / "nowhere")], "run"),
+        (["evaluate", str(tmp_path / "nowhere"), "--train", str(store)], "nowhere"),
+        (["doctor", "vip.giant"], "vip.giant"),
+    ]:
+        _refused(capsys, argv, words)
+
+
+def test_a_changed_setting_with_resume_is_refused(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(_tiny(store, tmp_path)) == 0
+    resume = ["train", "vip.micro", "--name", "first", "--runs", str(tmp_path), "--resume", "--quiet"]
+    _refused(capsys, [*resume, "--optim.learning-rate", "0.5"], "only --hardware")
+    assert main([*resume, "--hardware.physical-batch-size", "7"]) == 0
