@@ -96,8 +96,9 @@ def test_data_commands(store: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert result["num_records"] == 60
     sheet = Path(result["contact_sheet"])
     assert sheet.exists() and "confidential" in sheet.parts
-    parts = _run(capsys, ["data", "split", str(store), str(tmp_path / "a"), str(tmp_path / "b"), "--json"])
+    parts = _run(capsys, ["data", "split", str(store), str(store.parent / "a"), str(store.parent / "b"), "--json"])
     assert sum(parts.values()) == 60
+    _refused(capsys, ["data", "split", str(store), str(tmp_path / "a"), str(tmp_path / "b")], "ledgers")
 
 
 def test_wrong_input_gets_one_clear_error(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

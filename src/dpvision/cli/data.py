@@ -3,12 +3,12 @@
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
-from dpvision.cli.output import emit, pairs
+from dpvision.cli.output import CONFIG, SourcePath, StorePath, emit, pairs
 from dpvision.data.importer import import_source
 from dpvision.data.inspect import contact_sheet, inspect_store
 from dpvision.data.split import split_store
@@ -20,13 +20,17 @@ def run(argv: Sequence[str]) -> None:
     """Parse and run."""
     commands: dict[str, Callable[..., Any]] = {"import": import_, "inspect": inspect, "split": split, "scenes": scenes}
     tyro.extras.subcommand_cli_from_dict(
-        commands, prog="dpvision data", description="Stores: import, look into, split; make procedural scenes.", args=list(argv)
+        commands,
+        prog="dpvision data",
+        description="Stores: import, look into, split; make procedural scenes.",
+        args=list(argv),
+        config=CONFIG,
     )
 
 
 def import_(
-    source: tyro.conf.Positional[Path],
-    store: tyro.conf.Positional[Path],
+    source: SourcePath,
+    store: StorePath,
     public: bool = False,
     unit_from: str | None = None,
     label_from: str | None = None,
@@ -59,7 +63,7 @@ def import_(
 
 
 def scenes(
-    store: tyro.conf.Positional[Path],
+    store: StorePath,
     num: int = 10_000,
     size_px: int = 48,
     first: int = 0,
@@ -81,7 +85,7 @@ def scenes(
     _said(write_scenes(store, num, size_px, first=first, workers=workers, public=public), json)
 
 
-def inspect(store: tyro.conf.Positional[Path], sheet: Path | None = None, num_pictures: int = 64, json: bool = False) -> None:
+def inspect(store: StorePath, sheet: Path | None = None, num_pictures: int = 64, json: bool = False) -> None:
     """What a store holds: counts, labels, sizes, people; and a contact sheet.
 
     Args:
@@ -104,19 +108,19 @@ def inspect(store: tyro.conf.Positional[Path], sheet: Path | None = None, num_pi
 
 
 def split(
-    store: tyro.conf.Positional[Path],
-    first: tyro.conf.Positional[Path],
-    second: tyro.conf.Positional[Path],
+    store: StorePath,
+    first: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FIRST")],
+    second: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SECOND")],
     fraction: float = 0.8,
     seed: int = 0,
     json: bool = False,
 ) -> None:
-    """Split a store in two that share its shards; a person is never cut in two.
+    """Split a store in two that share its shards, its id and its ledgers; a person is never cut in two.
 
     Args:
         store: Folder of the store.
-        first: New folder for the larger part (or whatever --fraction says).
-        second: New folder for the rest.
+        first: New folder beside the store, for the larger part (or whatever --fraction says).
+        second: New folder beside the store, for the rest.
         fraction: Part of the people (or records without one) that go to the first.
         seed: Seed of the split.
         json: Print JSON.

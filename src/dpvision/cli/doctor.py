@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 
-import tyro
-
-from dpvision.cli.output import emit, pairs, parse
+from dpvision.cli.output import RecipeName, emit, pairs, parse
 from dpvision.cli.recipe import get_recipe
 from dpvision.models import count_parameters, make_model_on_meta
 
@@ -14,7 +12,7 @@ def run(argv: Sequence[str]) -> None:
     parse(doctor, "doctor", argv)
 
 
-def doctor(recipe: tyro.conf.Positional[str], json: bool = False) -> None:
+def doctor(recipe: RecipeName, json: bool = False) -> None:
     """A recipe's model: trained parameters by part, and the memory that training takes per process.
 
     Args:

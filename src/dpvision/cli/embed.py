@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
 
-from dpvision.cli.output import emit, parse
+from dpvision.cli.output import RunPath, SourcePath, emit, parse
 from dpvision.features import write_embeddings
 
 
@@ -17,9 +17,9 @@ def run(argv: Sequence[str]) -> None:
 
 
 def embed(
-    run: tyro.conf.Positional[Path],
-    source: tyro.conf.Positional[Path],
-    out: tyro.conf.Positional[Path],
+    run: RunPath,
+    source: SourcePath,
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
     pooling: Literal["mean", "2x2"] = "mean",
     ema: bool = False,
     batch_size: int = 256,

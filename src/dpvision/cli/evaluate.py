@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import tyro
 from rich.console import Console
 
-from dpvision.cli.output import emit, parse, table
+from dpvision.cli.output import RunPath, emit, parse, table
 from dpvision.data.store import Store
 from dpvision.eval.score import Score
 from dpvision.eval.suite import evaluate as run_suite
@@ -21,7 +20,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def evaluate(
-    run: tyro.conf.Positional[Path],
+    run: RunPath,
     train: Path,
     test: Path | None = None,
     ema: bool = False,

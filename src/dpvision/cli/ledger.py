@@ -1,12 +1,11 @@
 """``dpvision ledger``: what a store has been charged."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from dpvision.cli.output import emit, parse, table
+from dpvision.cli.output import StorePath, emit, parse, table
 from dpvision.errors import ConfigError
 from dpvision.privacy.account import StoreAccount, set_cap, store_account
 
@@ -17,7 +16,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def ledger(
-    store: tyro.conf.Positional[Path],
+    store: StorePath,
     cap: Annotated[float | None, tyro.conf.arg(name="set-cap", metavar="EPSILON")] = None,
     cap_delta: float | None = None,
     json: bool = False,

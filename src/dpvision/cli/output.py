@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import tyro
 from rich.console import Console
@@ -10,10 +11,18 @@ from rich.table import Table
 
 T = TypeVar("T")
 
+CONFIG = (tyro.conf.FlagCreatePairsOff,)
+"""--flag without a --no-flag beside it."""
+
+StorePath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="STORE")]
+RunPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+SourcePath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+RecipeName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+
 
 def parse(target: Callable[..., T], name: str, argv: Sequence[str], **kwargs: Any) -> T:
     """Parse ``argv`` with tyro into the arguments of ``target`` and call it; tyro prints help and exits 2 on wrong usage."""
-    return tyro.cli(target, prog=f"dpvision {name}", args=list(argv), **kwargs)
+    return tyro.cli(target, prog=f"dpvision {name}", args=list(argv), config=CONFIG, **kwargs)
 
 
 def emit(result: Mapping[str, Any], as_json: bool, text: str) -> None:

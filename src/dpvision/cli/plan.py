@@ -19,7 +19,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def plan(
-    recipe: Annotated[str | None, tyro.conf.Positional] = None,
+    recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = None,
     dataset_size: int | None = None,
     expected_batch_size: float | None = None,
     steps: int | None = None,

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import tyro
-
-from dpvision.cli.output import emit, parse
+from dpvision.cli.output import RunPath, emit, parse
 from dpvision.report.operator_page import make_operator_page
 from dpvision.report.page import make_report
 
@@ -15,7 +13,7 @@ def run(argv: Sequence[str]) -> None:
     parse(report, "report", argv)
 
 
-def report(run: tyro.conf.Positional[Path], store: Path | None = None, public_store: Path | None = None, json: bool = False) -> None:
+def report(run: RunPath, store: Path | None = None, public_store: Path | None = None, json: bool = False) -> None:
     """Write the statement (statement.json), the page to read (report.html) and the operator's page (confidential/operator.html).
 
     Epsilon is computed from the executed steps in the ledger. Statement and report hold nothing that depends on private

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from dpvision.cli.output import emit, pairs
+from dpvision.cli.output import CONFIG, RecipeName, emit, pairs
 from dpvision.cli.recipe import get_recipe
 from dpvision.config import RunConfig
 from dpvision.data.store import Store
@@ -33,7 +33,7 @@ charged before each step. Any setting of the recipe can be overridden: --privacy
 
 @dataclass(frozen=True)
 class TrainArgs:
-    recipe: tyro.conf.Positional[str]
+    recipe: RecipeName
     """Name of a recipe (dpvision train --help lists them)."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
     """Store made by `dpvision data import`."""
@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> None:
             sys.exit(2)
         return
     default = TrainArgs(recipe=recipe, config=_default(recipe, argv))
-    args = tyro.cli(TrainArgs, prog="dpvision train", description=_DOC, args=list(argv), default=default)
+    args = tyro.cli(TrainArgs, prog="dpvision train", description=_DOC, args=list(argv), default=default, config=CONFIG)
     train(args)
 
 

@@ -88,8 +88,9 @@ def _place_on_scale(statement: dict[str, Any]) -> float:
     return 8 + 64 * min(max(decades, 0.0), 2.94)
 
 
-def _figures(plan: DPPlan, statement: dict[str, Any], asked: float | None) -> dict[str, Markup]:
-    drawn = {}
+def _figures(plan: DPPlan, statement: dict[str, Any], asked: float | None) -> dict[str, Markup | None]:
+    """SVG by name; None where there is nothing to draw."""
+    drawn: dict[str, str | None] = dict.fromkeys(("epsilon", "profile", "scores"))
     guarantee = statement["guarantee"]
     if guarantee is not None:
         steps = sorted({1, *(math.ceil(plan.steps * (k / _CURVE_POINTS) ** 1.5) for k in range(1, _CURVE_POINTS + 1))})
@@ -99,7 +100,7 @@ def _figures(plan: DPPlan, statement: dict[str, Any], asked: float | None) -> di
         drawn["profile"] = figures.profile_figure(guarantee["privacy_profile"], own["epsilon"], own["delta"])
     if statement["scores"]:
         drawn["scores"] = figures.bars_figure(*_score_groups(statement["scores"]))
-    return {name: Markup(svg) for name, svg in drawn.items()}
+    return {name: None if svg is None else Markup(svg) for name, svg in drawn.items()}
 
 
 def _score_groups(scores: list[dict[str, Any]]) -> tuple[list[tuple[str, list[tuple[str, float, float, float, bool]]]], float]:

@@ -188,8 +188,8 @@ def noise_generator(plan: DPPlan) -> str:
         return "No noise."
     if plan.noise_generator == "torch":
         return (
-            "PyTorch's generator (Mersenne Twister): normal numbers drawn in float64, rounded once to float32. Its whole state is filled from "
-            "a 256-bit key of the operating system, new at every start. Not a cryptographic generator: noise_generator=hardened is."
+            "PyTorch's generator (Mersenne Twister): normal numbers drawn in float64, rounded once to float32. Its whole state is filled "
+            "from a 256-bit key of the operating system, new at every start. Not a cryptographic generator: noise_generator=hardened is."
         )
     return (
         "Hardened: an AES-CTR stream keyed by the operating system at every start, with four normal numbers added and halved for each "

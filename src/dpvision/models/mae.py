@@ -1,0 +1,111 @@
+"""Masked autoencoder (He et al. 2022) in ViP's form: pixel targets not normalised per patch, a loss of masked patches only.
+
+Legend: B records, L patches, S kept patches, M = L - S masked patches, D encoder width, E numbers in a patch, C channels, H, W.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.config import MAEConfig
+from dpvision.errors import ConfigError
+from dpvision.models.layers import NORM_EPS, Block, patchify, sincos_positions, unpatchify
+from dpvision.models.vit import CHANNELS, ViT
+
+
+class MAE(nn.Module):
+    """Encoder of the visible patches, a small decoder that predicts the pixels of the masked ones.
+
+    Raises:
+        ConfigError: the mask leaves no patch to see.
+    """
+
+    decoder_position_LD: Tensor
+
+    def __init__(self, cfg: MAEConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.encoder = ViT(cfg.encoder)
+        if self.num_visible < 1:
+            raise ConfigError(
+                f"model: mask_ratio={cfg.mask_ratio} of {self.num_patches} patches; expected at least one visible patch. "
+                "Use a smaller mask_ratio or patch_size."
+            )
+        width = cfg.decoder_width
+        self.decoder_embed = nn.Linear(cfg.encoder.width, width)
+        self.mask_token = nn.Parameter(torch.zeros(width))
+        self.decoder_blocks = nn.ModuleList(Block(width, cfg.decoder_num_heads, cfg.encoder.mlp_ratio) for _ in range(cfg.decoder_depth))
+        self.decoder_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.head = nn.Linear(width, CHANNELS * cfg.encoder.patch_size**2)
+        grid = cfg.encoder.image_size // cfg.encoder.patch_size
+        self.register_buffer("decoder_position_LD", sincos_positions(grid, width), persistent=False)
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of a picture, visible and masked."""
+        return self.encoder.num_patches
+
+    @property
+    def num_visible(self) -> int:
+        """Patches that the encoder sees: num_patches x (1 - mask_ratio), rounded down as in MAE's code."""
+        return int(self.num_patches * (1 - self.cfg.mask_ratio))
+
+    def forward(self, patch_BLE: Tensor, order_BL: Tensor) -> Tensor:
+        """Predicted pixels of the masked patches.
+
+        The decoder's tokens stand in the order class, visible, masked, each with the position of its patch: blocks do not
+        depend on the order of tokens, so nothing has to be put back into place.
+
+        Args:
+            patch_BLE: all patches of the pictures.
+            order_BL: permutation of the patches; the first ``num_visible`` are seen.
+
+        Returns:
+            prediction_BME, row m for patch ``order_BL[:, num_visible + m]``.
+        """
+        S = self.num_visible
+        seen_BS, masked_BM = order_BL[:, :S], order_BL[:, S:]
+        seen_BSE = patch_BLE.take_along_dim(seen_BS[..., None], dim=1)
+        latent_BTD = self.decoder_embed(self.encoder.encode(self.encoder.embed(seen_BSE, self.encoder.position_LD[seen_BS])))
+        cls_B1D, latent_BSD = latent_BTD[:, :1], latent_BTD[:, 1:] + self.decoder_position_LD[seen_BS]
+        guess_BMD = self.mask_token + self.decoder_position_LD[masked_BM]
+        token_BLD = torch.cat([cls_B1D, latent_BSD, guess_BMD], dim=1)
+        for block in self.decoder_blocks:
+            token_BLD = block(token_BLD)
+        return self.head(self.decoder_norm(token_BLD[:, 1 + S :]))
+
+
+def losses(model: MAE, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
+    """Reconstruction loss of each picture: mean squared error over the pixels of its masked patches.
+
+    Args:
+        x_BCHW: normalised pictures.
+        order_BL: int64 random keys, one per record and patch; the patches with the smallest keys are seen.
+
+    Returns:
+        loss_B, float32 also under autocast (float64 for float64 pictures).
+    """
+    patch_BLE = patchify(x_BCHW, model.cfg.encoder.patch_size)
+    order_BL = order_BL.argsort(dim=1)
+    prediction_BME = model(patch_BLE, order_BL)
+    target_BME = patch_BLE.take_along_dim(order_BL[:, model.num_visible :, None], dim=1)
+    error_BME = prediction_BME.to(torch.promote_types(target_BME.dtype, torch.float32)) - target_BME
+    return error_BME.square().mean(dim=(1, 2))
+
+
+@torch.no_grad()
+def reconstruct(model: MAE, x_BCHW: Tensor, order_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """The pictures with their masked patches as the model predicts them, and which patches were masked; for reports.
+
+    Args:
+        x_BCHW, order_BL: as for ``losses``.
+
+    Returns:
+        (prediction_BCHW, normalised like the pictures, visible patches unchanged; mask_BL bool, True where masked).
+    """
+    patch_BLE = patchify(x_BCHW, model.cfg.encoder.patch_size)
+    order_BL = order_BL.argsort(dim=1)
+    masked_BM = order_BL[:, model.num_visible :]
+    prediction_BME = model(patch_BLE, order_BL).to(patch_BLE.dtype)
+    filled_BLE = patch_BLE.scatter(1, masked_BM[..., None].expand_as(prediction_BME), prediction_BME)
+    mask_BL = torch.zeros_like(order_BL, dtype=torch.bool).scatter(1, masked_BM, True)
+    return unpatchify(filled_BLE, model.cfg.encoder.patch_size), mask_BL

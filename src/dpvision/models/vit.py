@@ -1,0 +1,68 @@
+"""A plain vision transformer encoder: pre-LayerNorm, class token, fixed sin-cos positions (Dosovitskiy et al. 2021; MAE).
+
+Legend: B records, L tokens, D width, C channels, H height, W width, E numbers in a patch.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.config import ViTConfig
+from dpvision.models.layers import NORM_EPS, Block, patchify, sincos_positions
+
+CHANNELS = 3
+
+
+class ViT(nn.Module):
+    """Vision transformer encoder from a config, weights not yet initialised as in the paper (``make_model`` does that).
+
+    The patch embedding is a linear map of unfolded patches: the same numbers as a convolution with stride = kernel, and the
+    masked autoencoder embeds only the patches that it keeps.
+    """
+
+    position_LD: Tensor
+
+    def __init__(self, cfg: ViTConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.patch_embed = nn.Linear(CHANNELS * cfg.patch_size**2, cfg.width)
+        self.cls_token = nn.Parameter(torch.zeros(cfg.width))
+        self.blocks = nn.ModuleList(Block(cfg.width, cfg.num_heads, cfg.mlp_ratio) for _ in range(cfg.depth))
+        self.norm = nn.LayerNorm(cfg.width, eps=NORM_EPS)
+        self.register_buffer("position_LD", sincos_positions(cfg.image_size // cfg.patch_size, cfg.width), persistent=False)
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of a picture (the class token not counted)."""
+        return (self.cfg.image_size // self.cfg.patch_size) ** 2
+
+    def embed(self, patch_BLE: Tensor, position: Tensor) -> Tensor:
+        """Tokens of patches with their positions, the class token (position zero) before them.
+
+        Args:
+            patch_BLE: flattened patches (``layers.patchify``), all or some.
+            position: their rows of ``position_LD``, (L, D) or (B, L, D).
+
+        Returns:
+            (B, 1 + L, D).
+        """
+        token_BLD = self.patch_embed(patch_BLE) + position
+        return torch.cat([self.cls_token.expand(len(token_BLD), 1, -1), token_BLD], dim=1)
+
+    def encode(self, token_BLD: Tensor) -> Tensor:
+        """The blocks and the final norm over embedded tokens, (B, L, D)."""
+        for block in self.blocks:
+            token_BLD = block(token_BLD)
+        return self.norm(token_BLD)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Tokens after the final norm, class token first: (B, 1 + L, D)."""
+        return self.encode(self.embed(patchify(x_BCHW, self.cfg.patch_size), self.position_LD))
+
+    def forward_blocks(self, x_BCHW: Tensor) -> list[Tensor]:
+        """Output of every block, before the final norm: ``depth`` tensors of shape (B, 1 + L, D), for probes."""
+        token_BLD = self.embed(patchify(x_BCHW, self.cfg.patch_size), self.position_LD)
+        outputs = []
+        for block in self.blocks:
+            token_BLD = block(token_BLD)
+            outputs.append(token_BLD)
+        return outputs
