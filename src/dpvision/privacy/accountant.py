@@ -66,16 +66,33 @@ def epsilon(event: dp_event.DpEvent, delta: float, interval: float | None = None
 
 def epsilon_rdp(event: dp_event.DpEvent, delta: float) -> float | None:
     """Epsilon by RDP with the Balle conversion; None where it gives no finite bound (truncated Poisson, non-private events)."""
-    accountant = rdp.RdpAccountant()
-    if not accountant.supports(event):
+    curve = rdp_curve(event)
+    if curve is None:
         return None
     with _quiet():
-        bound = float(accountant.compose(event).get_epsilon(delta))
+        bound = float(rdp.compute_epsilon(*curve, delta)[0])
     return bound if bound < math.inf else None
 
 
 def rdp_curve(event: dp_event.DpEvent) -> tuple[np.ndarray, np.ndarray] | None:
-    """Orders and Renyi divergences of ``event``, two float64 arrays of one shape; None for events that RDP does not know."""
+    """Orders and Renyi divergences of ``event``, two float64 arrays of one shape; None for events that RDP does not know.
+
+    Divergences add up under composition, so one step's curve, the slow part, is kept between counts.
+    """
+    if isinstance(event, dp_event.SelfComposedDpEvent):
+        curve = rdp_curve(event.event)
+        return None if curve is None else (curve[0], curve[1] * event.count)
+    if isinstance(event, dp_event.ComposedDpEvent):
+        curves = [rdp_curve(part) for part in event.events]
+        known = [curve for curve in curves if curve is not None]
+        if not known or len(known) < len(curves):
+            return None
+        return known[0][0], np.sum([divergence for _, divergence in known], axis=0)
+    return _cached_rdp_curve(event)
+
+
+@lru_cache(maxsize=64)
+def _cached_rdp_curve(event: dp_event.DpEvent) -> tuple[np.ndarray, np.ndarray] | None:
     accountant = rdp.RdpAccountant()
     if not accountant.supports(event):
         return None
