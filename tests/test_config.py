@@ -68,6 +68,22 @@ def test_nan_and_infinity_pass_no_float_setting(cls: type, base: dict) -> None:
                 cls(**{**rest, name: value})
 
 
+@pytest.mark.parametrize(
+    ("cls", "values"),
+    [
+        (PrivacyConfig, {**GOOD, "sampling": "fixed"}),
+        (PrivacyConfig, {**GOOD, "guarantee": "yes"}),
+        (PrivacyConfig, {**GOOD, "noise_generator": "numpy"}),
+        (HardwareConfig, {"precision": "float16"}),
+        (OptimConfig, {"name": "lion"}),
+        (MAEConfig, {"kind": "gan"}),
+    ],
+)
+def test_a_choice_that_does_not_exist_is_refused_in_python_too(cls: type, values: dict) -> None:
+    with pytest.raises(ConfigError, match="expected one of"):
+        cls(**values)
+
+
 def test_unknown_missing_and_mistyped_settings_name_the_place() -> None:
     good = to_dict(RECIPES["vip.micro"]())
     with pytest.raises(ConfigError, match="sample_rate"):

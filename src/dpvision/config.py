@@ -25,6 +25,14 @@ def _require(ok: bool, where: str, name: str, got: object, rule: str, remedy: st
         raise ConfigError(f"{where}: {name}={got!r}; expected {rule}. {remedy}")
 
 
+def _check_choices(config: Any) -> None:
+    """Refuse a value that is none of its setting's choices: type annotations bind nobody who writes Python."""
+    for name, hint in get_type_hints(type(config)).items():
+        if get_origin(hint) is Literal:
+            value, choices = getattr(config, name), get_args(hint)
+            _require(value in choices, type(config).__name__, name, value, f"one of {', '.join(map(repr, choices))}", "Correct it.")
+
+
 @dataclass(frozen=True)
 class PrivacyConfig:
     """What is asked of the guarantee; ``privacy.plan.make_plan`` turns it into the one object that keeps it."""
@@ -53,6 +61,7 @@ class PrivacyConfig:
     noise_generator: Literal["torch", "hardened"] = "torch"
 
     def __post_init__(self) -> None:
+        _check_choices(self)
         w = "privacy"
         n, b = self.dataset_size, self.expected_batch_size
         _require(n >= 1, w, "dataset_size", n, "at least 1", "Declare the number of records of the store.")
@@ -128,6 +137,7 @@ class MAEConfig:
     mask_ratio: float = 0.75
 
     def __post_init__(self) -> None:
+        _check_choices(self)
         w = "model"
         for name in ("decoder_depth", "decoder_width", "decoder_num_heads"):
             _require(getattr(self, name) >= 1, w, name, getattr(self, name), "at least 1", "ViP: 4 blocks of width 512, 16 heads.")
@@ -177,6 +187,7 @@ class OptimConfig:
     """Exponential moving average of the weights, kept beside them; None for none (ViP)."""
 
     def __post_init__(self) -> None:
+        _check_choices(self)
         w = "optim"
         _require(0 < self.learning_rate < math.inf, w, "learning_rate", self.learning_rate, "a positive number", "ViP: 3.84e-4.")
         _require(all(0 <= b < 1 for b in self.betas), w, "betas", self.betas, "two numbers in [0, 1)", "ViP: (0.9, 0.95).")
@@ -204,6 +215,7 @@ class HardwareConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
+        _check_choices(self)
         w = "hardware"
         _require(self.physical_batch_size >= 1, w, "physical_batch_size", self.physical_batch_size, "at least 1", "Try 64.")
         _require(self.workers >= 1, w, "workers", self.workers, "at least 1", "Use the number of cores.")

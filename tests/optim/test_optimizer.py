@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from dpvision.config import OptimConfig
+from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient
-from dpvision.errors import CheckpointError
+from dpvision.errors import CheckpointError, PrivacyError
 from dpvision.optim.ema import make_ema, update_ema
 from dpvision.optim.optimizer import Optimizer
 from dpvision.optim.schedule import learning_rate
@@ -81,6 +82,13 @@ def test_a_frozen_parameter_never_moves_and_foreign_state_is_refused() -> None:
     assert torch.equal(model[1].bias, before)
     with pytest.raises(CheckpointError, match="expected state"):
         optimizer.load({"elsewhere/exp_avg": torch.zeros(1)})
+
+
+def test_a_clipped_sum_does_not_pass_the_wall() -> None:
+    model = _model()
+    total = ClippedSum(_gradients(model, 1)[0].grads, 1, torch.ones(1), torch.ones(1))
+    with pytest.raises(PrivacyError, match="DPGradient"):
+        Optimizer(OptimConfig(), model).step(total, 0.1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", [0, 3, 9, 10, 55, 99])

@@ -15,6 +15,7 @@ import torch
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import RunConfig, to_dict
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
+from dpvision.models import make_model
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.train import loop
 from dpvision.train.loop import Secrets, fit
@@ -40,12 +41,29 @@ def test_a_run_executes_exactly_the_planned_steps_and_says_so_everywhere(config:
         assert fit(session, quiet=True) and session.ledger is not None and session.ledger.steps == 4
 
 
-@pytest.mark.parametrize("change", [{"physical_batch_size": 1}, {"physical_batch_size": 64}, {"workers": 3}])
+@pytest.mark.parametrize(
+    "change", [{"physical_batch_size": 1}, {"physical_batch_size": 64}, {"workers": 3}, {"checkpoint_every_s": 0.0, "keep_checkpoints": 1}]
+)
 def test_hardware_does_not_change_the_result_beyond_rounding(config: RunConfig, tmp_path: Path, change: dict) -> None:
     one = _train(config, tmp_path / "one")
     two = _train(replace(config, hardware=replace(config.hardware, **change)), tmp_path / "two")
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_bfloat16_moves_the_result_by_its_rounding_only(config: RunConfig, tmp_path: Path) -> None:
+    # SGD without noise: the weights' movement is then the sum of clipped gradients, and the precision of these is what is compared.
+    plain = replace(
+        config,
+        privacy=replace(config.privacy, guarantee="none", noise_multiplier=None),
+        optim=replace(config.optim, name="sgd", learning_rate=0.1, weight_decay=0.0, momentum=0.0),
+    )
+    start = make_model(config.model, config.seed).state_dict()
+    one = _train(plain, tmp_path / "one")
+    two = _train(replace(plain, hardware=replace(plain.hardware, precision="bfloat16")), tmp_path / "two")
+    moved = torch.cat([(one[name] - start[name]).flatten() for name in one])
+    differs = torch.cat([(two[name] - one[name]).flatten() for name in one])
+    assert 0 < differs.norm() < 0.02 * moved.norm(), "bfloat16 has 8 bits: about 0.4% per rounding"
 
 
 def test_the_seed_and_the_keys_do_change_the_result(config: RunConfig, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from dpvision.config import OptimConfig
 from dpvision.dp.noise import DPGradient
-from dpvision.errors import CheckpointError
+from dpvision.errors import CheckpointError, PrivacyError
 
 
 class Optimizer:
@@ -34,7 +34,14 @@ class Optimizer:
         Args:
             gradient: float32 tensors for exactly the trained parameters.
             learning_rate: rate of this step.
+
+        Raises:
+            PrivacyError: given anything but a DPGradient.
         """
+        if not isinstance(gradient, DPGradient):
+            raise PrivacyError(
+                f"optimizer: {type(gradient).__name__}; expected a DPGradient, the only thing that may leave. Pass it through noise.privatize."
+            )
         for group in self._torch.param_groups:
             group["lr"] = learning_rate
         for name, parameter in self._params.items():

@@ -1,0 +1,152 @@
+"""Mistakes with what was executed: planted, and caught. The ids are those of docs/pitfalls.md, section "Ledger and epsilon"."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import dp_accounting
+import pytest
+import runs
+
+from dpvision.config import PrivacyConfig
+from dpvision.privacy import ledger_format
+from dpvision.privacy.ledger import Ledger, read_ledger
+from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.privacy.store_marks import StoreLedgers
+from dpvision.report.statement import make_statement
+from dpvision.train import loop
+from dpvision.train.loop import fit, save
+
+from .conftest import NewRun
+from .planting import assert_refused, planted
+
+
+@pytest.fixture
+def new_store(tmp_path: Path):
+    """Makes the part of a store that ledgers need, in a folder of its own for every call."""
+
+    def make() -> Path:
+        folder = tmp_path / f"data{len(list(tmp_path.iterdir()))}" / "store"
+        runs.make_store(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def long_plan() -> DPPlan:
+    return make_plan(
+        PrivacyConfig(dataset_size=100, expected_batch_size=100, sampling="full_batch", noise_multiplier=20.0, steps=50, delta=1e-3)
+    )
+
+
+def charge(store: Path, plan: DPPlan, steps: int, *, resume: bool = False) -> Path:
+    with Ledger.open(store, "a", plan, resume=resume) as ledger:
+        for _ in range(steps):
+            ledger.append()
+        return ledger.path
+
+
+def test_ledger_crash_loses_step(new_store, long_plan: DPPlan, new_run: NewRun) -> None:
+    def check_torn() -> None:
+        path = charge(new_store(), long_plan, 3)
+        whole = path.read_bytes()
+        last = whole.rstrip(b"\n").rfind(b"\n") + 1
+        for cut in (last + 1, (last + len(whole)) // 2, len(whole) - 1):
+            path.write_bytes(whole[:cut])
+            assert read_ledger(path).steps == 3, "a torn line does not count"
+
+    def check_order() -> None:
+        """When the first thing of a step is computed, the charge is in the file."""
+
+        def watch(number, *args):
+            assert read_ledger(session.ledger.path).steps == number + 1, "the step runs before it is charged"
+            return step_sum(number, *args)
+
+        step_sum = loop.step_sum
+        with new_run() as session, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "step_sum", watch)
+            fit(session, quiet=True)
+
+    def append_late(ledger):
+        """Counts in memory, writes when the next step begins: as an accountant that is saved after the step."""
+        if getattr(ledger, "late", False):
+            ledger._steps -= 1
+            append(ledger)
+        ledger.late = True
+        ledger._steps += 1
+        return ledger._steps - 1
+
+    append = Ledger.append
+    check_torn()
+    with planted(ledger_format, "charge_torn", lambda steps, plan: steps, "a torn line does not count"):
+        check_torn()
+    check_order()
+    with planted(Ledger, "append", append_late, "runs before it is charged"):
+        check_order()
+
+
+def test_ledger_tail_cut(new_store, long_plan: DPPlan) -> None:
+    def check() -> None:
+        store = new_store()
+        path = charge(store, long_plan, 5)
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))
+        assert read_ledger(path).steps == 3  # a valid ledger by itself
+        assert_refused(lambda: charge(store, long_plan, 0, resume=True), "a ledger without its last lines")
+
+    check()
+    with planted(StoreLedgers, "marks", lambda ledgers: {}, "a ledger without its last lines was accepted"):
+        check()
+
+
+def test_ledger_copied_folder(new_store, long_plan: DPPlan) -> None:
+    def check() -> None:
+        store = new_store()
+        ledgers = charge(store, long_plan, 2).parent
+        shutil.copytree(ledgers, store.parent / "old")
+        charge(store, long_plan, 3, resume=True)
+        shutil.rmtree(ledgers)
+        shutil.copytree(store.parent / "old", ledgers)
+        assert_refused(lambda: charge(store, long_plan, 0, resume=True), "an older copy of the ledgers")
+        another = replace(long_plan, steps=7)
+        assert_refused(lambda: Ledger.open(store, "b", another, resume=False).close(), "an older copy, by another run,")
+
+    def marks_beside_the_ledgers(store_dir):
+        ledgers = of(store_dir)
+        return replace(ledgers, marks_path=ledgers.folder / "ledger_marks.json")
+
+    of = StoreLedgers.of
+    check()
+    with planted(StoreLedgers, "of", marks_beside_the_ledgers, "an older copy of the ledgers was accepted"):
+        check()
+
+
+def test_epsilon_from_config(tmp_path: Path, new_run: NewRun) -> None:
+    """Against the closed form of t full batches, a Gaussian of noise_multiplier / sqrt(t), computed by dp-accounting."""
+    privacy = replace(runs.PRIVACY, steps=8, noise_multiplier=6.0)
+
+    def exact(plan: DPPlan, steps: int) -> float:
+        return dp_accounting.get_epsilon_gaussian(plan.noise_multiplier / steps**0.5, plan.delta)
+
+    def check_statement() -> None:
+        folder = tmp_path / f"case{len(list(tmp_path.iterdir()))}"
+        runs.make_store(folder / "store")
+        run = runs.make_run(folder / "run", folder / "store", privacy=privacy, charged=3, saved=2)
+        said = make_statement(run)["guarantee"]["epsilon"]
+        assert said == pytest.approx(exact(make_plan(privacy), 3)), "the statement's epsilon is not that of the steps in the ledger"
+
+    def check_manifest() -> None:
+        with new_run() as session:
+            session.ledger.append()
+            said = json.loads((save(session) / "manifest.json").read_text())["lineage"][-1]["guarantee"]["epsilon"]
+            assert said == pytest.approx(exact(session.plan, 1)), "the manifest's epsilon is not that of the steps in the ledger"
+
+    def planned(plan: DPPlan, steps: int):
+        return spent(plan, plan.steps)
+
+    spent = DPPlan.spent
+    for check in (check_statement, check_manifest):
+        check()
+        with planted(DPPlan, "spent", planned, "epsilon is not that of the steps in the ledger"):
+            check()

@@ -1,0 +1,168 @@
+"""Mistakes with the noise and its divisor: planted, and caught. The ids are those of docs/pitfalls.md, section "Noise and divisor"."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from zoo import GradientIsPicture, picture_losses
+
+from dpvision.checkpoint import state_tensors
+from dpvision.config import RunConfig
+from dpvision.data.store import Store
+from dpvision.dp.clip import ClippedSum, clipped_sum
+from dpvision.dp.noise import DPGradient, new_key, privatize
+from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.train import loop, step
+from dpvision.train.distributed import Group
+from dpvision.train.loop import Secrets, fit
+
+from .conftest import NewRun
+from .planting import caught, planted
+from .ranks import Ranks
+
+KEY = bytes(range(32))
+ALONE = Group(0, 1, torch.device("cpu"))
+
+
+def as_sum(values: torch.Tensor, num_records: int = 40) -> ClippedSum:
+    return ClippedSum({"a": values}, num_records, torch.ones(num_records), torch.ones(num_records))
+
+
+def test_divide_by_realised_batch(plan: DPPlan) -> None:
+    def check(privatize) -> None:
+        values = torch.linspace(-3, 3, 1000)
+        noise = privatize(as_sum(torch.zeros(1000)), plan, 0, KEY).grads["a"] * plan.expected_batch_size
+        for num_records in (1, 39, 40, 63):
+            released = privatize(as_sum(values, num_records), plan, 0, KEY).grads["a"]
+            torch.testing.assert_close(released * plan.expected_batch_size - noise, values, msg="the divisor follows the realised batch")
+
+    def by_realised(total, plan, step, key):
+        real = privatize(total, plan, step, key)
+        return DPGradient({name: value * plan.expected_batch_size / total.num_records for name, value in real.grads.items()})
+
+    check(privatize)
+    with caught("divisor follows the realised batch"):
+        check(by_realised)
+
+
+def test_noise_per_physical_batch(new_run: NewRun) -> None:
+    def check() -> None:
+        sums = []
+        with new_run() as session:
+            for size in (5, 16, 40):
+                settings = replace(session.config, hardware=replace(session.config.hardware, physical_batch_size=size))
+                total, _ = step.step_sum(
+                    0, settings, session.plan, session.store, session.rows, session.model, session.loss_fn, KEY, session.group
+                )
+                sums.append(torch.cat([value.flatten() for value in total.grads.values()]))
+        for one, other in itertools.pairwise(sums):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg="the sum depends on the physical batches")
+
+    def noisy(loss_fn, model, batch, key, *, max_grad_norm):
+        total = clipped_sum(loss_fn, model, batch, key, max_grad_norm=max_grad_norm)
+        grads = {name: value + 4.0 * max_grad_norm * torch.randn_like(value) for name, value in total.grads.items()}
+        return replace(total, grads=grads)
+
+    check()
+    with planted(step, "clipped_sum", noisy, "depends on the physical batches"):
+        check()
+    # Nor does a released gradient fit where a sum is expected.
+    with pytest.raises(AttributeError):
+        as_sum(torch.zeros(3)) + DPGradient({"a": torch.zeros(3)})
+
+
+def test_noise_per_rank(new_run: NewRun) -> None:
+    """Two ranks must end with the weights that one process has, noise included; only rank 0 knows its keys."""
+    keys = [Secrets(b"d" * 32, b"n" * 32), Secrets(b"?" * 32, b"!" * 32)]
+    with new_run() as session:
+        fit(session, secrets=keys[0], quiet=True)
+        expected = state_tensors(session.model)
+
+    def check() -> None:
+        with new_run() as first, new_run() as second:
+            second.folder = second.ledger = None
+
+            def work(group: Group):
+                session = (first, second)[group.rank]
+                session.group = group
+                fit(session, secrets=keys[group.rank], quiet=True)
+                return state_tensors(session.model)
+
+            for weights in Ranks(2).run(work):
+                for name, value in expected.items():
+                    torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=2e-5, msg="two ranks add other noise than one")
+
+    def own_noise_key(secrets, group):
+        return Secrets(share(secrets, group).draw, secrets.noise)
+
+    def noise_then_sum(total, plan, step, key):
+        gradient = privatize(total, plan, step, new_key())
+        for value in gradient.grads.values():
+            dist.all_reduce(value)
+        return gradient
+
+    share = loop._share
+    check()
+    with planted(loop, "_share", own_noise_key, "ranks hold different weights"):
+        check()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "all_reduce_sum", lambda total, group: total)
+        with planted(loop, "privatize", noise_then_sum, "other noise than one"):
+            check()
+
+
+def test_noise_wrong_norm(config: RunConfig, scenes: Store) -> None:
+    """Noise in units of the longest contribution that the clip lets through, measured: the plan's noise multiplier."""
+    num = 100_000
+
+    def huge_losses(model, batch, key):
+        return 1e6 * picture_losses(model, batch, key)
+
+    def check() -> None:
+        for clip in (0.1, 2.0):
+            plan = make_plan(replace(config.privacy, max_grad_norm=clip))
+            model = GradientIsPicture(3, 16, 16)
+            one, _ = step.step_sum(0, config, plan, scenes, np.array([3]), model, huge_losses, KEY, ALONE)
+            noise = privatize(as_sum(torch.zeros(num)), plan, 0, KEY).grads["a"].double() * plan.expected_batch_size
+            ratio = noise.std() / one.grads["weight"].double().norm()
+            assert abs(ratio / config.privacy.noise_multiplier - 1) < 5 / (2 * num) ** 0.5, "noise has another norm than the clip's"
+
+    def clip_at_one(loss_fn, model, batch, key, *, max_grad_norm):
+        return clipped_sum(loss_fn, model, batch, key, max_grad_norm=1.0)
+
+    check()
+    with planted(DPPlan, "noise_std", property(lambda plan: plan.noise_multiplier * plan.max_grad_norm**2), "another norm than the clip's"):
+        check()
+    with planted(step, "clipped_sum", clip_at_one, "another norm than the clip's"):
+        check()
+
+
+def test_replayed_noise(new_run: NewRun) -> None:
+    """Two starts with one config and seed, two steps each: no noise resembles another."""
+
+    def check() -> None:
+        noises = []
+
+        def watch(total, plan, step, key):
+            gradient = release(total, plan, step, key)
+            noises.append(torch.cat([(gradient.grads[n] * plan.expected_batch_size - v).flatten() for n, v in total.grads.items()]))
+            return gradient
+
+        release = loop.privatize
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "privatize", watch)
+            for _ in range(2):
+                with new_run() as session:
+                    fit(session, quiet=True)
+        assert len(noises) == 4
+        correlation = np.corrcoef(torch.stack(noises).numpy())[~np.eye(4, dtype=bool)]
+        assert np.abs(correlation).max() < 5 / len(noises[0]) ** 0.5, "noise of one step comes again in another"
+
+    check()
+    with planted(loop, "Secrets", lambda draw=KEY, noise=KEY: Secrets(draw, noise), "comes again"):
+        check()
+    with planted(loop, "privatize", lambda total, plan, step, key: privatize(total, plan, 0, key), "comes again"):
+        check()

@@ -1,0 +1,211 @@
+"""Mistakes with what leaves: planted, and caught. The ids are those of docs/pitfalls.md, section "What leaves"."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import runs
+import torch
+from torch import nn
+from zoo import KEY, class_losses, make_batch
+
+from dpvision.checkpoint import load_checkpoint, save_checkpoint, state_tensors, write_json
+from dpvision.config import RunConfig
+from dpvision.data.store import Store
+from dpvision.dp import clip, support
+from dpvision.dp.clip import clipped_sum
+from dpvision.dp.support import check_separable
+from dpvision.errors import DPVisionError, PrivacyError
+from dpvision.eval.suite import read_scores
+from dpvision.models import make_model
+from dpvision.optim.ema import update_ema
+from dpvision.privacy.plan import DPPlan
+from dpvision.report import statement
+from dpvision.report.statement import make_statement
+from dpvision.train import log, loop, start
+from dpvision.train.lineage import inherit
+from dpvision.train.log import RunLog, StepMetrics
+from dpvision.train.loop import fit, save
+
+from .conftest import NewRun
+from .planting import assert_refused, caught, planted
+
+
+def test_buffers_updated() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(192), nn.Linear(192, 5))
+
+    def check_buffers() -> None:
+        model = net()
+        before = copy.deepcopy(model.state_dict())
+        clipped_sum(class_losses, model, make_batch(4), KEY, max_grad_norm=None)
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0, msg="the data are left in a buffer")
+
+    def check_gate() -> None:
+        assert_refused(lambda: check_separable(class_losses, net(), make_batch(4), KEY), "batch statistics")
+
+    check_buffers()
+    with planted(clip, "_buffers", lambda model: dict(model.named_buffers()), "the data are left in a buffer"):
+        check_buffers()
+    check_gate()
+    # Not recognised by their class they are still measured ...
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(support, "_check_module", lambda name, module: None)
+        check_gate()
+        # ... and only without the measurement they would pass.
+        with planted(torch, "equal", lambda a, b: True, "batch statistics was accepted"):
+            patch.setattr(support, "_ROW_TOLERANCE", float("inf"))
+            check_gate()
+
+
+def test_ema_unnoised(new_run: NewRun) -> None:
+    """Against the recursion over the weights that each noisy update leaves behind."""
+
+    def check() -> None:
+        with new_run() as session:
+            decay = session.config.optim.ema_decay
+            expected = state_tensors(session.model)["mask_token"].clone()
+            apply = session.optimizer.step
+
+            def follow(gradient, learning_rate):
+                nonlocal expected
+                before = session.model.mask_token.detach().clone()
+                apply(gradient, learning_rate)
+                after = session.model.mask_token.detach()
+                torch.testing.assert_close(after, before - learning_rate * gradient.grads["mask_token"])
+                expected = decay * expected + (1 - decay) * after
+
+            session.optimizer.step = follow
+            fit(session, quiet=True)
+            torch.testing.assert_close(session.ema["mask_token"], expected, msg="the average is not that of the released weights")
+
+    noise: dict[str, torch.Tensor] = {}
+
+    def remember_noise(total, plan, step, key):
+        gradient = privatize(total, plan, step, key)
+        noise.update({n: gradient.grads[n] - value / plan.expected_batch_size for n, value in total.grads.items()})
+        return gradient
+
+    def of_clean_weights(ema, model, decay):
+        clean = copy.deepcopy(model)
+        with torch.no_grad():
+            for name, p in clean.named_parameters():
+                p += 0.1 * noise[name]  # takes back what the learning rate of 0.1 made of the noise
+        return update_ema(ema, clean, decay)
+
+    def twice_a_step(ema, model, decay):
+        return update_ema(update_ema(ema, model, decay), model, decay)
+
+    privatize = loop.privatize
+    check()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "privatize", remember_noise)
+        for mistake in (of_clean_weights, twice_a_step):
+            with planted(loop, "update_ema", mistake, "the average is not that of the released weights"):
+                check()
+
+
+SECRETS = StepMetrics(
+    loss=0.123456789, batch_size=987654, grad_norm_mean=3.21987654, grad_norm_median=2.71654321, clip_fraction=0.765432101,
+    num_non_finite=456789, step_s=0.0314159265,
+)  # fmt: skip
+
+
+def test_private_loss_public_file(tmp_path: Path, plan: DPPlan) -> None:
+    def fresh() -> Path:
+        folder = tmp_path / f"case{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        return folder
+
+    def check_log(kind: type[RunLog]) -> None:
+        base = fresh()
+        (base / "confidential").mkdir()
+        with kind(base, base / "confidential", plan, 0, quiet=True) as written:
+            written.step(0, SECRETS)
+        texts = {p: p.read_text(errors="replace") for p in base.rglob("*") if p.is_file()}
+        public = "".join(text for path, text in texts.items() if "confidential" not in path.parts)
+        assert '"step": 1' in public, "progress is not told"
+        for name, value in vars(SECRETS).items():
+            assert str(value) not in public, f"{name} is in a public file"
+            assert any(str(value) in text for text in texts.values()), f"{name} is told to nobody"
+
+    def check_scores() -> None:
+        folder = fresh()
+        runs.make_store(folder / "store")
+        run = runs.make_run(folder / "run", folder / "store", privacy=replace(runs.PRIVACY, steps=2), charged=2)
+        write_json(run / "scores.json", [runs.score_entry("encoder", 0.41, "k-NN, mean", "private")])
+        try:
+            scores = make_statement(run)["scores"]
+        except PrivacyError:
+            return
+        assert all(score["visibility"] == "public" for score in scores), "a private score is in the statement"
+
+    class Chatty(RunLog):
+        def step(self, step: int, metrics: StepMetrics) -> None:
+            super().step(step, metrics)
+            log._line(self._public, {"step": step, "loss": metrics.loss})
+
+    check_log(RunLog)
+    with caught("loss is in a public file"):
+        check_log(Chatty)
+    check_scores()
+    with planted(statement, "_public_scores", read_scores, "a private score is in the statement"):
+        check_scores()
+
+
+def entry(store_id: str, visibility: str, guaranteed: bool) -> dict[str, Any]:
+    guarantee = {"epsilon": 1.0, "epsilon_rdp": 1.0, "delta": 1e-5, "steps": 1} if guaranteed else None
+    return {"store_id": store_id, "visibility": visibility, "licence": None, "run_id": "parent", "guarantee": guarantee}
+
+
+def test_tainted_parent(tmp_path: Path, scenes: Store, config: RunConfig, new_run: NewRun) -> None:
+    own = scenes.store_id
+    good = [entry("5701e1", "private", True), entry("5701e2", "public", False), entry(own, "private", True)]
+    tainted = {
+        "another private store": [entry("5701e1", "private", False)],
+        "this store": [entry(own, "private", False)],
+        "this store, then called public": [entry(own, "public", False)],
+        "a grandparent": [entry("5701e1", "private", False), *good],
+    }
+
+    def start_from(lineage: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Lineage in the manifest of a run that starts from a parent with ``lineage``."""
+        folder = tmp_path / f"parent{len(list(tmp_path.iterdir()))}"
+        about = {"run_id": "parent", "ledger_steps": 1, "updates": 1, "config": {}, "plan": {}, "ledger_digest": "", "lineage": lineage}
+        save_checkpoint(folder, about, state_tensors(make_model(config.model, 1)))
+        with new_run(replace(config, init_from=str(folder))) as session:
+            session.ledger.append()
+            return load_checkpoint(save(session)).manifest["lineage"]
+
+    def check() -> None:
+        for what, lineage in tainted.items():
+            try:
+                start_from(lineage)
+            except DPVisionError as error:
+                assert "without a guarantee" in str(error), error
+                continue
+            raise AssertionError(f"a parent tainted by {what} was accepted")
+        assert start_from(good)[:-1] == good, "a store behind the weights is not named"
+
+    def last_only(parent, store, guarantee):
+        inherit({**parent, "lineage": parent["lineage"][-1:]}, store, guarantee)
+        return parent["lineage"]
+
+    def by_visibility(parent, store, guarantee):
+        return inherit(parent, SimpleNamespace(store_id="?"), guarantee)
+
+    def last_named(parent, store, guarantee):
+        return inherit(parent, store, guarantee)[-1:]
+
+    check()
+    for mistake, words in (
+        (lambda parent, store, guarantee: parent["lineage"], "tainted by another private store was accepted"),
+        (last_only, "tainted by a grandparent was accepted"),
+        (by_visibility, "tainted by this store, then called public was accepted"),
+        (last_named, "a store behind the weights is not named"),
+    ):
+        with planted(start, "inherit", mistake, words):
+            check()

@@ -1,0 +1,205 @@
+"""Mistakes with draws and steps: planted, and caught. The ids are those of docs/pitfalls.md, section "Sampling and steps"."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dpvision.config import RunConfig
+from dpvision.dp.noise import DPGradient
+from dpvision.privacy import sampling
+from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.sampling import derive_rng, draw_poisson
+from dpvision.train import loop, step
+from dpvision.train.distributed import Group
+from dpvision.train.loop import Secrets, fit
+
+from .conftest import NewRun
+from .planting import planted
+
+KEY = bytes(range(32))
+N, RATE, DRAWS = 400, 0.1, 4000
+
+
+@pytest.fixture(scope="module")
+def poisson(plan: DPPlan) -> DPPlan:
+    """A Poisson plan made without accounting: only its draws and its event are looked at."""
+    return replace(plan, sampling="poisson", dataset_size=N, expected_batch_size=N * RATE, sample_rate=RATE, steps=DRAWS)
+
+
+def counts(plan: DPPlan, num_records: int) -> np.ndarray:
+    """Which records are in which batch: bool, shape (DRAWS, num_records)."""
+    drawn = np.zeros((DRAWS, num_records), dtype=bool)
+    for number in range(DRAWS):
+        drawn[number, plan.draw(number, num_records, derive_rng(KEY, number))] = True
+    return drawn
+
+
+def assert_share(successes: float, trials: int, rate: float, message: str) -> None:
+    """At five standard errors."""
+    assert abs(successes / trials - rate) < 5 * (rate * (1 - rate) / trials) ** 0.5, message
+
+
+def test_loader_sample_rate(poisson: DPPlan) -> None:
+    def check() -> None:
+        rate = poisson.event(1).event.sampling_probability
+        for num_records in (N, N + 4):  # within the 1% by which a store may differ
+            drawn = counts(poisson, num_records)
+            assert_share(drawn.sum(), drawn.size, rate, "records are drawn at another rate than the accounted one")
+            # A binomial's variance, whose own standard error is sqrt(2 / draws) of it.
+            spread = drawn.sum(1).var() / (num_records * rate * (1 - rate))
+            assert abs(spread - 1) < 5 * (2 / DRAWS) ** 0.5, "batch sizes do not vary as Poisson draws do"
+
+    def shuffled(num_records, rate, rng):
+        return np.sort(rng.permutation(num_records)[: round(num_records * rate)])
+
+    check()
+    with planted(sampling, "draw_poisson", lambda n, rate, rng: draw_poisson(n, 1.05 * rate, rng), "another rate than the accounted"):
+        check()
+    with planted(sampling, "draw_poisson", shuffled, "do not vary as Poisson draws do"):
+        check()
+
+
+def test_shared_coins(poisson: DPPlan, new_run: NewRun, poisson_config: RunConfig) -> None:
+    def check_records() -> None:
+        drawn = counts(poisson, N)
+        correlation = np.corrcoef(drawn.T)[~np.eye(N, dtype=bool)]
+        assert np.abs(correlation).max() < 6 / DRAWS**0.5, "two records are decided by the same coin"
+
+    def same_positions_on_every_rank(num_records, rate, rng):
+        part = draw_poisson(num_records // 2, rate, rng)
+        return np.concatenate([part, part + num_records // 2])
+
+    check_records()
+    with planted(sampling, "draw_poisson", same_positions_on_every_rank, "decided by the same coin"):
+        check_records()
+
+    def check_slices() -> None:
+        seen: list[list[int]] = []
+
+        def watch(store, rows, *args, **kwargs):
+            seen.append(rows.tolist())
+            return iter(())
+
+        with new_run(poisson_config) as session, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step, "physical_batches", watch)
+            patch.setattr(step, "all_reduce_sum", lambda total, group: total)
+            patch.setattr(step, "all_reduce_vector", lambda values, group: values)
+            for rank, size in ((0, 1), (0, 2), (1, 2)):
+                group = Group(rank, size, torch.device("cpu"))
+                args = session.config, session.plan, session.store, session.rows, session.model, session.loss_fn
+                step.step_sum(0, *args, KEY, group)
+        whole, first, second = seen
+        assert sorted(first + second) == whole and len(whole) > 2, "the slices of the ranks do not add up to the draw"
+
+    check_slices()
+    with planted(np, "array_split", lambda rows, size: [rows] * size, "slices of the ranks do not add up"):
+        check_slices()
+
+
+def test_one_step_too_many(new_run: NewRun) -> None:
+    def check() -> None:
+        with new_run() as session:
+            fit(session, quiet=True)
+            assert session.ledger.steps == session.updates == session.plan.steps
+
+    def off_by_one(session):
+        return shared_steps(session) - 1  # steps < plan.steps + 1
+
+    def check_draw() -> None:
+        """Even if the ledger let a step too many pass, it could not be drawn."""
+        with new_run() as session:
+            session.ledger.plan = replace(session.plan, steps=session.plan.steps + 1)
+            fit(session, quiet=True)
+            assert session.updates == session.plan.steps
+
+    shared_steps = loop._shared_steps
+    check()
+    with planted(loop, "_shared_steps", off_by_one, r"ledger: steps=2; .*The plan is used up"):
+        check()
+    check_draw()
+    with planted(loop, "_shared_steps", off_by_one, r"plan.draw: step=2; .*The plan is used up"):
+        check_draw()
+
+
+def test_skipped_empty_batch(new_run: NewRun, poisson_config: RunConfig) -> None:
+    rare = replace(poisson_config, privacy=replace(poisson_config.privacy, expected_batch_size=1e-6))
+
+    def check() -> None:
+        sizes, weights = [], []
+
+        def watch(total, *args):
+            sizes.append(total.num_records)
+            return release(total, *args)
+
+        release = loop.privatize
+        with new_run(rare) as session, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "privatize", watch)
+            apply = session.optimizer.step
+
+            def record(gradient, learning_rate):
+                weights.append(session.model.mask_token.detach().clone())
+                apply(gradient, learning_rate)
+
+            session.optimizer.step = record
+            fit(session, quiet=True)
+            assert session.ledger.steps == session.updates == len(sizes) == rare.privacy.steps, "a step was skipped"
+            weights.append(session.model.mask_token.detach().clone())
+        assert sizes == [0, 0], "an empty draw was drawn again"
+        assert all((after != before).all() for before, after in itertools.pairwise(weights)), "an empty batch was not noised"
+
+    def silent(total, *args):
+        return privatize(total, *args) if total.num_records else DPGradient(total.grads)
+
+    def redrawn(plan, number, num_records, rng):
+        index = draw(plan, number, num_records, rng)
+        return index if len(index) else rng.integers(num_records, size=1)
+
+    privatize, draw = loop.privatize, DPPlan.draw
+    check()
+    with planted(loop, "privatize", silent, "an empty batch was not noised"):
+        check()
+    with planted(DPPlan, "draw", redrawn, "an empty draw was drawn again"):
+        check()
+
+
+def test_replayed_draws(new_run: NewRun, poisson_config: RunConfig) -> None:
+    """Four draws of 40 records at rate 1/2, from two starts: two are the same with probability 6 in 2^40."""
+
+    def check() -> None:
+        draws = set()
+
+        def watch(plan, *args):
+            index = draw(plan, *args)
+            draws.add(tuple(index))
+            return index
+
+        draw = DPPlan.draw
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DPPlan, "draw", watch)
+            for _ in range(2):
+                with new_run(poisson_config) as session:
+                    fit(session, quiet=True)
+        assert len(draws) == 4, "a batch comes again"
+
+    check()
+    with planted(loop, "Secrets", lambda draw=KEY, noise=KEY: Secrets(draw, noise), "a batch comes again"):
+        check()
+    with planted(step, "derive_rng", lambda key, number: derive_rng(key, 0), "a batch comes again"):
+        check()
+
+
+def test_truncation_of_tail(poisson: DPPlan) -> None:
+    truncated = replace(poisson, sampling="truncated_poisson", max_batch_size=round(N * RATE))
+
+    def check() -> None:
+        drawn = counts(truncated, N)
+        assert drawn.sum(1).max() <= truncated.max_batch_size, "a batch is larger than the cap"
+        first, last = drawn[:, : N // 4].sum(), drawn[:, -N // 4 :].sum()
+        assert abs(first - last) < 5 * (first + last) ** 0.5, "the last records of the store are drawn less often"
+
+    check()
+    with planted(sampling, "truncate", lambda index, cap, rng: index[:cap], "the last records of the store are drawn less often"):
+        check()
