@@ -40,7 +40,7 @@ class Optimizer:
         """
         if not isinstance(gradient, DPGradient):
             raise PrivacyError(
-                f"optimizer: {type(gradient).__name__}; expected a DPGradient, the only thing that may leave. Pass it through noise.privatize."
+                f"optimizer: {type(gradient).__name__}; expected a DPGradient, the only thing that may leave. Use noise.privatize."
             )
         for group in self._torch.param_groups:
             group["lr"] = learning_rate
