@@ -88,7 +88,9 @@ def test_an_owners_cap_stops_the_next_run(tmp_path: Path, capsys: pytest.Capture
     account = _run(capsys, ["ledger", str(tmp_path / "s"), "--set-cap", "5", "--cap-delta", "0.008", "--json"])
     assert account["cap"]["epsilon"] == 5
     _refused(capsys, _tiny(tmp_path / "s", tmp_path), "cap")
-    assert not list((tmp_path).glob("first/checkpoints/*"))
+    assert not (tmp_path / "first").exists(), "a refused run leaves its name free"
+    assert _run(capsys, ["ledger", str(tmp_path / "s"), "--set-cap", "9", "--cap-delta", "0.008", "--json"])["cap"]["epsilon"] == 9
+    assert main(_tiny(tmp_path / "s", tmp_path)) == 0
 
 
 def test_data_commands(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

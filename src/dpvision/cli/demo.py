@@ -76,7 +76,7 @@ def demo(data: Path | None = None, stores: Path = Path("stores"), runs: Path = P
     write_scores(root, scores, train_data=probe_train.path.name, test_data=probe_test.path.name)
     say(scores_table(scores))
     say("5/5  Statement and report")
-    page = make_report(root, probe_test.path, store_dir=private.path)
+    page = make_report(root, probe_test.path, store_dir=private.path, tuning="public")
     operator = make_operator_page(root, private.path)
     result = {
         "run": str(root), "epsilon": plan.epsilon, "delta": plan.delta, "report": str(page), "operator_page": str(operator),

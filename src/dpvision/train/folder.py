@@ -1,5 +1,6 @@
 """The run folder: what may leave lies in it openly, everything that depends on private records under ``confidential/``."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -69,6 +70,16 @@ def create_run(root: Path, config: RunConfig, about: dict[str, Any], *, wholly_c
     write_json(base / "config.json", to_dict(config))
     write_json(base / "run.json", {"format": FORMAT, "run_id": run_id, **about})
     return RunFolder(root, base, run_id, lock)
+
+
+def discard_run(folder: RunFolder) -> None:
+    """Take a run folder back that was made but could not start: its description, and the folders that are empty then."""
+    for name in ("config.json", "run.json", "plan.json"):
+        (folder.base / name).unlink(missing_ok=True)
+    (folder.root / ".lock").unlink(missing_ok=True)
+    for empty in (folder.confidential, folder.root):
+        with contextlib.suppress(OSError):  # not empty: something of the person's lies in it
+            empty.rmdir()
 
 
 def open_run(root: Path) -> RunFolder:

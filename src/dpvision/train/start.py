@@ -15,14 +15,14 @@ from dpvision.config import RunConfig
 from dpvision.data.keys import StepKey
 from dpvision.data.store import Store
 from dpvision.dp.support import check_separable
-from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
+from dpvision.errors import CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
 from dpvision.models import make_model
 from dpvision.optim.ema import make_ema
 from dpvision.optim.optimizer import Optimizer
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.train import distributed
-from dpvision.train.folder import create_run, open_run, read_run
+from dpvision.train.folder import create_run, discard_run, open_run, read_run
 from dpvision.train.lineage import inherit
 from dpvision.train.loop import Session
 from dpvision.train.objectives import example_batch, loss_function
@@ -82,8 +82,12 @@ def new_session(config: RunConfig, root: Path) -> Iterator[Session]:
             about = {"store_id": store.store_id, "store_visibility": store.visibility, "guarantee": plan.guarantee}
             session.folder = create_run(root, config, about, wholly_confidential=plan.guarantee != "dp" and store.visibility == "private")
             stack.callback(session.folder.close)
-            write_json(session.folder.base / "plan.json", plan.to_dict())
-            session.ledger = stack.enter_context(_open_ledger(session, session.folder.run_id, resume=False))
+            try:
+                write_json(session.folder.base / "plan.json", plan.to_dict())
+                session.ledger = stack.enter_context(_open_ledger(session, session.folder.run_id, resume=False))
+            except DPVisionError:
+                discard_run(session.folder)  # refused, by the owner's cap say: the name stays free
+                raise
         yield session
 
 
