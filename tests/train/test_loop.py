@@ -7,17 +7,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from dpvision import checkpoint
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import RunConfig, to_dict
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.models import make_model
 from dpvision.privacy.ledger_format import read_ledger
-from dpvision.train import loop
+from dpvision.train import folder, loop
 from dpvision.train.loop import Secrets, fit
 from dpvision.train.start import new_session, resumed_session
 
@@ -212,6 +214,28 @@ def test_a_store_of_another_size_than_declared_is_refused_before_anything_is_cha
     with pytest.raises(ConfigError, match="--data"), new_session(replace(config, data=replace(config.data, store=None)), tmp_path / "run"):
         pass
     assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_found_before_the_first_step(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000))
+    with pytest.raises(CheckpointError, match="two checkpoints"), new_session(config, tmp_path / "run"):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_fills_up_stops_the_run_and_resume_goes_on(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with new_session(config, tmp_path / "run") as session:
+        monkeypatch.setattr(checkpoint, "write_durably", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            fit(session, quiet=True)
+    monkeypatch.undo()
+    with resumed_session(tmp_path / "run") as session:
+        assert fit(session, quiet=True)
+    manifest = load_checkpoint(tmp_path / "run").manifest
+    assert manifest["ledger_steps"] == 4 and manifest["updates"] == 0, "all steps were charged, none reached a saved weight"
 
 
 def test_an_older_ledger_copied_back_is_refused(config: RunConfig, tmp_path: Path, scenes: Path) -> None:

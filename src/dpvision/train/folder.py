@@ -49,6 +49,20 @@ class RunFolder:
         os.replace(partial, self.base / "ledger.jsonl")
 
 
+def require_space(root: Path, num_bytes: int) -> None:
+    """Refuse to start where a checkpoint could not be written: a full disk found after the last step would cost the whole run.
+
+    Raises:
+        CheckpointError: the disk of ``root`` has less than ``num_bytes`` free.
+    """
+    existing = next(path for path in (root, *root.resolve().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if not free >= num_bytes:
+        raise CheckpointError(
+            f"run: {free / 1e6:,.0f} MB free for {root}; expected {num_bytes / 1e6:,.0f} MB, two checkpoints. Make room, or change --runs."
+        )
+
+
 def create_run(root: Path, config: RunConfig, about: dict[str, Any], *, wholly_confidential: bool) -> RunFolder:
     """Make and lock a new run folder.
 

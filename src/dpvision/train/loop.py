@@ -58,6 +58,8 @@ class Session:
     lineage: list[dict[str, Any]]
     updates: int
     """Steps whose update is in the weights; the ledger may count more (lost in a crash, yet charged)."""
+    saved_steps: int | None
+    """Count of the ledger in the newest checkpoint; None before the first."""
     group: Group
     folder: RunFolder | None = None
     ledger: Ledger | None = None
@@ -80,7 +82,7 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
         if session.folder is not None:
             first = session.ledger.steps if session.ledger else 0
             log = stack.enter_context(RunLog(session.folder.base, session.folder.confidential, plan, first, quiet=quiet))
-        while _shared_steps(session) < plan.steps:
+        while (steps := _shared_steps(session)) < plan.steps:
             step = broadcast_int(session.ledger.append() if session.ledger else 0, group)  # before the deed
             total, metrics = step_sum(
                 step, session.config, plan, session.store, session.rows, session.model, session.loss_fn, secrets.draw, group
@@ -94,19 +96,22 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
                 log.step(step, metrics)
             stopping = _any(stop.is_set(), group)
             due = _any(time.monotonic() - saved >= session.config.hardware.checkpoint_every_s, group)
-            if stopping or due or step + 1 == plan.steps:
+            if stopping or due:
                 save(session)
                 saved = time.monotonic()
             if stopping and step + 1 < plan.steps:
                 if log is not None:
                     log.say("Saved and stopped as asked; go on with --resume.")
                 return False
+        if session.saved_steps != steps:
+            save(session)
         return True
 
 
 def save(session: Session) -> Path | None:
     """Write a checkpoint of the session as it stands (rank 0); all ranks check that they hold the same weights."""
     check_same_everywhere(state_tensors(session.model), session.group)
+    session.saved_steps = _shared_steps(session)
     folder, ledger = session.folder, session.ledger
     if folder is None or ledger is None:
         return None

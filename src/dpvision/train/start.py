@@ -22,7 +22,7 @@ from dpvision.optim.optimizer import Optimizer
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.train import distributed
-from dpvision.train.folder import create_run, discard_run, open_run, read_run
+from dpvision.train.folder import create_run, discard_run, open_run, read_run, require_space
 from dpvision.train.lineage import inherit
 from dpvision.train.loop import Session
 from dpvision.train.objectives import example_batch, loss_function
@@ -78,6 +78,7 @@ def new_session(config: RunConfig, root: Path) -> Iterator[Session]:
     with contextlib.ExitStack() as stack:
         stack.callback(distributed.leave)
         if session.group.is_main:
+            require_space(root, 2 * _checkpoint_bytes(session))
             store = session.store
             about = {"store_id": store.store_id, "store_visibility": store.visibility, "guarantee": plan.guarantee}
             session.folder = create_run(root, config, about, wholly_confidential=plan.guarantee != "dp" and store.visibility == "private")
@@ -113,6 +114,7 @@ def resumed_session(root: Path, hardware: dict[str, Any] | None = None) -> Itera
     with contextlib.ExitStack() as stack:
         stack.callback(distributed.leave)
         if session.group.is_main:
+            require_space(root, 2 * _checkpoint_bytes(session))
             session.folder = open_run(root)
             stack.callback(session.folder.close)
             session.ledger = stack.enter_context(_open_ledger(session, session.folder.run_id, resume=True))
@@ -151,8 +153,14 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None) -> 
         optimizer.load(checkpoint.optimizer or {})
         if ema is not None and checkpoint.ema is not None:
             ema = {name: value.to(group.device) for name, value in checkpoint.ema.items()}
-    updates = checkpoint.manifest["updates"] if checkpoint is not None else 0
-    return Session(config, plan, store, rows, model, loss_fn, optimizer, ema, lineage, updates, group)
+    updates, saved = (0, None) if checkpoint is None else (checkpoint.manifest["updates"], checkpoint.manifest["ledger_steps"])
+    return Session(config, plan, store, rows, model, loss_fn, optimizer, ema, lineage, updates, saved, group)
+
+
+def _checkpoint_bytes(session: Session) -> int:
+    """Size of one checkpoint: weights, their average if there is one, two moments of the optimizer."""
+    copies = 3 + (session.ema is not None)
+    return copies * sum(p.numel() * p.element_size() for p in session.model.parameters())
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
