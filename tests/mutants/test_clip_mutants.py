@@ -176,7 +176,7 @@ def test_loss_averaged_before_clip() -> None:
     with caught("Do not average over the batch"):
         check_separable(mean_losses, model, make_batch(4), KEY)
     with caught("loss function mixes records"):
-        check_separable(lambda *args: mean_losses(*args).expand(4), model, make_batch(4), KEY)
+        check_separable(lambda *args: mean_losses(*args).expand_as(args[1].record_id_B), model, make_batch(4), KEY)
 
 
 def test_views_clipped_separately() -> None:
