@@ -14,6 +14,7 @@ from dpvision.data.importer import import_source
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
+from dpvision.eval.score import Score
 from dpvision.eval.suite import evaluate, write_scores
 from dpvision.privacy.planner import what_if
 from dpvision.report.operator_page import make_operator_page
@@ -75,6 +76,7 @@ def demo(data: Path | None = None, stores: Path = Path("stores"), runs: Path = P
     scores = evaluate(root, probe_train, probe_test)
     write_scores(root, scores, train_data=probe_train.path.name, test_data=probe_test.path.name)
     say(scores_table(scores))
+    say(f"     {_verdict(scores)}")
     say("5/5  Statement and report")
     page = make_report(root, probe_test.path, store_dir=private.path, tuning="public")
     operator = make_operator_page(root, private.path)
@@ -116,6 +118,20 @@ def _honest_word(config: RunConfig, num_parameters: int) -> str | None:
     return (
         f"Honestly: {config.privacy.dataset_size:,} records are few for {num_parameters:,} parameters at this epsilon (rho* "
         f"{signal['rho_star_planned']:.2f}). Private pre-training will hardly beat public features; a private head on them would."
+    )
+
+
+def _verdict(scores: list[Score]) -> str:
+    """What the linear probe on quadrants says of the encoder against random weights, by the intervals."""
+    by_name = {s.name: s for s in scores if s.protocol == "linear probe, 2x2"}
+    encoder, chance = by_name["encoder"], by_name["random weights"]
+    if encoder.low > chance.high:
+        return "The encoder is ahead of random weights."
+    if encoder.high < chance.low:
+        return "The encoder is behind random weights: the noise cost more than training gave."
+    return (
+        "The encoder cannot be told from random weights here: a few minutes of private training from scratch are too little to learn "
+        "features that a probe sees, though it fills in masked patches (the report shows them). docs/log.md has what more gives."
     )
 
 
