@@ -233,7 +233,7 @@ def _guarantee(evidence: Evidence) -> dict[str, Any]:
         "attack": _attack(event) if not parents else _attack_of_pair(total_epsilon, total_delta),
         "accountant": {
             "method": words.accountant_method(plan),
-            "library": f"dp-accounting {code_versions()['dp-accounting']}",
+            "software": f"dp-accounting {code_versions()['dp-accounting']}",
             "value_discretization_interval": plan.value_discretization_interval,
         },
     }
