@@ -9,16 +9,18 @@ from dpvision.cli import COMMANDS, main
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.recipes import RECIPES
 
+NUM = 240  # enough for all eight classes to be on both sides of an evaluation's own split
+
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli") / "scenes"
-    write_scenes(folder, 60, 32, workers=1, public=False)
+    write_scenes(folder, NUM, 32, workers=1, public=False)
     return folder
 
 
 def _tiny(store: Path, runs: Path, name: str = "first") -> list[str]:
-    sizes = "--privacy.dataset-size 60 --privacy.expected-batch-size 20 --privacy.steps 2 --hardware.physical-batch-size 20"
+    sizes = f"--privacy.dataset-size {NUM} --privacy.expected-batch-size 20 --privacy.steps 2 --hardware.physical-batch-size 20"
     return ["train", "vip.micro", "--data", str(store), "--runs", str(runs), "--name", name, "--quiet", *sizes.split()]
 
 
@@ -78,13 +80,13 @@ def test_the_way_from_training_to_statement(store: Path, tmp_path: Path, capsys:
     statement = json.loads(Path(written["statement"]).read_text())
     assert statement["guarantee"]["epsilon"] == pytest.approx(done["epsilon"])
     out = tmp_path / "features.npz"
-    assert _run(capsys, ["embed", run, str(store), str(out), "--json"])["num_records"] == 60 and out.exists()
+    assert _run(capsys, ["embed", run, str(store), str(out), "--json"])["num_records"] == NUM and out.exists()
     account = _run(capsys, ["ledger", str(store), "--json"])
     assert any(r["spent"]["steps"] == 2 for r in account["runs"])
 
 
 def test_an_owners_cap_stops_the_next_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_scenes(tmp_path / "s", 60, 32, workers=1, public=False)
+    write_scenes(tmp_path / "s", NUM, 32, workers=1, public=False)
     account = _run(capsys, ["ledger", str(tmp_path / "s"), "--set-cap", "5", "--cap-delta", "0.008", "--json"])
     assert account["cap"]["epsilon"] == 5
     _refused(capsys, _tiny(tmp_path / "s", tmp_path), "cap")
@@ -95,11 +97,11 @@ def test_an_owners_cap_stops_the_next_run(tmp_path: Path, capsys: pytest.Capture
 
 def test_data_commands(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = _run(capsys, ["data", "inspect", str(store), "--json"])
-    assert result["num_records"] == 60
+    assert result["num_records"] == NUM
     sheet = Path(result["contact_sheet"])
     assert sheet.exists() and "confidential" in sheet.parts
     parts = _run(capsys, ["data", "split", str(store), str(store.parent / "a"), str(store.parent / "b"), "--json"])
-    assert sum(parts.values()) == 60
+    assert sum(parts.values()) == NUM
     _refused(capsys, ["data", "split", str(store), str(tmp_path / "a"), str(tmp_path / "b")], "ledgers")
 
 
@@ -111,7 +113,7 @@ def test_wrong_input_gets_one_clear_error(store: Path, tmp_path: Path, capsys: p
         (["train", "vip.giant", "--data", str(store)], "vip.giant"),
         (["train", "vip.micro"], "--data"),
         ([*tiny, "--privacy.dataset-size", "50"], "declared dataset_size=50"),
-        ([*tiny, "--privacy.expected-batch-size", "61"], "at most dataset_size"),
+        ([*tiny, "--privacy.expected-batch-size", str(NUM + 1)], "at most dataset_size"),
         ([*tiny, "--privacy.target-epsilon", "-1"], "target_epsilon"),
         ([*tiny, "--privacy.target-epsilon", "nan"], "target_epsilon"),
         ([*tiny, "--privacy.delta", "0.5"], "delta"),

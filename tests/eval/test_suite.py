@@ -72,7 +72,7 @@ def test_features_that_hold_the_label_score_one_and_noise_scores_chance() -> Non
 def test_scores_are_private_when_a_store_or_the_encoder_is(
     make_run: MakeRun, train_store: Store, test_store: Store, tmp_path: Path
 ) -> None:
-    private = write_scenes(tmp_path / "private", 60, 16, first=900, public=False)
+    private = write_scenes(tmp_path / "private", 300, 16, first=900, public=False)  # all classes on both sides
     run = make_run()
     for pair in ((private, test_store), (train_store, private), (private, None)):
         assert {s.visibility for s in evaluate(run, *pair, protocols=("knn",), workers=1)} == {"private"}
