@@ -1,7 +1,7 @@
 """dpvision: train image models on pictures that must stay private.
 
     encoder, preprocess = dpvision.load("runs/NAME")
-    features_BD = encoder(preprocess(picture)[None])
+    features_BD = encoder(torch.from_numpy(preprocess(picture))[None])
 
 The rooms and the one direction of imports are in docs/tour.md.
 """
