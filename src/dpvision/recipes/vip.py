@@ -67,7 +67,8 @@ def base_non_private() -> RunConfig:
 def micro() -> RunConfig:
     """A small ViP for 32 px pictures and two CPU cores: 50,000 records, epsilon 8, a million sample-gradients.
 
-    Not of the paper. Settings were chosen on public scenes and textures (docs/log.md), never on a private store.
+    Not of the paper. The learning rate comes from one short trial on public scenes (docs/log.md), the rest from rules of thumb and from
+    the time there was; nothing was chosen by looking at a private store.
     """
     return RunConfig(
         recipe="vip.micro",
