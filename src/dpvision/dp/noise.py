@@ -53,12 +53,17 @@ def privatize(total: ClippedSum, plan: DPPlan, step: int, noise_key: bytes) -> D
         The gradient, same names, shapes, devices and precision as ``total.grads``. Without a guarantee: no noise, only the division.
 
     Raises:
-        PrivacyError: the key is not 32 bytes, or a plan with a guarantee has no noise.
+        PrivacyError: the sum was clipped to another norm than the plan's, the key is not 32 bytes, or a plan with a guarantee has no noise.
     """
     if len(noise_key) != KEY_BYTES:
         raise PrivacyError(f"noise: noise_key of {len(noise_key)} bytes; expected {KEY_BYTES}. Use noise.new_key().")
     if plan.guarantee == "dp" and not plan.noise_std > 0:
         raise PrivacyError(f"noise: noise_std={plan.noise_std}; expected more than 0 with a guarantee. Make a plan with noise.")
+    if total.max_grad_norm != plan.max_grad_norm:
+        raise PrivacyError(
+            f"noise: a sum clipped to {total.max_grad_norm} under a plan with max_grad_norm={plan.max_grad_norm}; expected the plan's. "
+            "Call clipped_sum with max_grad_norm=plan.max_grad_norm."
+        )
     draw = {"torch": torch_normals, "hardened": hardened_normals}[plan.noise_generator]
     grads = {}
     for name, value in total.grads.items():

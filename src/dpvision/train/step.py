@@ -45,7 +45,7 @@ def step_sum(
     mine = np.array_split(drawn, group.world_size)[group.rank]
     key = StepKey(config.seed, step)
     hardware = config.hardware
-    total = ClippedSum.zeros(model)
+    total = ClippedSum.zeros(model, plan.max_grad_norm)
     batches = physical_batches(
         store, mine, key, config.data, config.model.encoder.image_size,
         physical_batch_size=hardware.physical_batch_size, workers=hardware.workers,

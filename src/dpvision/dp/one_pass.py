@@ -1,0 +1,336 @@
+"""All records' clipped gradients from one forward and one backward pass, exact (book-keeping, Bu et al. 2023).
+
+The forward pass runs under a mode that sees every torch function. Where a trained parameter, or what is computed from parameters
+alone, meets data, a rule of ``layers`` takes the call; the backward pass leaves inputs and output gradients in slots; then norms,
+factors, and each weight's gradient once, already clipped. Models are taken as they are: no hooks, no replaced layers.
+
+Three nets catch what the rules do not: a parameter used in another way is found before the pass (``make_route``) and goes through
+``per_record_gradients``, by name; one that autograd reaches past the rules is found after it, the same; a pass that does not make
+the calls that it made for two and three records is refused.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from dpvision.data.batch import Batch
+from dpvision.data.keys import StepKey
+from dpvision.dp import layers
+from dpvision.dp.layers import ELEMENTWISE, EXPANDING, RULES, NoRule
+from dpvision.dp.layout import NUM_RECORDS, OPENED, Call, Layout, find_layouts, tensors_in
+from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
+from dpvision.dp.slots import Slot, group_square_norms, groups_of, norm_is_own, pull_back, shared_square_norms, sum_of_squares
+from dpvision.errors import PrivacyError
+from dpvision.models.head import autocast_dtype, lowered_dtype
+
+
+class Strayed(Exception):
+    """The pass made another call than the one it made when the route was found."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a model's parameters go through the pass, for one loss and one shape of records."""
+
+    calls: tuple[Call, ...]
+    """Calls of the forward pass in their order."""
+    uses: dict[str, list[str]]
+    """Parameter -> its uses by rule, in the order of the calls."""
+    slow: dict[str, str]
+    """Parameter without a rule -> why; its gradients are computed one record at a time, in chunks."""
+
+
+class Pass(TorchFunctionMode):
+    """One forward pass over ``num_records`` records; see ``layers.Pass`` for what rules use of it."""
+
+    def __init__(self, params: dict[str, Tensor], calls: tuple[Call, ...], num_records: int, slow: dict[str, str]) -> None:
+        super().__init__()
+        self.num_records = num_records
+        device = next(iter(params.values())).device
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self._calls, self._at = calls, 0
+        self._known: dict[int, tuple[Tensor, frozenset[str]]] = {
+            id(p): (p, frozenset([name])) for name, p in params.items() if name not in slow
+        }
+        self._slots: dict[int, Slot] = {}
+        self._layouts: dict[int, Layout | None] = {}
+        self._output: Layout | None = None
+        self._lowered: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    @property
+    def slots(self) -> list[Slot]:
+        return list(self._slots.values())
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in OPENED:
+            with self:
+                return OPENED[func](*args, **kwargs)
+        known = [t for t in tensors_in(args, kwargs) if id(t) in self._known] if torch.is_grad_enabled() else []
+        out = self._use(func, args, kwargs, known) if known else func(*args, **kwargs)
+        if any(True for _ in tensors_in((out,), {})):
+            if self._at >= len(self._calls) or self._calls[self._at].function != func:
+                raise Strayed(func.__name__)
+            self._at += 1
+        return out
+
+    def _use(self, func: Any, args: Any, kwargs: Any, known: list[Tensor]) -> Any:
+        """A call that parameters take part in."""
+        if func in RULES or func in ELEMENTWISE or func in EXPANDING:
+            self._enter(func, args, kwargs)
+            if func in RULES:
+                out = RULES[func](self, *args, **kwargs)
+            elif func in ELEMENTWISE:
+                out = layers.elementwise(self, func, args, kwargs)
+            else:
+                out = layers.expand(self, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        out = func(*args, **kwargs)
+        made = [t for t in tensors_in((out,), {}) if t.requires_grad]
+        if func is torch.Tensor.__setitem__:
+            raise NoRule(known, "written into another tensor")
+        if not made:
+            return out  # a shape, a comparison, a detached copy
+        self._enter(func, args, kwargs)
+        if any(layout is not None for layout in (*self._calls[self._at].inputs, *self._calls[self._at].outputs)):
+            raise NoRule(known, f"used by {func.__name__}")
+        names = frozenset().union(*(self._known[id(t)][1] for t in known))
+        for tensor in made:
+            self._known[id(tensor)] = tensor, names
+        return out
+
+    def _enter(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Look up where the records lie in this call's tensors, and check that they do."""
+        if self._at >= len(self._calls) or self._calls[self._at].function != func:
+            raise Strayed(func.__name__)
+        call, tensors = self._calls[self._at], list(tensors_in(args, kwargs))
+        if len(call.inputs) != len(tensors):
+            raise Strayed(func.__name__)
+        for tensor, layout in zip(tensors, call.inputs, strict=True):
+            ok = layout is None or layout.dim < 0 or tensor.shape[layout.dim] == self.num_records * layout.per_record
+            if not ok:
+                raise Strayed(func.__name__)
+        self._layouts = {id(tensor): layout for tensor, layout in zip(tensors, call.inputs, strict=True)}
+        self._output = call.outputs[0]
+
+    def slot(self, weight: Tensor | None, rule: str) -> Slot | None:
+        if weight is None or id(weight) not in self._known:
+            return None
+        if id(weight) not in self._slots:
+            self._slots[id(weight)] = Slot(*self._known[id(weight)])
+        slot = self._slots[id(weight)]
+        if rule:
+            slot.rules.append(rule)
+        return slot
+
+    def layout(self, tensor: Tensor) -> Layout | None:
+        return self._layouts[id(tensor)]
+
+    def output_layout(self) -> Layout | None:
+        return self._output
+
+    def lowered(self, input: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
+        dtype = lowered_dtype(input)
+        if dtype == input.dtype:
+            return (input, *weights)  # type: ignore[return-value]
+        source, made = self._lowered.get(id(input), (None, None))
+        if source is None or source() is not input or made is None:
+            made = input.to(dtype)
+            self._lowered[id(input)] = weakref.ref(input), made
+        return (made, *(None if w is None else w.to(dtype) for w in weights))  # type: ignore[return-value]
+
+    def names_of(self, tensors: list[Tensor]) -> set[str]:
+        return {name for t in tensors if id(t) in self._known for name in self._known[id(t)][1]}
+
+
+def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Route:
+    """Find how every trained parameter goes through the pass: four forward passes of two or three records, no backward pass.
+
+    Works on the ``meta`` device, without memory for the weights.
+
+    Args:
+        batch: one record or more, of the shapes to come.
+
+    Raises:
+        PrivacyError: the model's forward pass depends on the number of records.
+    """
+    params = trained(model)
+    wrapped, buffers = LossModule(loss_fn, model), prefixed(copied_buffers(model))
+
+    def run(batch: Batch) -> Tensor:
+        return functional_call(wrapped, buffers, (batch, key))
+
+    few, many = (take(batch, torch.zeros(num, dtype=torch.long, device=batch.record_id_B.device)) for num in NUM_RECORDS)
+    with torch.no_grad():
+        calls = find_layouts(run, few, many)
+    if isinstance(calls, str):
+        raise PrivacyError(f"clip: the model cannot be followed: {calls}; expected the same for any batch. Use method='vmap'.")
+    slow: dict[str, str] = {}
+    while True:
+        record = Pass(params, tuple(calls), NUM_RECORDS[1], slow)
+        try:
+            with record, torch.enable_grad():
+                run(many)
+        except NoRule as error:
+            names = record.names_of(error.tensors)
+            assert names, "a rule gave up on tensors that are no parameters"
+            slow |= {name: error.reason for name in names}
+            continue
+        uses: dict[str, list[str]] = {name: [] for name in params}
+        for slot in record.slots:
+            for name in sorted(slot.names):
+                uses[name] += slot.rules
+        return Route(tuple(calls), uses, slow)
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """The trained parameters by name, a tied one once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+_ROUTES: "weakref.WeakKeyDictionary[nn.Module, dict[Any, Route]]" = weakref.WeakKeyDictionary()
+
+
+def _route_key(loss_fn: Any, model: nn.Module, batch: Batch) -> Any:
+    shapes = tuple(None if value is None else (value.shape[1:], value.dtype, value.device) for value in batch)
+    autocast = autocast_dtype(batch.record_id_B.device)
+    modes = tuple(module.training for module in model.modules())
+    weights = tuple((id(p), p.requires_grad, p.dtype, p.device) for p in model.parameters())
+    return getattr(loss_fn, "__code__", loss_fn), shapes, autocast, modes, weights
+
+
+def route_of(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Route:
+    """The route of this loss, model and shape of records; found once and remembered as long as the model lives."""
+    routes = _ROUTES.setdefault(model, {})
+    name = _route_key(loss_fn, model, batch)
+    if name not in routes:
+        routes[name] = make_route(loss_fn, model, batch, key)
+    return routes[name]
+
+
+def one_pass(
+    loss_fn: Any,
+    model: nn.Module,
+    batch: Batch,
+    key: StepKey,
+    factors: Callable[[Tensor, Tensor], Tensor],
+    loss_scale: float,
+    chunk_size: int | None,
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Sum of the records' gradients, each times its factor.
+
+    Args:
+        batch: one record or more, all valid.
+        factors: (norms_B float64, finite_B bool) -> factor_B.
+        loss_scale: factor of the losses in the backward pass, undone before the norm.
+        chunk_size: for parameters without a rule.
+
+    Returns:
+        ({name: sum}, norms_B float64, losses_B).
+    """
+    params = trained(model)
+    for _ in range(len(params) + 1):
+        route = route_of(loss_fn, model, batch, key)
+        try:
+            run, losses_B = _forward(loss_fn, model, params, route, batch, key)
+        except (Strayed, NoRule) as error:
+            raise PrivacyError(
+                f"clip: the forward pass came to {error}, where it did otherwise for two and three records; expected the same "
+                "calls for any records. Use method='vmap'."
+            ) from None
+        leaked = _backward(params, route.slow, run, losses_B, loss_scale)
+        if not leaked:
+            break
+        slow = {**route.slow, **dict.fromkeys(leaked, "used where no rule sees it")}
+        _ROUTES[model][_route_key(loss_fn, model, batch)] = replace(route, slow=slow)
+    return (*_gather(loss_fn, model, params, route, run, batch, key, factors, loss_scale, chunk_size), losses_B.detach())
+
+
+def _forward(loss_fn: Any, model: nn.Module, params: dict[str, Tensor], route: Route, batch: Batch, key: StepKey) -> tuple[Pass, Tensor]:
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise PrivacyError("clip: saved-tensor hooks are active; expected none. Leave activation checkpointing and offloading out.")
+    run = Pass(params, route.calls, len(batch.record_id_B), route.slow)
+    buffers = prefixed(copied_buffers(model))
+    with run, torch.enable_grad():
+        losses_B = functional_call(LossModule(loss_fn, model), buffers, (batch, key))
+    return run, losses_B
+
+
+def _backward(params: dict[str, Tensor], slow: dict[str, str], run: Pass, losses_B: Tensor, loss_scale: float) -> list[str]:
+    """Fill the slots; returns the parameters that autograd reached past the rules."""
+    if not losses_B.requires_grad:
+        return []
+    fast = [name for name in params if name not in slow]
+    inputs = [run.anchor, *(params[name] for name in fast)]
+    grads = torch.autograd.grad(losses_B.sum() * loss_scale, inputs, allow_unused=True)
+    return [name for name, grad in zip(fast, grads[1:], strict=True) if grad is not None]
+
+
+def _gather(
+    loss_fn: Any,
+    model: nn.Module,
+    params: dict[str, Tensor],
+    route: Route,
+    run: Pass,
+    batch: Batch,
+    key: StepKey,
+    factors: Callable[[Tensor, Tensor], Tensor],
+    loss_scale: float,
+    chunk_size: int | None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Norms, factors and the sum, from what the backward pass left in the slots."""
+    num, device = len(batch.record_id_B), batch.record_id_B.device
+    groups = groups_of(slot for slot in run.slots if slot.used)
+    slow = {name: params[name].detach() for name in route.slow}
+    chunks = even_chunks(num, chunk_size or default_chunk(slow)) if slow else []
+    slow_grads: dict[int, dict[str, Tensor]] = {}
+    with torch.autocast(device.type, enabled=False), torch.no_grad():
+        square_B = torch.zeros(num, dtype=torch.float64, device=device)
+        for i, rows in enumerate(chunks):
+            grads, _ = per_record_gradients(loss_fn, model, slow, take(batch, rows), key, loss_scale)
+            square_B[rows] += sum(map(sum_of_squares, grads.values()))
+            if len(chunks) == 1:
+                slow_grads[i] = grads
+        square_B += _square_norms(groups, params, num)
+        norms_B = square_B.clamp(min=0).sqrt() / loss_scale
+        finite_B = torch.isfinite(norms_B)
+        factor_B = factors(norms_B, finite_B) / loss_scale
+        keep_B = None if bool(finite_B.all()) else finite_B
+        total: dict[str, Tensor] = {}
+        for group in groups:
+            sums = []
+            for slot in group:
+                sums.append(slot.weighted_sum(factor_B, keep_B))
+                slot.release()
+            total |= pull_back(group, sums, params, batched=False)  # a parameter is in one group only
+        for i, rows in enumerate(chunks):
+            grads = slow_grads.get(i) or per_record_gradients(loss_fn, model, slow, take(batch, rows), key, loss_scale)[0]
+            for name, value in grads.items():
+                written = Slot(value[0], frozenset([name]), written_BW=value)
+                part = written.weighted_sum(factor_B[rows], None if keep_B is None else keep_B[rows])
+                total[name] = total[name] + part if name in total else part
+        either = total | {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items() if name not in total}
+    return {name: either[name].to(p.dtype) for name, p in params.items()}, norms_B
+
+
+def _square_norms(groups: list[list[Slot]], params: dict[str, Tensor], num_records: int) -> Tensor:
+    """Squared norms over all groups, those weights together that share an input."""
+    device = next(iter(params.values())).device
+    total_B = torch.zeros(num_records, dtype=torch.float64, device=device)
+    sharing: dict[Any, list[Slot]] = {}
+    for group in groups:
+        shared = group[0].shared_input() if len(group) == 1 and norm_is_own(group, params) else None
+        if shared is None:
+            total_B += group_square_norms(group, params, num_records)
+        else:
+            sharing.setdefault(shared, []).append(group[0])
+    for slots in sharing.values():
+        total_B += shared_square_norms(slots)
+    return total_B

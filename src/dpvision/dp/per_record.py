@@ -1,0 +1,83 @@
+"""Per-record gradients the clear way: ``vmap(grad)``, records side by side, each out of the others' sight (Abadi et al. 2016).
+
+Holds records x parameters numbers, so it runs in chunks. It serves as the oracle of ``one_pass``, and for parameters that have no
+rule there.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from dpvision.data.batch import Batch
+from dpvision.data.keys import StepKey
+
+_CHUNK_BYTES = 256 * 2**20
+"""Room for one chunk's per-record gradients. On a CPU larger chunks are slower: every tensor is then fresh pages."""
+_MAX_CHUNK = 256
+
+
+class LossModule(nn.Module):
+    """A loss function as a module, so that ``functional_call`` can put other tensors in the model's place."""
+
+    def __init__(self, loss_fn: Any, model: nn.Module) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+        self.model = model
+
+    def forward(self, batch: Batch, key: StepKey) -> Tensor:
+        return self.loss_fn(self.model, batch, key)
+
+
+def per_record_gradients(
+    loss_fn: Any, model: nn.Module, params: dict[str, Tensor], batch: Batch, key: StepKey, loss_scale: float = 1.0
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradient of each record's own loss, the other records out of its sight.
+
+    Args:
+        params: the trained parameters by name, detached; others stay as they are.
+        loss_scale: factor of the losses in the backward pass; the gradients come scaled.
+
+    Returns:
+        ({name: (B, *parameter shape)}, losses_B).
+    """
+    wrapped = LossModule(loss_fn, model)
+    others = {name: p.detach() for name, p in model.named_parameters() if name not in params}
+    fixed = {**copied_buffers(model), **others}
+    present = [name for name, value in zip(Batch._fields, batch, strict=True) if value is not None]
+
+    def loss_of_one(params: dict[str, Tensor], *values: Tensor) -> tuple[Tensor, Tensor]:
+        one = Batch(**{name: value[None] for name, value in zip(present, values, strict=True)})  # type: ignore[arg-type]
+        loss = functional_call(wrapped, prefixed({**fixed, **params}), (one, key)).sum()
+        return loss * loss_scale, loss
+
+    values = [getattr(batch, name) for name in present]
+    grads, (_, losses_B) = vmap(grad_and_value(loss_of_one, has_aux=True), in_dims=(None, *[0] * len(values)))(params, *values)
+    return grads, losses_B
+
+
+def prefixed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names as a ``LossModule`` has them."""
+    return {f"model.{name}": value for name, value in tensors.items()}
+
+
+def copied_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the model's buffers by name: what a pass writes there is forgotten."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+def take(batch: Batch, rows: Any) -> Batch:
+    """Some rows of a batch."""
+    return Batch._make(None if value is None else value[rows] for value in batch)
+
+
+def default_chunk(params: dict[str, Tensor]) -> int:
+    """Records whose gradients for ``params`` fit 256 MiB, at most 256."""
+    record_bytes = sum(p.numel() * p.element_size() for p in params.values())
+    return max(1, min(_MAX_CHUNK, _CHUNK_BYTES // max(1, record_bytes)))
+
+
+def even_chunks(num_records: int, chunk_size: int) -> list[slice]:
+    """Slices of even size: a small last chunk would cost nearly as much as a full one."""
+    count = -(-num_records // chunk_size)
+    return [slice(i * num_records // count, (i + 1) * num_records // count) for i in range(count)]

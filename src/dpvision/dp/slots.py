@@ -1,0 +1,204 @@
+"""Weights as layers see them, and every record's gradient for them: written out where that is small, else as outer products.
+
+A slot is a parameter, or what the model computes from parameters alone before data meets it (a reshaped layer scale, a
+standardised kernel). A parameter's gradient is the slots' gradients pulled back through that computation. Where it only views
+the parameter, the norm is the slot's own; otherwise gradients are written out a chunk at a time and pulled back one by one.
+
+Legend: B records, N records of a chunk, W the dimensions of a weight.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dpvision.dp.outer import _OUTER_NUMBERS, Dense, Outer, chunks, square_norms, square_norms_of_shared, wide
+
+_PIECE = 64
+"""Numbers whose squares are summed in the gradient's own precision, before float64 takes over."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """One weight and the gradients of all records for it."""
+
+    weight: Tensor
+    names: frozenset[str]
+    """Parameters that it is, or is computed from."""
+    rules: list[str] = field(default_factory=list)
+    """How it was used, in the order of the calls."""
+    written_BW: Tensor | None = None
+    outers: list[Outer] = field(default_factory=list)
+
+    def add_written(self, grad_BW: Tensor) -> None:
+        """Add gradients (B, *weight shape) of one use."""
+        grad_BW = grad_BW.to(wide(grad_BW.dtype))
+        self.written_BW = grad_BW if self.written_BW is None else self.written_BW + grad_BW
+
+    def add_outer(self, outer: Outer) -> None:
+        """Add the gradients of one use as outer products; those that are no larger than their factors are written out at once."""
+        if outer.written_numbers <= outer.stored_numbers:
+            parts = [outer.write_out(rows) for rows in chunks(outer.num_records, outer.working_numbers, _OUTER_NUMBERS, outer.device)]
+            self.add_written(parts[0] if len(parts) == 1 else torch.cat(parts))
+        else:
+            self.outers.append(outer)
+
+    @property
+    def used(self) -> bool:
+        return self.written_BW is not None or bool(self.outers)
+
+    def write_out(self, rows: slice) -> Tensor:
+        """Gradients of some records, (N, *weight shape)."""
+        parts = [outer.write_out(rows) for outer in self.outers]
+        if self.written_BW is not None:
+            parts.append(self.written_BW[rows])
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+    def square_norms(self, num_records: int) -> Tensor:
+        """Squared norms of the records' gradients for the weight itself, float64 (B,)."""
+        if self.written_BW is None and self._gram_is_cheaper():
+            return square_norms(self.outers)
+        if not self.outers:
+            assert self.written_BW is not None
+            return sum_of_squares(self.written_BW)
+        numbers = max(outer.working_numbers for outer in self.outers)
+        parts = [sum_of_squares(self.write_out(rows)) for rows in chunks(num_records, numbers, _OUTER_NUMBERS, self.weight.device)]
+        return torch.cat(parts)
+
+    def shared_input(self) -> tuple[int, torch.Size, tuple[int, ...]] | None:
+        """What tells the input of the only use, where its Gram matrix is to be computed and may serve other weights, too."""
+        if self.written_BW is not None or len(self.outers) != 1 or not self._gram_is_cheaper():
+            return None
+        left, right = self.outers[0].left, self.outers[0].right
+        if not isinstance(left, Dense) or not isinstance(right, Dense):
+            return None
+        return right.value.data_ptr(), right.value.shape, right.value.stride()
+
+    def weighted_sum(self, factor_B: Tensor, keep_B: Tensor | None) -> Tensor:
+        """sum over i of factor_i G_i, of the weight's shape; records with ``keep_B`` False are left out whatever they hold."""
+        parts = [outer.weighted_sum(factor_B, keep_B) for outer in self.outers]
+        if self.written_BW is not None:
+            grad_BN = self.written_BW.reshape(len(self.written_BW), -1)
+            if keep_B is not None:
+                grad_BN = grad_BN.masked_fill(~keep_B[:, None], 0.0)
+            parts.append((factor_B.to(grad_BN.dtype) @ grad_BN).view(self.weight.shape))
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def release(self) -> None:
+        """Forget the gradients: their memory is for the next slot's sum."""
+        self.written_BW, self.outers = None, []
+
+    def _gram_is_cheaper(self) -> bool:
+        if not self.outers:
+            return False
+        first = self.outers[0]
+        places = [outer.left.places for outer in self.outers]
+        pairs = (sum(places) ** 2 + sum(t * t for t in places)) / 2  # of uses, each pair once
+        gram = pairs * (first.left.width + first.right.width)
+        return gram < sum(places) * first.left.width * first.right.width
+
+
+def sum_of_squares(grad_BW: Tensor) -> Tensor:
+    """Squared norms of gradients written out, float64 (B,).
+
+    Pieces of at most 64 squares are summed in the gradient's precision, the pieces in float64: a relative error of at most
+    (64 / 2 + 1) eps, in whatever order a device sums, where a whole layer in float32 has no useful bound.
+    """
+    if not grad_BW[0:1].numel():
+        return torch.zeros(len(grad_BW), dtype=torch.float64, device=grad_BW.device)
+    piece = math.gcd(grad_BW[0].numel(), _PIECE)
+    part_BN = torch.linalg.vector_norm(grad_BW.reshape(len(grad_BW), -1, piece), dim=2)
+    return part_BN.double().square().sum(1)
+
+
+def groups_of(slots: Iterable[Slot]) -> list[list[Slot]]:
+    """Slots that have parameters in common, directly or through others, together."""
+    groups: list[tuple[set[str], list[Slot]]] = []
+    for slot in slots:
+        names, members = set(slot.names), [slot]
+        apart = []
+        for group in groups:
+            if group[0] & names:
+                names |= group[0]
+                members = group[1] + members
+            else:
+                apart.append(group)
+        groups = [*apart, (names, members)]
+    return [members for _, members in groups]
+
+
+def group_square_norms(group: list[Slot], params: dict[str, Tensor], num_records: int) -> Tensor:
+    """Squared norms of the gradients for all parameters of one group, float64 (B,)."""
+    if norm_is_own(group, params):
+        return torch.stack([slot.square_norms(num_records) for slot in group]).sum(0)
+    numbers = sum(slot.weight.numel() for slot in group) + max((o.working_numbers for s in group for o in s.outers), default=0)
+    parts = []
+    for rows in chunks(num_records, numbers, _OUTER_NUMBERS, group[0].weight.device):
+        pulled = pull_back(group, [slot.write_out(rows) for slot in group], params, batched=True)
+        parts.append(torch.stack([sum_of_squares(grad) for grad in pulled.values()]).sum(0))
+    return torch.cat(parts)
+
+
+def shared_square_norms(slots: list[Slot]) -> Tensor:
+    """Sum of squared norms of slots with one ``shared_input``, float64 (B,)."""
+    return square_norms_of_shared([slot.outers[0].left for slot in slots], slots[0].outers[0].right)
+
+
+def pull_back(group: list[Slot], grads: list[Tensor], params: dict[str, Tensor], *, batched: bool) -> dict[str, Tensor]:
+    """Gradients for the parameters from gradients for the slots, by the chain rule.
+
+    Args:
+        grads: one for each slot, of its shape, with a leading record dimension where ``batched``.
+    """
+    names = sorted(frozenset().union(*(slot.names for slot in group)))
+    total: dict[str, Tensor] = {}
+    for slot, grad in zip(group, grads, strict=True):
+        if slot.weight is params.get(next(iter(slot.names))):
+            parts: tuple[Tensor | None, ...] = tuple(grad if name in slot.names else None for name in names)
+        else:
+            wanted = [params[name] for name in names]
+            parts = torch.autograd.grad(
+                slot.weight, wanted, grad.to(slot.weight.dtype), retain_graph=True, allow_unused=True, is_grads_batched=batched
+            )
+        for name, part in zip(names, parts, strict=True):
+            if part is not None:
+                total[name] = total[name] + part if name in total else part
+    return total
+
+
+def norm_is_own(group: list[Slot], params: dict[str, Tensor]) -> bool:
+    """Whether the slots are disjoint parts of one parameter, each number once, so that their norms make up the parameter's."""
+    if any(len(slot.names) != 1 for slot in group) or len({name for slot in group for name in slot.names}) != 1:
+        return False
+    param = params[next(iter(group[0].names))]
+    if len(group) == 1:
+        return group[0].weight is param or _shows_all(group[0].weight, param)
+    spans = []
+    for slot in group:
+        if not (_is_view(slot.weight, param) and slot.weight.is_contiguous()):
+            return False
+        spans.append((slot.weight.storage_offset(), slot.weight.storage_offset() + slot.weight.numel()))
+    spans.sort()
+    return all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
+
+
+def _is_view(weight: Tensor, param: Tensor) -> bool:
+    return weight is param or (weight.is_meta == param.is_meta and weight._base is param)
+
+
+def _shows_all(weight: Tensor, param: Tensor) -> bool:
+    """Whether a tensor is a view of a parameter with each of its numbers once."""
+    if not _is_view(weight, param) or weight.numel() != param.numel():
+        return False
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(weight.shape, weight.stride(), strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

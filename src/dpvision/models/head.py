@@ -1,0 +1,143 @@
+"""The vocabulary head: linear map and cross-entropy in one, a few records at a time, so that no B x L x V tensor is held.
+
+    loss_il = logsumexp(W h_il + b) - (W h_il + b)[target_il]
+
+The gradient for the hidden states is formed in the forward pass, while a chunk's logits are there; that for the weight needs the
+logits again. Four products in place of three, and the memory of a chunk in place of that of the batch.
+
+Legend: B records, N records of a chunk, L tokens, D width, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+IGNORED = -100
+"""Target of a token without a loss, as in torch."""
+_CHUNK_NUMBERS = {"cpu": 2**22, "cuda": 2**28}
+
+
+def linear_cross_entropy(hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor) -> Tensor:
+    """Cross-entropy of every token's next-token distribution: ``F.cross_entropy(F.linear(h, W, b))`` without holding the logits.
+
+    Args:
+        hidden_BLD: final hidden states.
+        weight_VD, bias_V: the head; a tied embedding is welcome.
+        target_BL: int64 token ids, or -100 for tokens without a loss (loss and gradient exactly zero).
+
+    Returns:
+        loss_BL, float32 (float64 for float64 states); logits are computed in autocast's precision, their log-sum-exp in float32.
+    """
+    operands = (hidden_BLD, weight_VD, bias_V, target_BL)
+    if has_torch_function(operands):
+        return handle_torch_function(linear_cross_entropy, operands, *operands)
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # under vmap: record by record there is nothing to chunk
+        logit_BVL = F.linear(hidden_BLD, weight_VD, bias_V).mT
+        dtype = torch.promote_types(logit_BVL.dtype, torch.float32)
+        return F.cross_entropy(logit_BVL.to(dtype), target_BL, reduction="none", ignore_index=IGNORED)
+    return _Head.apply(hidden_BLD, weight_VD, bias_V, target_BL)
+
+
+def head_forward(
+    hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor, *, with_gram: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One pass over chunks of records, for autograd functions.
+
+    Returns:
+        (loss_BL; d loss / d hidden, (B, L, D); with ``with_gram`` the inner products (B, L, L) of
+        the tokens' logit gradients within each record, else None).
+    """
+    wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
+    num, length, _ = hidden_BLD.shape
+    loss_BL = torch.empty(num, length, dtype=wide, device=hidden_BLD.device)
+    grad_BLD = torch.empty_like(hidden_BLD)
+    gram_BLL = loss_BL.new_empty(num, length, length) if with_gram else None
+    for rows in _chunks(hidden_BLD, weight_VD):
+        log_probability_NLV = _logits(hidden_BLD[rows], weight_VD, bias_V).log_softmax(2)
+        at_target_NL = log_probability_NLV.gather(2, target_BL[rows].clamp(min=0)[..., None])[..., 0]
+        loss_BL[rows] = -at_target_NL.where(target_BL[rows] != IGNORED, 0.0)
+        delta_NLV = _minus_target(log_probability_NLV.exp_(), target_BL[rows]).to(hidden_BLD.dtype)
+        grad_BLD[rows] = delta_NLV @ weight_VD
+        if gram_BLL is not None:
+            gram_BLL[rows] = _gram(delta_NLV)
+    return loss_BL, grad_BLD, gram_BLL
+
+
+def logit_gradients(hidden_NLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_NL: Tensor) -> Tensor:
+    """d loss / d logits of some records, made again: softmax - one-hot, (N, L, V) in the states' precision."""
+    return _minus_target(_logits(hidden_NLD, weight_VD, bias_V).softmax(2), target_NL).to(hidden_NLD.dtype)
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor) -> Tensor:
+        dtype = lowered_dtype(hidden_BLD)
+        hidden, weight = hidden_BLD.to(dtype), weight_VD.to(dtype)
+        bias = None if bias_V is None else bias_V.to(dtype)
+        loss_BL, grad_BLD, _ = head_forward(hidden, weight, bias, target_BL, with_gram=False)
+        ctx.save_for_backward(hidden, weight, bias, target_BL, grad_BLD)
+        ctx.dtypes = hidden_BLD.dtype, weight_VD.dtype
+        return loss_BL
+
+    @staticmethod
+    def backward(ctx: Any, g_BL: Tensor) -> tuple[Any, ...]:
+        hidden_BLD, weight_VD, bias_V, target_BL, grad_BLD = ctx.saved_tensors
+        weight_grad = torch.zeros(weight_VD.shape, dtype=g_BL.dtype, device=g_BL.device)
+        bias_grad = None if bias_V is None else weight_grad.new_zeros(len(weight_VD))
+        for rows in _chunks(hidden_BLD, weight_VD):
+            delta_NLV = logit_gradients(hidden_BLD[rows], weight_VD, bias_V, target_BL[rows])
+            scaled_NLD = (hidden_BLD[rows] * g_BL[rows][..., None]).to(delta_NLV.dtype)
+            weight_grad += delta_NLV.flatten(0, 1).mT @ scaled_NLD.flatten(0, 1)
+            if bias_grad is not None:
+                bias_grad += g_BL[rows].flatten() @ delta_NLV.flatten(0, 1).to(g_BL.dtype)
+        hidden_dtype, weight_dtype = ctx.dtypes
+        bias_grad = None if bias_grad is None else bias_grad.to(weight_dtype)
+        return (grad_BLD * g_BL[..., None]).to(hidden_dtype), weight_grad.to(weight_dtype), bias_grad, None
+
+
+def lowered_dtype(value: Tensor) -> torch.dtype:
+    """The precision in which autocast would multiply ``value``; its own without autocast, and on the ``meta`` device."""
+    low = autocast_dtype(value.device)
+    return low if low is not None and value.dtype in (torch.float32, torch.float16, torch.bfloat16) else value.dtype
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Autocast's precision on a device; None where it is off, or unknown there."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.get_autocast_dtype(device.type) if known and torch.is_autocast_enabled(device.type) else None
+
+
+def _chunks(hidden_BLD: Tensor, weight_VD: Tensor) -> Iterator[slice]:
+    num, length, _ = hidden_BLD.shape
+    room = _CHUNK_NUMBERS["cpu" if hidden_BLD.device.type == "cpu" else "cuda"]
+    step = max(1, room // (length * len(weight_VD)))
+    return (slice(i, min(i + step, num)) for i in range(0, num, step))
+
+
+def _logits(hidden_NLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    """Logits in float32 or wider, a tensor of the caller's own."""
+    with torch.autocast(hidden_NLD.device.type, enabled=False):
+        logit_NLV = F.linear(hidden_NLD, weight_VD, bias_V)
+    return logit_NLV.to(torch.promote_types(logit_NLV.dtype, torch.float32))
+
+
+def _minus_target(probability_NLV: Tensor, target_NL: Tensor) -> Tensor:
+    """softmax - one-hot in place; zero for tokens without a loss."""
+    index_NL1 = target_NL.clamp(min=0)[..., None]
+    probability_NLV.scatter_add_(2, index_NL1, torch.full_like(index_NL1, -1, dtype=probability_NLV.dtype))
+    ignored_NL = target_NL == IGNORED
+    return probability_NLV.masked_fill_(ignored_NL[..., None], 0.0) if ignored_NL.any() else probability_NLV
+
+
+def _gram(delta_NLV: Tensor) -> Tensor:
+    if delta_NLV.dtype in (torch.float16, torch.bfloat16):
+        return (
+            torch.bmm(delta_NLV, delta_NLV.mT, out_dtype=torch.float32)
+            if delta_NLV.is_cuda
+            else torch.bmm(delta_NLV.float(), delta_NLV.mT.float())
+        )
+    return torch.bmm(delta_NLV, delta_NLV.mT)
