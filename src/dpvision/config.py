@@ -59,6 +59,8 @@ class PrivacyConfig:
     max_records_per_unit: int = 1
     """Bound on the records of one unit (person); 1 means that the unit of privacy is the record."""
     noise_generator: Literal["torch", "hardened"] = "torch"
+    clipping: Literal["hard", "automatic"] = "hard"
+    """'hard': scale down to the clip norm what is longer. 'automatic': scale every gradient to nearly the clip norm (Bu et al. 2023)."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -206,8 +208,10 @@ class HardwareConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     physical_batch_size: int = 64
     """Records in one forward pass, per process."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Autocast of the forward pass; norms, sums and noise stay in float32."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Autocast of the forward pass; norms, sums and noise stay in float32. float16 takes its loss scale from a public batch."""
+    compile: bool = False
+    """Compile transformer blocks (torch.compile); pays on a GPU and in long runs, and takes a minute or more at the start."""
     workers: int = 2
     """Threads that read and decode pictures."""
     checkpoint_every_s: float = 300.0

@@ -9,6 +9,7 @@ Three nets catch what the rules do not: a parameter used in another way is found
 the calls that it made for two and three records is refused.
 """
 
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, ev
 from dpvision.dp.slots import Slot, group_square_norms, groups_of, norm_is_own, pull_back, shared_square_norms, sum_of_squares
 from dpvision.errors import PrivacyError
 from dpvision.models.head import autocast_dtype, lowered_dtype
+
+_LOG = logging.getLogger("dpvision")
 
 
 class Strayed(Exception):
@@ -82,6 +85,7 @@ class Pass(TorchFunctionMode):
 
     def _use(self, func: Any, args: Any, kwargs: Any, known: list[Tensor]) -> Any:
         """A call that parameters take part in."""
+        _refuse_hooks()
         if func in RULES or func in ELEMENTWISE or func in EXPANDING:
             self._enter(func, args, kwargs)
             if func in RULES:
@@ -150,6 +154,17 @@ class Pass(TorchFunctionMode):
         return {name for t in tensors if id(t) in self._known for name in self._known[id(t)][1]}
 
 
+_CHECKPOINTED = (
+    "clip: the model checkpoints activations or hooks saved tensors; expected neither: all activations are needed until the norms are "
+    "known, so it would save nothing. Switch it off and use a smaller physical batch, which does not change the result."
+)
+
+
+def _refuse_hooks() -> None:
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise PrivacyError(_CHECKPOINTED)
+
+
 def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Route:
     """Find how every trained parameter goes through the pass: four forward passes of two or three records, no backward pass.
 
@@ -159,7 +174,8 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
         batch: one record or more, of the shapes to come.
 
     Raises:
-        PrivacyError: the model's forward pass depends on the number of records.
+        PrivacyError: the forward pass depends on the number of records, checkpoints activations, or uses a parameter in a way for
+            which there is neither a rule nor per-record gradients.
     """
     params = trained(model)
     wrapped, buffers = LossModule(loss_fn, model), prefixed(copied_buffers(model))
@@ -183,11 +199,28 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
             assert names, "a rule gave up on tensors that are no parameters"
             slow |= {name: error.reason for name in names}
             continue
+        _check_slow(loss_fn, model, params, slow, few, key)
         uses: dict[str, list[str]] = {name: [] for name in params}
         for slot in record.slots:
             for name in sorted(slot.names):
                 uses[name] += slot.rules
         return Route(tuple(calls), uses, slow)
+
+
+def _check_slow(loss_fn: Any, model: nn.Module, params: dict[str, Tensor], slow: dict[str, str], batch: Batch, key: StepKey) -> None:
+    """Say aloud what will be slow, or refuse it where even that way is closed."""
+    if not slow:
+        return
+    told = ", ".join(f"{name} ({reason})" for name, reason in slow.items())
+    try:
+        with torch.no_grad():
+            per_record_gradients(loss_fn, model, {name: params[name].detach() for name in slow}, batch, key)
+    except RuntimeError as error:
+        raise PrivacyError(
+            f"clip: no exact way to the per-record gradients of {told}: torch.func.vmap says {str(error).splitlines()[0]!r}. "
+            "Freeze these parameters (requires_grad_(False)), or write the layer with operations that have a rule (docs/clipping.md)."
+        ) from None
+    _LOG.warning("clipping: no rule for %s; gradients one record at a time, in chunks: exact, slower", told)
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
@@ -249,13 +282,12 @@ def one_pass(
         if not leaked:
             break
         slow = {**route.slow, **dict.fromkeys(leaked, "used where no rule sees it")}
+        _check_slow(loss_fn, model, params, slow, batch, key)
         _ROUTES[model][_route_key(loss_fn, model, batch)] = replace(route, slow=slow)
     return (*_gather(loss_fn, model, params, route, run, batch, key, factors, loss_scale, chunk_size), losses_B.detach())
 
 
 def _forward(loss_fn: Any, model: nn.Module, params: dict[str, Tensor], route: Route, batch: Batch, key: StepKey) -> tuple[Pass, Tensor]:
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        raise PrivacyError("clip: saved-tensor hooks are active; expected none. Leave activation checkpointing and offloading out.")
     run = Pass(params, route.calls, len(batch.record_id_B), route.slow)
     buffers = prefixed(copied_buffers(model))
     with run, torch.enable_grad():
@@ -269,7 +301,12 @@ def _backward(params: dict[str, Tensor], slow: dict[str, str], run: Pass, losses
         return []
     fast = [name for name in params if name not in slow]
     inputs = [run.anchor, *(params[name] for name in fast)]
-    grads = torch.autograd.grad(losses_B.sum() * loss_scale, inputs, allow_unused=True)
+    try:
+        grads = torch.autograd.grad(losses_B.sum() * loss_scale, inputs, allow_unused=True)
+    except RuntimeError as error:
+        if "checkpoint" not in str(error).lower():
+            raise
+        raise PrivacyError(_CHECKPOINTED) from None
     return [name for name, grad in zip(fast, grads[1:], strict=True) if grad is not None]
 
 

@@ -1,4 +1,4 @@
-"""The separability gate: a record's gradient must be a function of that record alone, or clipping it bounds nothing.
+"""The gates before a private run: a record's gradient must be a function of that record alone, and the clip must be exact for this model.
 
 Two looks, before a private run: the modules that are known to mix records, then a measurement that also finds batch
 statistics computed by hand and losses that compare records. Per-record gradients by ``vmap`` isolate the records by construction;
@@ -17,12 +17,16 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
-from dpvision.dp.clip import LossFn
+from dpvision.dp.clip import ClippedSum, LossFn, clipped_sum
+from dpvision.dp.per_record import take
 from dpvision.errors import PrivacyError
 
 _MAX_RECORDS = 3
 _ROW_TOLERANCE = 1e-6
 """Relative change allowed when a record changes its row: kernels round differently there. A mask keyed by row changes everything."""
+_EXACT_TOLERANCE = 1e-9
+_FLOAT32_TOLERANCE = 1e-6
+"""Norms are reported in float32."""
 
 
 def check_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> None:
@@ -60,6 +64,62 @@ def check_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKe
             "separability: a record's gradient depends on its row in the batch; expected on the record, the weights and the key only. "
             "Key masks, augmentation and dropout by StepKey and record_id_B."
         )
+
+
+def check_exact(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> None:
+    """Refuse a model for which the one-pass clipped sum is not that of single records, each with a backward pass of its own.
+
+    On a float64 copy, for three records and for one. What tells a batch of records from other dimensions, tied weights from equal
+    ones, or one use of a weight from two, is thus tested on every model before it meets private data.
+
+    Args:
+        batch: as for ``check_separable`` (a cost of nine backward passes).
+
+    Raises:
+        PrivacyError: a norm or a sum differs by more than 1e-9; the message names the parameters.
+    """
+    copied = copy.deepcopy(model).cpu().double()
+    batch = _examples(batch)
+    singles = [take(batch, slice(i, i + 1)) for i in range(len(batch.record_id_B))]
+    params = {name: p for name, p in copied.named_parameters() if p.requires_grad}
+    norms = [_norm(_single_gradient(loss_fn, copied, params, one, key)) for one in singles]
+    middle = sorted(norms)[len(norms) // 2]
+    max_grad_norm = max(middle * 0.999, 1e-12)
+    expected = {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items()}
+    for one, norm in zip(singles, norms, strict=True):
+        factor = min(1.0, max_grad_norm / norm) if norm else 1.0
+        for name, grad in _single_gradient(loss_fn, copied, params, one, key).items():
+            expected[name] += factor * grad
+    total = ClippedSum.zeros(copied, max_grad_norm)
+    for part in (batch, singles[0]):
+        total = total + clipped_sum(loss_fn, copied, part, key, max_grad_norm=max_grad_norm)
+    for name, grad in _single_gradient(loss_fn, copied, params, singles[0], key).items():
+        expected[name] += (min(1.0, max_grad_norm / norms[0]) if norms[0] else 1.0) * grad
+    wrong = [
+        name for name, value in expected.items() if not (total.grads[name] - value).norm() <= _EXACT_TOLERANCE * len(norms) * max_grad_norm
+    ]
+    off = (total.norms_B.double() - torch.tensor([*norms, norms[0]], dtype=torch.float64)).abs().max()
+    if wrong or not off <= _FLOAT32_TOLERANCE * max(*norms, 1e-30):
+        named = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        raise PrivacyError(
+            f"clip: one-pass gradients of {named or 'some parameters'} differ from those of single records; expected the same. "
+            "Use method='vmap', and tell us of this model."
+        )
+
+
+def _single_gradient(loss_fn: LossFn, model: nn.Module, params: dict[str, Tensor], one: Batch, key: StepKey) -> dict[str, Tensor]:
+    """Gradient of one record's loss by plain autograd; buffers left as they were."""
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    loss = loss_fn(model, one, key).sum()
+    grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    return dict(zip(params, grads, strict=True))
+
+
+def _norm(grads: dict[str, Tensor]) -> float:
+    return float(torch.stack([grad.norm() for grad in grads.values()]).norm())
 
 
 def _check_module(name: str, module: nn.Module) -> None:

@@ -48,6 +48,7 @@ class DPPlan:
     """Grid of the privacy loss in the stated epsilon; None without a guarantee."""
     epsilon: float | None
     epsilon_rdp: float | None
+    clipping: Literal["hard", "automatic"] = "hard"
 
     def __post_init__(self) -> None:
         ok = self.sample_rate == self.expected_batch_size / self.dataset_size and 0 < self.sample_rate <= 1
@@ -203,6 +204,7 @@ def draft_plan(cfg: PrivacyConfig) -> DPPlan:
         value_discretization_interval=interval,
         epsilon=eps,
         epsilon_rdp=eps_rdp,
+        clipping=cfg.clipping,
     )
 
 

@@ -169,9 +169,13 @@ def clipping(plan: DPPlan) -> str:
     """What bounds a record's influence."""
     if plan.max_grad_norm is None:
         return "None."
+    factor = {
+        "hard": "scaled down to the clip norm if it is longer",
+        "automatic": "divided by its norm plus 0.01 and multiplied by the clip norm, so that it is always shorter",
+    }[plan.clipping]
     return (
-        "Each record's whole gradient, all trained parameters together, is scaled down to the clip norm if it is longer (norms in "
-        "float32). Augmented views of a record are averaged before."
+        f"Each record's whole gradient, all trained parameters together, is {factor} (norms in float32 or wider). Augmented views of a "
+        "record are averaged before."
     )
 
 

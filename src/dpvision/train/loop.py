@@ -30,6 +30,7 @@ from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan
 from dpvision.train.distributed import Group, all_reduce_vector, broadcast_bytes, broadcast_int, check_same_everywhere
 from dpvision.train.folder import RunFolder
+from dpvision.train.heap import keep_freed_memory
 from dpvision.train.log import RunLog
 from dpvision.train.step import step_sum
 from dpvision.train.versions import code_versions
@@ -75,6 +76,8 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
         CheckpointError: a checkpoint cannot be written; earlier ones are untouched and the ledger is true.
     """
     plan, group = session.plan, session.group
+    if group.device.type == "cpu":
+        keep_freed_memory()
     secrets = _share(secrets or Secrets(), group)
     saved = time.monotonic()
     with _stop_flag() as stop, contextlib.ExitStack() as stack:

@@ -14,7 +14,7 @@ from dpvision.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, w
 from dpvision.config import RunConfig
 from dpvision.data.keys import StepKey
 from dpvision.data.store import Store
-from dpvision.dp.support import check_separable
+from dpvision.dp.support import check_exact, check_separable
 from dpvision.errors import CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
 from dpvision.models import make_model
 from dpvision.optim.ema import make_ema
@@ -145,6 +145,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None) -> 
     loss_fn = loss_function(config)
     if plan.guarantee == "dp":
         check_separable(loss_fn, model, example_batch(config), StepKey(config.seed, 0))
+        check_exact(loss_fn, model, example_batch(config), StepKey(config.seed, 0))
     group = distributed.join(config.hardware.device)
     model.to(group.device)
     optimizer = Optimizer(config.optim, model)

@@ -13,10 +13,12 @@ from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.store import Store
 from dpvision.dp.clip import ClippedSum, LossFn, clipped_sum
+from dpvision.dp.scale import public_loss_scale
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.train.distributed import Group, all_reduce_sum, all_reduce_vector
 from dpvision.train.log import StepMetrics
+from dpvision.train.objectives import example_batch
 
 
 def step_sum(
@@ -50,9 +52,12 @@ def step_sum(
         store, mine, key, config.data, config.model.encoder.image_size,
         physical_batch_size=hardware.physical_batch_size, workers=hardware.workers,
     )  # fmt: skip
-    for batch in batches:
-        with autocast(hardware.precision, group.device):
-            total = total + clipped_sum(loss_fn, model, to_device(batch, group.device), key, max_grad_norm=plan.max_grad_norm)
+    with autocast(hardware.precision, group.device):
+        scale = _loss_scale(config, model, loss_fn, key, group) if hardware.precision == "float16" else 1.0
+        for batch in batches:
+            total = total + clipped_sum(
+                loss_fn, model, to_device(batch, group.device), key, max_grad_norm=plan.max_grad_norm, rule=plan.clipping, loss_scale=scale
+            )
     metrics = _metrics(total, plan, group, start)
     return all_reduce_sum(total, group), metrics
 
@@ -64,9 +69,14 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager:
     """Autocast of the forward pass for ``hardware.precision``."""
-    if precision == "bfloat16":
-        return torch.autocast(device.type, torch.bfloat16)
-    return contextlib.nullcontext()
+    if precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, {"bfloat16": torch.bfloat16, "float16": torch.float16}[precision])
+
+
+def _loss_scale(config: RunConfig, model: nn.Module, loss_fn: LossFn, key: StepKey, group: Group) -> float:
+    """Every rank finds the same: weights, key and public batch are the same on all."""
+    return public_loss_scale(loss_fn, model, to_device(example_batch(config), group.device), key)
 
 
 def _metrics(total: ClippedSum, plan: DPPlan, group: Group, start: float) -> StepMetrics:

@@ -1,0 +1,154 @@
+"""Which way each parameter's gradient goes, found on the ``meta`` device: shapes without values, no memory for the weights.
+
+Legend: B records.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from dpvision.cli.doctor_model import Built
+from dpvision.data.keys import StepKey
+from dpvision.dp.one_pass import Pass, Route, make_route, trained
+from dpvision.dp.per_record import LossModule, copied_buffers, per_record_gradients, prefixed
+from dpvision.dp.support import _check_module
+from dpvision.errors import ConfigError, PrivacyError
+
+KEY = StepKey(0, 0)
+_UNSEEN = "used where no rule sees it"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why private training would refuse the model, and what to do; the layers that the same is true of."""
+
+    message: str
+    layers: list[str]
+    """Names of modules; empty where the message is about the model or its loss."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a model's trained parameters are, by name."""
+
+    ways: dict[str, list[str]] = field(default_factory=dict)
+    """Way -> parameters; empty where the model is refused. Ways: the rules of ``dp.layers``, "slow" and "unused"."""
+    slow: dict[str, str] = field(default_factory=dict)
+    """Parameter without a rule -> why."""
+    refused: list[Refusal] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
+    tied: dict[str, list[str]] = field(default_factory=dict)
+    """Parameter -> its other names."""
+
+
+def look(name: str, built: Built) -> Look:
+    """Find the way of every trained parameter, or why there is none.
+
+    Args:
+        name: of the model, for messages.
+        built: on the ``meta`` device.
+
+    Raises:
+        ConfigError: nothing is trained, or the forward pass fails.
+    """
+    frozen, tied = _frozen_and_tied(built.model)
+    if not trained(built.model):
+        raise ConfigError(f"doctor: {name} has no parameter with requires_grad; expected at least one. Unfreeze what is to be trained.")
+    refused = _refused_layers(built.model)
+    if refused:
+        return Look(refused=refused, frozen=frozen, tied=tied)
+    try:
+        _check_losses(name, built)
+        with _told_by_us():
+            route = _route(built)
+    except PrivacyError as error:
+        return Look(refused=[Refusal(str(error), [])], frozen=frozen, tied=tied)
+    ways: dict[str, list[str]] = {}
+    for parameter, rules in route.uses.items():
+        way = "slow" if parameter in route.slow else " + ".join(dict.fromkeys(rules)) or "unused"
+        ways.setdefault(way, []).append(parameter)
+    return Look(ways, route.slow, [], frozen, tied)
+
+
+def _frozen_and_tied(model: nn.Module) -> tuple[list[str], dict[str, list[str]]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return frozen, {first: others for first, *others in names.values() if others}
+
+
+def _refused_layers(model: nn.Module) -> list[Refusal]:
+    """The gate's first look, at all layers: one refusal for each kind of layer."""
+    found: dict[str, Refusal] = {}
+    for name, module in model.named_modules():
+        try:
+            _check_module(name, module)
+        except PrivacyError as error:
+            found.setdefault(type(module).__name__, Refusal(str(error), [])).layers.append(name)
+    return list(found.values())
+
+
+def _check_losses(name: str, built: Built) -> None:
+    """Run the forward pass once, so that a mistake in it is told as one, and see that it gives one loss per record."""
+    shape = tuple(built.batch.image_BVCHW.shape)
+    try:
+        with torch.no_grad():
+            losses_B: Any = functional_call(LossModule(built.loss_fn, built.model), prefixed(copied_buffers(built.model)), (built.batch, KEY))
+    except PrivacyError:
+        raise
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"doctor: the forward pass of {name} on pictures of shape {shape} raised {type(error).__name__}: {first}; expected one loss per "
+            "record, by steps that do not depend on values. Say --image-size, or return (model, loss_fn, batch): docs/doctor.md."
+        ) from None
+    got, wanted = tuple(getattr(losses_B, "shape", ())), tuple(built.batch.record_id_B.shape)
+    if got != wanted:
+        raise PrivacyError(f"separability: losses of shape {got}; expected one per record, {wanted}. Do not average over the batch.")
+
+
+def _route(built: Built) -> Route:
+    """The route, with those parameters among the slow ones that autograd reaches past the rules.
+
+    Raises:
+        PrivacyError: there is no exact way to some parameter's gradients.
+    """
+    route = make_route(built.loss_fn, built.model, built.batch, KEY)
+    params = trained(built.model)
+    run = Pass(params, route.calls, len(built.batch.record_id_B), route.slow)
+    with run, torch.enable_grad():
+        losses_B = functional_call(LossModule(built.loss_fn, built.model), prefixed(copied_buffers(built.model)), (built.batch, KEY))
+    fast = [name for name in params if name not in route.slow]
+    if not losses_B.requires_grad:
+        return route
+    grads = torch.autograd.grad(losses_B.sum(), [run.anchor, *(params[name] for name in fast)], allow_unused=True)
+    leaked = [name for name, grad in zip(fast, grads[1:], strict=True) if grad is not None]
+    if leaked:
+        try:
+            per_record_gradients(built.loss_fn, built.model, {name: params[name].detach() for name in leaked}, built.batch, KEY)
+        except RuntimeError as error:
+            raise PrivacyError(
+                f"clip: no exact way to the per-record gradients of {', '.join(leaked)} ({_UNSEEN}): torch.func.vmap says "
+                f"{str(error).splitlines()[0]!r}. Freeze these parameters (requires_grad_(False)), or write the layer with operations "
+                "that have a rule (docs/clipping.md)."
+            ) from None
+    return Route(route.calls, route.uses, {**route.slow, **dict.fromkeys(leaked, _UNSEEN)})
+
+
+@contextlib.contextmanager
+def _told_by_us() -> Iterator[None]:
+    """The engine's own warning of slow parameters is left out: the table says it."""
+    log = logging.getLogger("dpvision.dp")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,187 @@
+"""What ``dpvision doctor`` can be asked about: a recipe, a function of one's own, a timm model; built with or without memory.
+
+Legend: B records, V views, C channels, H height, W width, K classes.
+"""
+
+import contextlib
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpvision.config import RunConfig
+from dpvision.data.batch import Batch
+from dpvision.data.keys import StepKey
+from dpvision.dp.clip import LossFn
+from dpvision.errors import ConfigError
+from dpvision.models import make_model, make_model_on_meta
+from dpvision.recipes import RECIPES
+from dpvision.train.objectives import example_batch, loss_function
+
+NUM_RECORDS = 3
+_IMAGE_SIZE = 224
+_EXPECTED = "a recipe, a timm name, or module:function"
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model in the state in which it would be trained, the loss of a record, and a few public records."""
+
+    model: nn.Module
+    loss_fn: LossFn
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What MODEL names."""
+
+    name: str
+    kind: str
+    """'recipe', 'timm' or 'function'."""
+    config: RunConfig | None
+    """Of a recipe only."""
+    make: Callable[[bool], Built]
+    """True: on the meta device, without memory for the weights. False: on the CPU."""
+
+
+def find_subject(name: str, image_size: int | None = None) -> Subject:
+    """What ``name`` stands for; nothing is built yet, but a module of one's own is imported.
+
+    Args:
+        name: a recipe, ``module:function`` (the current folder is searched, too), or a name that timm knows.
+        image_size: height and width of the pictures in pixels, for models that do not say it themselves.
+
+    Raises:
+        ConfigError: nothing has that name; the message offers close ones.
+    """
+    if image_size is not None and not image_size >= 1:
+        raise ConfigError(f"doctor: --image-size={image_size}; expected at least 1. Give pixels, 224 say.")
+    if name in RECIPES:
+        config = RECIPES[name]()
+        if image_size is not None:
+            raise ConfigError(f"doctor: --image-size={image_size}; expected none with a recipe: {name} says it itself. Drop it.")
+        return Subject(name, "recipe", config, lambda on_meta: _recipe(config, on_meta))
+    if ":" in name:
+        function = _find_function(name)
+        return Subject(name, "function", None, lambda on_meta: _from_function(name, function, image_size, on_meta))
+    import timm  # seconds; only now
+
+    if timm.is_model(name.partition(".")[0]):
+        return Subject(name, "timm", None, lambda on_meta: _from_timm(name, image_size, on_meta))
+    close = difflib.get_close_matches(name, [*RECIPES, *timm.list_models()], n=3)
+    remedy = f"Did you mean {' or '.join(close)}?" if close else f"Recipes: {', '.join(RECIPES)}."
+    raise ConfigError(f"doctor: {name!r}; expected {_EXPECTED}. {remedy}")
+
+
+def classification_losses(model: nn.Module, batch: Batch, _key: StepKey) -> Tensor:
+    """Cross-entropy of each record's first view against its label.
+
+    Returns:
+        losses_B, float32.
+    """
+    return F.cross_entropy(model(batch.image_BVCHW[:, 0]).float(), batch.label_B, reduction="none")
+
+
+def records(batch: Batch, num: int) -> Batch:
+    """A batch of ``num`` records made of those of ``batch``, over and over, each with an id of its own."""
+    rows = torch.arange(num, device=batch.record_id_B.device) % len(batch.record_id_B)
+    made = Batch._make(None if value is None else value[rows] for value in batch)
+    return made._replace(record_id_B=torch.arange(1, num + 1, device=rows.device))
+
+
+def _recipe(config: RunConfig, on_meta: bool) -> Built:
+    model = make_model_on_meta(config.model) if on_meta else make_model(config.model, config.seed)
+    return Built(model, loss_function(config), _to_meta(example_batch(config, NUM_RECORDS), on_meta))
+
+
+def _from_timm(name: str, image_size: int | None, on_meta: bool) -> Built:
+    import timm
+
+    model = _called(name, lambda: timm.create_model(name, pretrained=False), on_meta).train()
+    shape = tuple(model.pretrained_cfg.get("input_size", (3, _IMAGE_SIZE, _IMAGE_SIZE)))
+    if image_size is not None:
+        shape = (shape[0], image_size, image_size)
+    return _classifier(model, shape, on_meta)
+
+
+def _find_function(name: str) -> Callable[[], Any]:
+    module_name, _, function_name = name.partition(":")
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"doctor: {name!r}: module {module_name!r} cannot be imported ({_told(error)}); expected a module of the current folder or of "
+            "this Python. Correct the name, or the module."
+        ) from None
+    function = vars(module).get(function_name)
+    if not callable(function):
+        close = difflib.get_close_matches(function_name, [key for key, value in vars(module).items() if callable(value)], n=3)
+        remedy = f"Did you mean {' or '.join(f'{module_name}:{key}' for key in close)}?" if close else "Correct the name."
+        raise ConfigError(f"doctor: {name!r}; expected a function of module {module_name!r}. {remedy}")
+    return function
+
+
+def _from_function(name: str, function: Callable[[], Any], image_size: int | None, on_meta: bool) -> Built:
+    made = _called(name, function, on_meta)
+    if isinstance(made, nn.Module):
+        return _classifier(made, (3, image_size or _IMAGE_SIZE, image_size or _IMAGE_SIZE), on_meta)
+    if not (isinstance(made, tuple) and len(made) == 3):
+        raise ConfigError(
+            f"doctor: {name} returns {type(made).__name__}; expected a torch.nn.Module that classifies pictures, or (model, loss_fn, batch). "
+            "See docs/doctor.md."
+        )
+    model, loss_fn, batch = made
+    if not (isinstance(model, nn.Module) and callable(loss_fn) and isinstance(batch, Batch) and len(batch.record_id_B) >= 2):
+        got = ", ".join(type(part).__name__ for part in made)
+        raise ConfigError(
+            f"doctor: {name} returns ({got}); expected (torch.nn.Module, function, dpvision.data.batch.Batch of at least 2 records). "
+            "See docs/doctor.md."
+        )
+    return Built(model, loss_fn, _to_meta(batch, on_meta))
+
+
+def _classifier(model: nn.Module, shape: tuple[int, ...], on_meta: bool) -> Built:
+    """A classifier on random pictures of ``shape`` (C, H, W); the labels are the first classes."""
+    generator = torch.Generator().manual_seed(0)
+    batch = Batch(
+        record_id_B=torch.arange(1, NUM_RECORDS + 1),
+        valid_B=torch.ones(NUM_RECORDS, dtype=torch.bool),
+        image_BVCHW=torch.randn(NUM_RECORDS, 1, *shape, generator=generator),
+        label_B=torch.zeros(NUM_RECORDS, dtype=torch.long),
+    )
+    return Built(model, classification_losses, _to_meta(batch, on_meta))
+
+
+def _called(name: str, function: Callable[[], Any], on_meta: bool) -> Any:
+    """What ``function`` returns, built from the same random numbers each time; the global random state is not moved."""
+    place = torch.device("meta") if on_meta else contextlib.nullcontext()
+    try:
+        with torch.random.fork_rng(devices=[]), place:
+            torch.manual_seed(0)
+            return function()
+    except Exception as error:
+        hint = " It is called under torch.device('meta'), where tensors have shapes but no values." if on_meta else ""
+        raise ConfigError(f"doctor: {name} raised {_told(error)}; expected a model.{hint} Correct the name, or the function.") from None
+
+
+def _told(error: Exception) -> str:
+    """An exception in one line, with the place where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}{place}"
+
+
+def _to_meta(batch: Batch, on_meta: bool) -> Batch:
+    return Batch._make(None if t is None else t.to("meta") for t in batch) if on_meta else batch
