@@ -5,6 +5,7 @@ Legend: B records.
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,7 +66,7 @@ def look(name: str, built: Built) -> Look:
         return Look(refused=refused, frozen=frozen, tied=tied)
     try:
         _check_losses(name, built)
-        with _told_by_us():
+        with told_by_us():
             route = _route(built)
     except PrivacyError as error:
         return Look(refused=[Refusal(str(error), [])], frozen=frozen, tied=tied)
@@ -100,7 +101,9 @@ def _check_losses(name: str, built: Built) -> None:
     shape = tuple(built.batch.image_BVCHW.shape)
     try:
         with torch.no_grad():
-            losses_B: Any = functional_call(LossModule(built.loss_fn, built.model), prefixed(copied_buffers(built.model)), (built.batch, KEY))
+            losses_B: Any = functional_call(
+                LossModule(built.loss_fn, built.model), prefixed(copied_buffers(built.model)), (built.batch, KEY)
+            )
     except PrivacyError:
         raise
     except Exception as error:
@@ -143,12 +146,14 @@ def _route(built: Built) -> Route:
 
 
 @contextlib.contextmanager
-def _told_by_us() -> Iterator[None]:
-    """The engine's own warning of slow parameters is left out: the table says it."""
+def told_by_us() -> Iterator[None]:
+    """The engine's warning of slow parameters is left out, and torch's of slow vmap: the table says it."""
     log = logging.getLogger("dpvision.dp")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
+            yield
     finally:
         log.setLevel(level)

@@ -55,12 +55,19 @@ Rule = Callable[..., Any]
 
 def by_record(value: Tensor, layout: Layout, num_records: int) -> Tensor:
     """(..., D) with its records anywhere -> (B, T, D)."""
-    return value.movedim(layout.dim, 0).reshape(num_records, -1, value.shape[-1])
+    rows = value.movedim(layout.dim, 0)
+    if not layout.side_by_side:
+        rows = rows.unflatten(0, (layout.per_record, num_records)).transpose(0, 1)
+    return rows.reshape(num_records, -1, value.shape[-1])
 
 
 def _require(ok: bool, tensors: list[Tensor | None], reason: str) -> None:
     if not ok:
         raise NoRule([t for t in tensors if t is not None], reason)
+
+
+def _leading(layout: Layout) -> bool:
+    return layout.dim == 0 and layout.side_by_side
 
 
 class _Linear(torch.autograd.Function):
@@ -85,7 +92,7 @@ def linear(run: Pass, input: Tensor, weight: Tensor, bias: Tensor | None = None,
     layout = run.layout(input)
     if layout is None or run.layout(weight) is not None:
         return NotImplemented
-    _require(layout is not MIXED and layout.dim < input.ndim - 1, [weight, bias], "an input whose records are not rows")
+    _require(layout != MIXED and layout.dim < input.ndim - 1, [weight, bias], "an input whose records are not rows")
     slot, bias_slot = run.slot(weight, "linear"), run.slot(bias, "bias")
     num, shape = run.num_records, weight.shape
     x, w, b = run.lowered(input, weight.detach().t() if transposed else weight.detach(), None if bias is None else bias.detach())
@@ -145,7 +152,7 @@ def _make_conv(num_dims: int) -> Rule:
         layout = run.layout(input)
         if layout is None or run.layout(weight) is not None:
             return NotImplemented
-        _require(layout.dim == 0, [weight, bias], "a convolution whose records are not its first dimension")
+        _require(_leading(layout), [weight, bias], "a convolution whose records are not its first dimension")
         stride, dilation = _tuple(stride, num_dims), _tuple(dilation, num_dims)
         if padding == "same":
             _require(all(d * (k - 1) % 2 == 0 for d, k in zip(dilation, weight.shape[2:], strict=True)), [weight, bias], "uneven padding")
@@ -218,7 +225,7 @@ def layer_norm(
         return NotImplemented
     slot, bias_slot = run.slot(weight, "layer norm"), run.slot(bias, "layer norm")
     shape = tuple(normalized_shape)
-    _require(layout is not MIXED and layout.dim < input.ndim - len(shape), [weight, bias], "a layer norm over records")
+    _require(layout != MIXED and layout.dim < input.ndim - len(shape), [weight, bias], "a layer norm over records")
     num = run.num_records
 
     def rows(value: Tensor) -> Tensor:
@@ -272,7 +279,7 @@ def group_norm(
     if layout is None:
         return NotImplemented
     slot, bias_slot = run.slot(weight, "group norm"), run.slot(bias, "group norm")
-    _require(layout.dim == 0, [weight, bias], "a group norm whose records are not its first dimension")
+    _require(_leading(layout), [weight, bias], "a group norm whose records are not its first dimension")
     num, channels = run.num_records, input.shape[1]
 
     def sink(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
@@ -321,7 +328,8 @@ class _Spread(torch.autograd.Function):
 
 def spread(run: Pass, weight: Tensor, layout: Layout, num_dims: int, rule: str) -> Tensor:
     """A weight with a row for every record (``per_record`` of them) in dimension ``layout.dim`` of ``num_dims``, elsewhere as it is."""
-    _require(layout is not MIXED and weight.ndim <= num_dims, [weight], f"{rule} with a result whose records are not in one dimension")
+    ok = layout != MIXED and layout.side_by_side and weight.ndim <= num_dims
+    _require(ok, [weight], f"{rule} with a result whose records are not rows side by side")
     padded = weight.detach()[(None,) * (num_dims - weight.ndim)]
     _require(padded.shape[layout.dim] == 1, [weight], f"{rule} along the dimension of the records")
     slot = run.slot(weight, rule)
@@ -399,7 +407,7 @@ def embedding(
     layout = run.layout(input)
     if layout is None:
         return NotImplemented
-    _require(layout is not MIXED, [weight], "an index whose records are not in one dimension")
+    _require(layout != MIXED, [weight], "an index whose records are not in one dimension")
     _require(max_norm is None and not scale_grad_by_freq, [weight], "an embedding with max_norm or scale_grad_by_freq")
     slot = run.slot(weight, "embedding")
     num, shape = run.num_records, weight.shape
@@ -438,7 +446,7 @@ def batch_norm(
     layout = run.layout(input)
     if layout is None:
         return NotImplemented
-    _require(not training and layout.dim == 0, [weight, bias], "a batch norm on batch statistics")
+    _require(not training and _leading(layout), [weight, bias], "a batch norm on batch statistics")
     y = F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps)
     ones = (1,) * (input.ndim - 2)
     if weight is not None:
@@ -487,7 +495,7 @@ def head(run: Pass, hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None
     layout = run.layout(hidden_BLD)
     if layout is None or run.layout(weight_VD) is not None:
         return NotImplemented
-    _require(layout.dim == 0, [weight_VD, bias_V], "a vocabulary head whose records are not its first dimension")
+    _require(_leading(layout), [weight_VD, bias_V], "a vocabulary head whose records are not its first dimension")
     slot, bias_slot = run.slot(weight_VD, "vocabulary head"), run.slot(bias_V, "vocabulary head")
     num, shape = run.num_records, weight_VD.shape
     hidden, weight, bias = run.lowered(hidden_BLD, weight_VD.detach(), None if bias_V is None else bias_V.detach())

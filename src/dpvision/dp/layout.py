@@ -1,13 +1,14 @@
-"""Where the records lie in every tensor of a forward pass, found by running it with two and with three records.
+"""Where the records lie in every tensor of a forward pass, found by running it, never guessed.
 
-Shapes alone do not tell a batch of 64 records from 64 tokens. Two runs do: the dimension that grows with the batch holds the
-records. The pass that clips (``one_pass``) then meets the same calls in the same order, checks every shape that it relies on
-against this list, and never guesses.
+Shapes alone do not tell a batch of 64 records from 64 tokens. Passes over two and over three records do: the dimension that grows
+holds the records. Nor do they tell which of its rows are whose. Passes in which one record of three is replaced do: its rows
+change, the others stay. The pass that clips (``one_pass``) then meets the same calls in the same order and checks every shape that
+it relies on against this list.
 """
 
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,14 +21,16 @@ NUM_RECORDS = (2, 3)
 
 @dataclass(frozen=True)
 class Layout:
-    """Dimension ``dim`` holds the records, ``per_record`` rows for each, those of one record side by side."""
+    """Dimension ``dim`` holds the records, ``per_record`` rows for each."""
 
     dim: int
     per_record: int
+    side_by_side: bool = True
+    """Rows of one record stand together; else the first rows of all records come first, then the second ones, and so on."""
 
 
 MIXED = Layout(-1, 0)
-"""The shape depends on the number of records in another way."""
+"""The shape depends on the number of records in another way, or the rows of a record stand in another order."""
 
 
 @dataclass(frozen=True)
@@ -52,50 +55,79 @@ OPENED: dict[Callable[..., Any], Callable[..., Any]] = {F.multi_head_attention_f
 """Functions that use parameters in several ways, with a form that shows each use."""
 
 
-class Recorder(TorchFunctionMode):
-    """Writes down every call that returns tensors, with its shapes."""
+Note = Callable[[int, list[Tensor]], list[Any]]
+"""(position of the call, its tensors) -> what to write down of them."""
 
-    def __init__(self) -> None:
+
+class _Recorder(TorchFunctionMode):
+    """Writes down every call that returns tensors, and what ``note`` says of its arguments and of its results."""
+
+    def __init__(self, inputs: Note, outputs: Note) -> None:
         super().__init__()
-        self.calls: list[tuple[Callable[..., Any], list[torch.Size], list[torch.Size]]] = []
+        self.calls: list[tuple[Callable[..., Any], list[Any], list[Any]]] = []
+        self._inputs, self._outputs = inputs, outputs
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
-        inputs = [t.shape for t in tensors_in(args, kwargs)]
+        inputs = self._inputs(len(self.calls), list(tensors_in(args, kwargs)))
         out = func(*args, **kwargs)
-        outputs = [t.shape for t in tensors_in((out,), {})]
-        if outputs:
-            self.calls.append((func, inputs, outputs))
+        made = list(tensors_in((out,), {}))
+        if made:
+            self.calls.append((func, inputs, self._outputs(len(self.calls), made)))
         return out
 
 
-def find_layouts(run: Callable[[Any], object], few: Any, many: Any) -> list[Call] | str:
+def find_layouts(run: Callable[[Any], object], few: Any, many: Any, replaced: dict[int, Any]) -> list[Call] | str:
     """The calls of a forward pass with the layout of every tensor in them.
 
     Args:
         run: runs the pass over a batch.
-        few, many: batches of ``NUM_RECORDS`` records.
+        few, many: batches of ``NUM_RECORDS`` equal records.
+        replaced: row -> ``many`` with another record in that row. Empty on the ``meta`` device, where nothing has a value: rows of
+            one record are then taken to stand together.
 
     Returns:
-        The calls, or why there are none: the pass makes other calls for two records than for three.
+        The calls, or why there are none.
     """
-    recorders = []
-    for batch in (few, many):
-        recorders.append(Recorder())
-        with recorders[-1]:
-            run(batch)
-    first, second = (recorder.calls for recorder in recorders)
+
+    def shapes(_at: int, tensors: list[Tensor]) -> list[Any]:
+        return [t.shape for t in tensors]
+
+    first, second = (_record(run, batch, shapes, shapes) for batch in (few, many))
     if [call[0] for call in first] != [call[0] for call in second]:
         return "its forward pass makes other calls for two records than for three"
-    return [
-        Call(a[0], tuple(map(_layout, a[1], b[1])), tuple(map(_layout, a[2], b[2])))
-        if len(a[1]) == len(b[1])  # a list with one tensor for each record
-        else Call(a[0], (MIXED,) * len(a[1]), (MIXED,) * len(a[2]))
-        for a, b in zip(first, second, strict=True)
-    ]
+    calls = [Call(a[0], _layouts(a[1], b[1]), _layouts(a[2], b[2])) for a, b in zip(first, second, strict=True)]
+    return _with_rows(run, many, replaced, calls) if replaced else calls
+
+
+def _with_rows(run: Callable[[Any], object], many: Any, replaced: dict[int, Any], calls: list[Call]) -> list[Call] | str:
+    """The calls with the order of rows corrected by which of them change with which record."""
+
+    def marks(at: int, tensors: list[Tensor], layouts: Callable[[Call], tuple[Layout | None, ...]]) -> list[Any]:
+        known = layouts(calls[at]) if at < len(calls) else ()
+        return [_row_marks(t, layout) for t, layout in zip(tensors, known, strict=False)]
+
+    def inputs(at: int, tensors: list[Tensor]) -> list[Any]:
+        return marks(at, tensors, lambda call: call.inputs)
+
+    def outputs(at: int, tensors: list[Tensor]) -> list[Any]:
+        return marks(at, tensors, lambda call: call.outputs)
+
+    reference = _record(run, many, inputs, outputs)
+    others = {row: _record(run, batch, inputs, outputs) for row, batch in replaced.items()}
+    if any([call[0] for call in other] != [call[0] for call in reference] for other in others.values()):
+        return "its forward pass makes other calls for other records"
+
+    def corrected(layouts: tuple[Layout | None, ...], at: int, part: int) -> tuple[Layout | None, ...]:
+        return tuple(
+            layout and _ordered(layout, reference[at][part][i], {row: other[at][part][i] for row, other in others.items()})
+            for i, layout in enumerate(layouts)
+        )
+
+    return [replace(call, inputs=corrected(call.inputs, at, 1), outputs=corrected(call.outputs, at, 2)) for at, call in enumerate(calls)]
 
 
 def tensors_in(args: Any, kwargs: Any) -> Iterator[Tensor]:
@@ -105,6 +137,19 @@ def tensors_in(args: Any, kwargs: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from (item for item in value if isinstance(item, Tensor))
+
+
+def _record(run: Callable[[Any], object], batch: Any, inputs: Note, outputs: Note) -> list[tuple[Any, list[Any], list[Any]]]:
+    recorder = _Recorder(inputs, outputs)
+    with recorder:
+        run(batch)
+    return recorder.calls
+
+
+def _layouts(few: list[torch.Size], many: list[torch.Size]) -> tuple[Layout | None, ...]:
+    if len(few) != len(many):  # a list with one tensor for each record
+        return (MIXED,) * len(few)
+    return tuple(map(_layout, few, many))
 
 
 def _layout(few: torch.Size, many: torch.Size) -> Layout | None:
@@ -117,3 +162,29 @@ def _layout(few: torch.Size, many: torch.Size) -> Layout | None:
     if len(grown) > 1 or per_record[0] != per_record[1] or per_record[0] != int(per_record[0]):
         return MIXED
     return Layout(grown[0], int(per_record[0]))
+
+
+def _row_marks(value: Tensor, layout: Layout | None) -> Tensor | None:
+    """One number for each row along the records' dimension, which hardly any change of the row leaves as it was."""
+    size = NUM_RECORDS[1] * (layout.per_record if layout else 0)
+    if layout is None or layout == MIXED or value.ndim <= layout.dim or value.shape[layout.dim] != size:
+        return None
+    rows = value.detach().movedim(layout.dim, 0).reshape(value.shape[layout.dim], -1).double().nan_to_num()
+    return rows @ torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device).mul_(1.7).add_(0.3).cos_()
+
+
+def _ordered(layout: Layout, before: Tensor | None, after: dict[int, Tensor | None]) -> Layout:
+    """The layout with the order of rows that explains which of them changed; ``MIXED`` if none does or if two do."""
+    if layout == MIXED or before is None or any(marks is None for marks in after.values()):
+        return MIXED
+    num, rows = NUM_RECORDS[1], torch.arange(len(before), device=before.device)
+    fits = {True: True, False: True}
+    for record, marks in after.items():
+        changed = rows[before != marks]
+        fits[True] &= bool((changed // layout.per_record == record).all())
+        fits[False] &= bool((changed % num == record).all())
+    if layout.per_record == 1:
+        return layout if fits[True] else MIXED
+    if fits[True] == fits[False]:
+        return MIXED
+    return replace(layout, side_by_side=fits[True])

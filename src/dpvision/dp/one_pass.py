@@ -24,7 +24,7 @@ from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.dp import layers
 from dpvision.dp.layers import ELEMENTWISE, EXPANDING, RULES, NoRule
-from dpvision.dp.layout import NUM_RECORDS, OPENED, Call, Layout, find_layouts, tensors_in
+from dpvision.dp.layout import MIXED, NUM_RECORDS, OPENED, Call, Layout, find_layouts, tensors_in
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
 from dpvision.dp.slots import Slot, group_square_norms, groups_of, norm_is_own, pull_back, shared_square_norms, sum_of_squares
 from dpvision.errors import PrivacyError
@@ -118,7 +118,7 @@ class Pass(TorchFunctionMode):
         if len(call.inputs) != len(tensors):
             raise Strayed(func.__name__)
         for tensor, layout in zip(tensors, call.inputs, strict=True):
-            ok = layout is None or layout.dim < 0 or tensor.shape[layout.dim] == self.num_records * layout.per_record
+            ok = layout is None or layout == MIXED or tensor.shape[layout.dim] == self.num_records * layout.per_record
             if not ok:
                 raise Strayed(func.__name__)
         self._layouts = {id(tensor): layout for tensor, layout in zip(tensors, call.inputs, strict=True)}
@@ -143,15 +143,39 @@ class Pass(TorchFunctionMode):
     def lowered(self, input: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
         dtype = lowered_dtype(input)
         if dtype == input.dtype:
-            return (input, *weights)  # type: ignore[return-value]
+            return (input, *weights)  # type: ignore[arg-type]
         source, made = self._lowered.get(id(input), (None, None))
         if source is None or source() is not input or made is None:
             made = input.to(dtype)
             self._lowered[id(input)] = weakref.ref(input), made
-        return (made, *(None if w is None else w.to(dtype) for w in weights))  # type: ignore[return-value]
+        return (made, *(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
 
     def names_of(self, tensors: list[Tensor]) -> set[str]:
         return {name for t in tensors if id(t) in self._known for name in self._known[id(t)][1]}
+
+
+def _probes(batch: Batch) -> tuple[Batch, Batch, dict[int, Batch]]:
+    """Batches for ``find_layouts``, of the first record and of one that differs from it in all that can differ."""
+    device = batch.record_id_B.device
+    few, many = (take(batch, torch.zeros(num, dtype=torch.long, device=device)) for num in NUM_RECORDS)
+    if device.type == "meta":
+        return few, many, {}
+    other = take(batch, torch.tensor([len(batch.record_id_B) - 1], device=device))
+    other = other._replace(
+        record_id_B=other.record_id_B + 1,
+        image_BVCHW=other.image_BVCHW.roll(1, -1) * 0.75 + 0.125,
+        token_BVL=None if other.token_BVL is None else other.token_BVL.roll(1, -1),
+    )
+    replaced = {}
+    for row in (0, 1):
+        values = []
+        for value, new in zip(many, other, strict=True):
+            if value is not None and new is not None:
+                value = value.clone()
+                value[row] = new[0]
+            values.append(value)
+        replaced[row] = Batch._make(values)
+    return few, many, replaced
 
 
 _CHECKPOINTED = (
@@ -166,7 +190,7 @@ def _refuse_hooks() -> None:
 
 
 def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Route:
-    """Find how every trained parameter goes through the pass: four forward passes of two or three records, no backward pass.
+    """Find how every trained parameter goes through the pass: six forward passes of two or three records, no backward pass.
 
     Works on the ``meta`` device, without memory for the weights.
 
@@ -183,9 +207,9 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
     def run(batch: Batch) -> Tensor:
         return functional_call(wrapped, buffers, (batch, key))
 
-    few, many = (take(batch, torch.zeros(num, dtype=torch.long, device=batch.record_id_B.device)) for num in NUM_RECORDS)
+    few, many, replaced = _probes(batch)
     with torch.no_grad():
-        calls = find_layouts(run, few, many)
+        calls = find_layouts(run, few, many, replaced)
     if isinstance(calls, str):
         raise PrivacyError(f"clip: the model cannot be followed: {calls}; expected the same for any batch. Use method='vmap'.")
     slow: dict[str, str] = {}

@@ -81,7 +81,7 @@ def check_exact(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -
     copied = copy.deepcopy(model).cpu().double()
     batch = _examples(batch)
     singles = [take(batch, slice(i, i + 1)) for i in range(len(batch.record_id_B))]
-    params = {name: p for name, p in copied.named_parameters() if p.requires_grad}
+    params: dict[str, Tensor] = {name: p for name, p in copied.named_parameters() if p.requires_grad}
     norms = [_norm(_single_gradient(loss_fn, copied, params, one, key)) for one in singles]
     middle = sorted(norms)[len(norms) // 2]
     max_grad_norm = max(middle * 0.999, 1e-12)

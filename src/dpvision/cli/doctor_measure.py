@@ -1,0 +1,345 @@
+"""``dpvision doctor --measure``: is it exact here, how many records fit, what does a step cost?
+
+Legend: B records.
+"""
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpvision.cli.doctor_look import KEY, told_by_us
+from dpvision.cli.doctor_model import Built, records
+from dpvision.config import HardwareConfig
+from dpvision.data.batch import Batch
+from dpvision.dp.clip import ClippedSum, clipped_sum
+from dpvision.dp.support import check_exact, check_separable
+from dpvision.errors import ConfigError, PrivacyError
+from dpvision.train.distributed import join
+from dpvision.train.heap import keep_freed_memory
+from dpvision.train.step import autocast, to_device
+
+TOLERANCE = 1e-5
+"""Largest relative difference of the float32 sum, and of a norm, from the oracle's."""
+MARGIN = 0.8
+"""Part of the free memory that an estimate counts on: fragments and the scratch memory of libraries take the rest."""
+_MOST_RECORDS = 2**16
+_ROUNDS = 7
+_FLOAT64_COPIES = 8
+"""Copies of the weights, in float64, that the gates hold at once: the model, single gradients, sums, temporaries."""
+_FLOAT64_PASSES = 60
+"""Forward passes of one record in float32 that the gates take as long as: 33 forward and backward passes in float64 at most."""
+_TIMED_SHARE = 0.6
+"""Part of the time left that the timed rounds may take; the searches have the rest."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The model on its device, and the clock."""
+
+    built: Built
+    device: torch.device
+    hardware: HardwareConfig
+    max_grad_norm: float
+    end: float
+    """On time.monotonic()'s clock."""
+
+    def left_s(self) -> float:
+        return max(0.0, self.end - time.monotonic())
+
+    def batch(self, num: int) -> Batch:
+        return to_device(records(self.built.batch, num), self.device)
+
+    def step(self, batch: Batch, max_grad_norm: float | None) -> ClippedSum:
+        """The clipped sum, or without a clip norm the plain sum of gradients: forward and one backward pass."""
+        with autocast(self.hardware.precision, self.device):
+            return clipped_sum(self.built.loss_fn, self.built.model, batch, KEY, max_grad_norm=max_grad_norm)
+
+    def seconds_of(self, batch: Batch, max_grad_norm: float | None) -> float:
+        """Seconds of one step; what it returns is freed after the clock stops."""
+        self._finish()
+        start = time.perf_counter()
+        result = self.step(batch, max_grad_norm)
+        self._finish()
+        seconds = time.perf_counter() - start
+        del result
+        return seconds
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure(
+    built: Built, hardware: HardwareConfig, *, num_timed: int | None, max_grad_norm: float, state_bytes: int, max_minutes: float
+) -> dict[str, Any]:
+    """Check three records against the oracle, find the largest physical batch, time a step; progress on standard error.
+
+    Args:
+        built: on the CPU.
+        hardware: device, precision, and the physical batch that a run would take.
+        num_timed: physical batch to time; None: the run's, or as much of it as memory and time allow. Given: none is searched for.
+        state_bytes: memory that training holds between steps, weights included.
+        max_minutes: for the whole; a batch or a search that would take longer is made smaller, the oracle never is.
+
+    Returns:
+        The figures, ready for JSON.
+
+    Raises:
+        PrivacyError: a gate refuses the model, or the clipped sum is not the oracle's.
+        ConfigError: there is no such device, or not even one record fits.
+    """
+    device = join(hardware.device).device
+    keep_freed_memory()  # as training does
+    _stir(built.model)
+    end = time.monotonic() + 60 * max_minutes
+    with told_by_us():
+        say("1/3 against the oracle, three records")
+        gates = _gates(built, end)
+        built.model.to(device)
+        bench = Bench(built, device, hardware, max_grad_norm, end)
+        oracle = {**compare(bench), "float64": gates}
+        say("2/3 the largest physical batch")
+        try:
+            bench.seconds_of(bench.batch(1), max_grad_norm)
+            largest = _largest(bench, state_bytes) if num_timed is None else None
+            say("3/3 the price of a step")
+            num = num_timed or _timed_batch(bench, largest["records"] if largest else 1)
+            step = _times(bench, num)
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"doctor: {num_timed or 1} records do not fit the memory of {device}; expected a smaller physical batch. "
+                "Say --physical-batch-size, or take a smaller model."
+            ) from None
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "precision": hardware.precision,
+        "oracle": oracle,
+        "largest_physical_batch": largest,
+        "step": step,
+    }
+
+
+def say(line: str) -> None:
+    """Progress."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _stir(model: nn.Module) -> None:
+    """Give small values to parameters that start as zeros: a zero hides from the comparison what lies behind it."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+def _gates(built: Built, end: float) -> str:
+    """The two gates of a private run, in float64, on the CPU; or why they were left out.
+
+    Raises:
+        PrivacyError: a gate refuses.
+    """
+    needed = _FLOAT64_COPIES * 8 * sum(p.numel() for p in built.model.parameters())
+    if needed > available_bytes():
+        return f"left out: {needed / 2**30:.1f} GiB needed"
+    one = records(built.batch, 1)
+    with torch.no_grad():
+        built.loss_fn(built.model, one, KEY)
+        start = time.monotonic()
+        built.loss_fn(built.model, one, KEY)
+    needed_s = _FLOAT64_PASSES * (time.monotonic() - start)
+    if needed_s > (end - time.monotonic()) / 3:
+        return f"left out: about {needed_s:.0f} s needed, a third of --max-minutes allowed"
+    check_separable(built.loss_fn, built.model, built.batch, KEY)
+    check_exact(built.loss_fn, built.model, built.batch, KEY)
+    return "passed"
+
+
+def compare(bench: Bench) -> dict[str, Any]:
+    """One pass against ``vmap`` in float32, at the median of the records' norms so that some are clipped and some are not.
+
+    Raises:
+        PrivacyError: the sums, or the norms, differ by more than 1e-5 of theirs.
+    """
+    built, batch = bench.built, to_device(bench.built.batch, bench.device)
+
+    def run(method: str, max_grad_norm: float) -> ClippedSum:
+        return clipped_sum(built.loss_fn, built.model, batch, KEY, max_grad_norm=max_grad_norm, method=method, chunk_size=1)
+
+    middle = float(run("one_pass", 1.0).norms_B.median())
+    if not 1e-12 <= middle <= 1e12:
+        raise PrivacyError(
+            f"doctor: gradient norm {middle} of random pictures; expected a finite one that is not zero. Check model and loss."
+        )
+    ours, oracle = run("one_pass", middle), run("vmap", middle)
+    size = sum(float(value.double().square().sum()) for value in oracle.grads.values()) ** 0.5
+    off = sum(float((ours.grads[name].double() - value.double()).square().sum()) for name, value in oracle.grads.items()) ** 0.5
+    norms_off = float(((ours.norms_B - oracle.norms_B).abs() / oracle.norms_B).max())
+    difference = off / size if size else off
+    if not max(difference, norms_off) <= TOLERANCE:
+        raise PrivacyError(
+            f"doctor: the one-pass sum differs from the oracle's by {difference:.1e}, a norm by {norms_off:.1e}; expected at most "
+            f"{TOLERANCE:.0e}. Train with method='vmap', and tell us of this model."
+        )
+    return {"records": len(batch.record_id_B), "difference": difference, "norm_difference": norms_off, "tolerance": TOLERANCE}
+
+
+def _largest(bench: Bench, state_bytes: int) -> dict[str, Any]:
+    weights = sum(p.numel() * p.element_size() for p in bench.built.model.parameters())
+    if bench.device.type == "cuda":
+        return _largest_tried(bench, state_bytes - weights)
+    return _largest_estimated(bench, state_bytes - weights)
+
+
+def _largest_tried(bench: Bench, other_bytes: int) -> dict[str, Any]:
+    """Steps of more and more records on the GPU, with room taken for what training holds besides the weights."""
+
+    def fits(num: int) -> bool:
+        try:
+            bench.seconds_of(bench.batch(num), bench.max_grad_norm)
+            fitted = True
+        except torch.OutOfMemoryError:
+            fitted = False
+        gc.collect()
+        torch.cuda.empty_cache()
+        return fitted
+
+    room = torch.empty(other_bytes, dtype=torch.uint8, device=bench.device)
+    deadline = bench.end - 0.5 * bench.left_s()
+    num, final = most_that_fit(fits, most=_MOST_RECORDS, stop=lambda: time.monotonic() > deadline)
+    del room
+    if not num:
+        raise torch.OutOfMemoryError("not even one record")
+    torch.cuda.empty_cache()
+    return {"records": num, "how": "measured" if final else "measured; more may fit: time or search was limited"}
+
+
+def most_that_fit(fits: Callable[[int], bool], *, most: int, stop: Callable[[], bool]) -> tuple[int, bool]:
+    """Largest number for which ``fits``, to a sixteenth: doubling, then bisection.
+
+    Args:
+        fits: true up to some number, false beyond it.
+        most: no larger number is tried.
+        stop: true: answer with what is known.
+
+    Returns:
+        The largest number that was seen to fit (0: not even 1), and whether the next sixteenth was seen not to.
+    """
+    low, high = 0, most + 1
+    while high - low > max(1, low // 16) and not stop():
+        tried = max(1, 2 * low) if high > most else (low + high) // 2
+        tried = min(tried, most)
+        if fits(tried):
+            low = tried
+        else:
+            high = tried
+        if low == most:
+            break
+    return low, high <= most and high - low <= max(1, low // 16)
+
+
+def _largest_estimated(bench: Bench, other_bytes: int) -> dict[str, Any]:
+    """From the memory that steps of a few records and of half of them take, to the byte, and what the machine has free."""
+    free = available_bytes()
+    seconds = bench.seconds_of(bench.batch(2), bench.max_grad_norm) / 2
+    # Larger batches tell more of the slope: what is computed in chunks does not grow for ever. Ten seconds of steps at most.
+    num = max(2, min(bench.hardware.physical_batch_size, 64, int(min(10.0, bench.left_s() / 20) / seconds)))
+    many = peak_bytes(lambda: bench.step(bench.batch(num), bench.max_grad_norm))
+    few = peak_bytes(lambda: bench.step(bench.batch(num // 2), bench.max_grad_norm))
+    record_bytes = max(1.0, (many - few) / (num - num // 2))
+    fixed = max(0.0, many - num * record_bytes)
+    fitting = int((MARGIN * free - other_bytes - fixed) / record_bytes)
+    if fitting < 1:
+        raise torch.OutOfMemoryError("not even one record")
+    return {
+        "records": fitting,
+        "how": "estimated",
+        "record_bytes": round(record_bytes),
+        "fixed_bytes": round(fixed),
+        "available_bytes": free,
+        "margin": MARGIN,
+    }
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """Most bytes that torch's CPU allocator holds for ``step`` at once, beyond what it held before."""
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()  # negative where memory is freed
+        peak = max(peak, now)
+    return peak
+
+
+def available_bytes() -> int:
+    """Memory that this process can still take, as the system tells it; a container's limit counts."""
+    found = _meminfo("MemAvailable")
+    if found is None:
+        import os
+
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            found = min(found, max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
+        except (OSError, ValueError):  # no such limit, or "max"
+            continue
+    return found
+
+
+def _meminfo(name: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
+
+
+def _timed_batch(bench: Bench, fitting: int) -> int:
+    """As much of the run's physical batch as fits memory, and for which a warm-up and three rounds fit the time."""
+    num = min(4, fitting)
+    seconds = min(bench.seconds_of(bench.batch(num), bench.max_grad_norm) for _ in range(2)) / num
+    in_time = int(_TIMED_SHARE * bench.left_s() / (2 * 4 * seconds))
+    return max(1, min(bench.hardware.physical_batch_size, fitting, in_time))
+
+
+def _times(bench: Bench, num: int) -> dict[str, Any]:
+    """Seconds of the private and the plain step, in turns; the price is of the same round."""
+    batch = bench.batch(num)
+    private, plain = [], []
+    for number in range(-1, _ROUNDS):
+        start = time.monotonic()
+        ways: list[tuple[list[float], float | None]] = [(private, bench.max_grad_norm), (plain, None)]
+        # The order changes, so that what one leaves in the caches helps and harms both.
+        for seconds, max_grad_norm in ways if number % 2 else reversed(ways):
+            taken = bench.seconds_of(batch, max_grad_norm)
+            if number >= 0:  # before that, a warm-up
+                seconds.append(taken)
+        if number >= 2 and time.monotonic() - start > bench.left_s():
+            break
+    return {
+        "physical_batch_size": num,
+        "rounds": len(private),
+        "private_s": _spread(private),
+        "non_private_s": _spread(plain),
+        "price": _spread([a / b for a, b in zip(private, plain, strict=True)]),
+        "records_per_s": num / statistics.median(private),
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
