@@ -152,8 +152,7 @@ def _by_vmap(
             finite_B = torch.isfinite(norms_B)
             if not finite_B.all():
                 # A factor of zero would not do: 0 x NaN is NaN. Both operands are zeroed.
-                for value in grads.values():
-                    value.masked_fill_(~finite_B.view(-1, *[1] * (value.ndim - 1)), 0.0)
+                grads = {name: value.masked_fill(~finite_B.view(-1, *[1] * (value.ndim - 1)), 0.0) for name, value in grads.items()}
             factor_B = factors(norms_B, finite_B) / loss_scale
             for name, value in grads.items():
                 total[name] += (factor_B.to(value.dtype) @ value.reshape(len(value), -1)).view(value.shape[1:])

@@ -100,8 +100,8 @@ def linear(run: Pass, input: Tensor, weight: Tensor, bias: Tensor | None = None,
     def sink(x: Tensor | None, g: Tensor) -> None:
         g_BTP = by_record(g, layout, num)
         if slot is not None and x is not None:
-            sides = Dense(g_BTP), Dense(by_record(x, layout, num))
-            slot.add_outer(Outer(*(reversed(sides) if transposed else sides), shape))
+            outputs, inputs = Dense(g_BTP), Dense(by_record(x, layout, num))
+            slot.add_outer(Outer(inputs, outputs, shape) if transposed else Outer(outputs, inputs, shape))
         if bias_slot is not None:
             bias_slot.add_written(g_BTP.sum(1, dtype=wide(g.dtype)))
 

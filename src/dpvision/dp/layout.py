@@ -42,7 +42,7 @@ class Call:
     outputs: tuple[Layout | None, ...]
 
 
-def _opened(function: types.FunctionType) -> Callable[..., Any]:
+def _opened(function: Any) -> Callable[..., Any]:
     """The same function without torch's override check, so that a mode sees the calls inside it rather than the function."""
     opened = types.FunctionType(
         function.__code__, {**function.__globals__, "has_torch_function": lambda _: False}, function.__name__, function.__defaults__
@@ -54,6 +54,9 @@ def _opened(function: types.FunctionType) -> Callable[..., Any]:
 OPENED: dict[Callable[..., Any], Callable[..., Any]] = {F.multi_head_attention_forward: _opened(F.multi_head_attention_forward)}
 """Functions that use parameters in several ways, with a form that shows each use."""
 
+
+_PICKING: set[Any] = {getattr(owner, name) for owner in (torch, torch.Tensor) for name in ("masked_select", "nonzero", "unique")}
+"""Functions with results as long as the data make them."""
 
 Note = Callable[[int, list[Tensor]], list[Any]]
 """(position of the call, its tensors) -> what to write down of them."""
@@ -93,13 +96,21 @@ def find_layouts(run: Callable[[Any], object], few: Any, many: Any, replaced: di
         The calls, or why there are none.
     """
 
-    def shapes(_at: int, tensors: list[Tensor]) -> list[Any]:
+    masked: set[int] = set()
+
+    def shapes(at: int, tensors: list[Tensor]) -> list[Any]:
+        if any(t.dtype == torch.bool for t in tensors[1:]):
+            masked.add(at)
         return [t.shape for t in tensors]
 
     first, second = (_record(run, batch, shapes, shapes) for batch in (few, many))
     if [call[0] for call in first] != [call[0] for call in second]:
         return "its forward pass makes other calls for two records than for three"
     calls = [Call(a[0], _layouts(a[1], b[1]), _layouts(a[2], b[2])) for a, b in zip(first, second, strict=True)]
+    for at, call in enumerate(calls):
+        indexed = call.function is torch.Tensor.__getitem__
+        if (call.function in _PICKING or (indexed and at in masked)) and any(call.inputs[1:] if indexed else call.inputs):
+            return f"{call.function.__name__} picks rows by their values, so that a record's rows cannot be told"
     return _with_rows(run, many, replaced, calls) if replaced else calls
 
 
