@@ -65,7 +65,7 @@ def doctor(
     seen = look(model, built)
     slow_chunk = default_chunk({name: params[name] for name in seen.slow}) if seen.slow else 0
     result = _result(subject, seen, sizes, sum(p.numel() for p in params.values()))
-    text = _text(result, seen, sizes, slow_chunk)
+    text = _text(result, seen, sizes, slow_chunk, measure)
     if not measure:
         emit(result, json, text)
         return
@@ -123,7 +123,7 @@ def _result(subject: Subject, seen: Look, sizes: dict[str, int], total: int) -> 
     }
 
 
-def _text(result: dict[str, Any], seen: Look, sizes: dict[str, int], slow_chunk: int) -> str:
+def _text(result: dict[str, Any], seen: Look, sizes: dict[str, int], slow_chunk: int, measured: bool) -> str:
     total = result["num_parameters"]
     tensors = len(sizes) - len(seen.frozen)
     lines = [f"{result['model']} ({result['kind']}): {total:,} trained parameters in {tensors:,} tensors"]
@@ -153,14 +153,16 @@ def _text(result: dict[str, Any], seen: Look, sizes: dict[str, int], slow_chunk:
     if result["unused"]:
         lines += ["", f"unused: the loss does not reach {_few(result['unused'])}. They get noise only: freeze them."]
     if result["kind"] == "timm":
-        lines += ["", "Judged as a classifier with cross-entropy, weights at random, input as timm says."]
+        lines += ["", "Judged as a classifier with cross-entropy, on pictures of timm's size for it."]
+    if not measured:
+        lines += ["", "Next: --measure compares with the oracle, sees that records do not mix, and finds the largest batch and the price."]
     return "\n".join(lines)
 
 
 def _ways_table(ways: dict[str, dict[str, int]], total: int) -> list[str]:
     rows = [("way", "tensors", "parameters", "share")]
     for way, counts in sorted(ways.items(), key=lambda item: -item[1]["num_parameters"]):
-        rows.append((way, f"{counts['num_tensors']:,}", f"{counts['num_parameters']:,}", f"{counts['num_parameters'] / total:.1%}"))
+        rows.append((way, f"{counts['num_tensors']:,}", f"{counts['num_parameters']:,}", _share(counts["num_parameters"] / total)))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return [f"  {row[0]:{widths[0]}}  " + "  ".join(f"{row[i]:>{widths[i]}}" for i in (1, 2, 3)) for row in rows]
 
@@ -191,6 +193,10 @@ def _measured_text(measured: dict[str, Any]) -> str:
 def _few(names: Sequence[str]) -> str:
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _share(part: float) -> str:
+    return f"{part:.1%}" if part >= 0.001 else "< 0.1%"
 
 
 def _size(num_bytes: float) -> str:

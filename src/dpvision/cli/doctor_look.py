@@ -99,18 +99,17 @@ def _refused_layers(model: nn.Module) -> list[Refusal]:
 def _check_losses(name: str, built: Built) -> None:
     """Run the forward pass once, so that a mistake in it is told as one, and see that it gives one loss per record."""
     shape = tuple(built.batch.image_BVCHW.shape)
+    wrapped, buffers = LossModule(built.loss_fn, built.model), prefixed(copied_buffers(built.model))
     try:
         with torch.no_grad():
-            losses_B: Any = functional_call(
-                LossModule(built.loss_fn, built.model), prefixed(copied_buffers(built.model)), (built.batch, KEY)
-            )
+            losses_B: Any = functional_call(wrapped, buffers, (built.batch, KEY))
     except PrivacyError:
         raise
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"doctor: the forward pass of {name} on pictures of shape {shape} raised {type(error).__name__}: {first}; expected one loss per "
-            "record, by steps that do not depend on values. Say --image-size, or return (model, loss_fn, batch): docs/doctor.md."
+            f"doctor: the forward pass of {name} on pictures of shape {shape} raised {type(error).__name__}: {first}; expected one loss "
+            "per record, by steps that read no values. Say --image-size, or return (model, loss_fn, batch): docs/doctor.md."
         ) from None
     got, wanted = tuple(getattr(losses_B, "shape", ())), tuple(built.batch.record_id_B.shape)
     if got != wanted:
@@ -125,9 +124,10 @@ def _route(built: Built) -> Route:
     """
     route = make_route(built.loss_fn, built.model, built.batch, KEY)
     params = trained(built.model)
+    wrapped, buffers = LossModule(built.loss_fn, built.model), prefixed(copied_buffers(built.model))
     run = Pass(params, route.calls, len(built.batch.record_id_B), route.slow)
     with run, torch.enable_grad():
-        losses_B = functional_call(LossModule(built.loss_fn, built.model), prefixed(copied_buffers(built.model)), (built.batch, KEY))
+        losses_B = functional_call(wrapped, buffers, (built.batch, KEY))
     fast = [name for name in params if name not in route.slow]
     if not losses_B.requires_grad:
         return route
@@ -148,7 +148,7 @@ def _route(built: Built) -> Route:
 @contextlib.contextmanager
 def told_by_us() -> Iterator[None]:
     """The engine's warning of slow parameters is left out, and torch's of slow vmap: the table says it."""
-    log = logging.getLogger("dpvision.dp")
+    log = logging.getLogger("dpvision")
     level = log.level
     log.setLevel(logging.ERROR)
     try:

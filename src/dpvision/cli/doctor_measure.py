@@ -320,7 +320,8 @@ def _timed_batch(bench: Bench, fitting: int) -> int:
 def _times(bench: Bench, num: int) -> dict[str, Any]:
     """Seconds of the private and the plain step, in turns; the price is of the same round."""
     batch = bench.batch(num)
-    private, plain = [], []
+    private: list[float] = []
+    plain: list[float] = []
     for number in range(-1, _ROUNDS):
         start = time.monotonic()
         ways: list[tuple[list[float], float | None]] = [(private, bench.max_grad_norm), (plain, None)]

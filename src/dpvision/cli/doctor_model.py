@@ -88,6 +88,7 @@ def classification_losses(model: nn.Module, batch: Batch, _key: StepKey) -> Tens
     Returns:
         losses_B, float32.
     """
+    assert batch.label_B is not None
     return F.cross_entropy(model(batch.image_BVCHW[:, 0]).float(), batch.label_B, reduction="none")
 
 
@@ -139,8 +140,8 @@ def _from_function(name: str, function: Callable[[], Any], image_size: int | Non
         return _classifier(made, (3, image_size or _IMAGE_SIZE, image_size or _IMAGE_SIZE), on_meta)
     if not (isinstance(made, tuple) and len(made) == 3):
         raise ConfigError(
-            f"doctor: {name} returns {type(made).__name__}; expected a torch.nn.Module that classifies pictures, or (model, loss_fn, batch). "
-            "See docs/doctor.md."
+            f"doctor: {name} returns {type(made).__name__}; expected a torch.nn.Module that classifies, or (model, loss_fn, batch): "
+            "docs/doctor.md."
         )
     model, loss_fn, batch = made
     if not (isinstance(model, nn.Module) and callable(loss_fn) and isinstance(batch, Batch) and len(batch.record_id_B) >= 2):
@@ -153,7 +154,7 @@ def _from_function(name: str, function: Callable[[], Any], image_size: int | Non
 
 
 def _classifier(model: nn.Module, shape: tuple[int, ...], on_meta: bool) -> Built:
-    """A classifier on random pictures of ``shape`` (C, H, W); the labels are the first classes."""
+    """A classifier on random pictures of ``shape`` (C, H, W); all of class 0."""
     generator = torch.Generator().manual_seed(0)
     batch = Batch(
         record_id_B=torch.arange(1, NUM_RECORDS + 1),
@@ -172,13 +173,13 @@ def _called(name: str, function: Callable[[], Any], on_meta: bool) -> Any:
             torch.manual_seed(0)
             return function()
     except Exception as error:
-        hint = " It is called under torch.device('meta'), where tensors have shapes but no values." if on_meta else ""
+        hint = " It is called under torch.device('meta'), where tensors have no values: read none." if "meta" in str(error) else ""
         raise ConfigError(f"doctor: {name} raised {_told(error)}; expected a model.{hint} Correct the name, or the function.") from None
 
 
 def _told(error: Exception) -> str:
     """An exception in one line, with the place where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith("<frozen")]
     place = f" at {os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}{place}"
 

@@ -45,6 +45,15 @@ class Pass(Protocol):
         ...
 
     def output_layout(self) -> Layout | None: ...
+    @property
+    def traced(self) -> bool:
+        """Whether the pass is written down for a compiler: rules then use ``hang`` in place of autograd functions."""
+        ...
+
+    def hang(self, output: Tensor, saved: tuple[Tensor, ...], sink: Callable[..., None]) -> Tensor:
+        """output + 0, where the zeros' gradient g is that of the output: ``sink(*saved, g)`` after the backward pass."""
+        ...
+
     def lowered(self, input: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
         """Operands as autocast hands them to a matrix product; an input met before is converted once."""
         ...
@@ -105,6 +114,8 @@ def linear(run: Pass, input: Tensor, weight: Tensor, bias: Tensor | None = None,
         if bias_slot is not None:
             bias_slot.add_written(g_BTP.sum(1, dtype=wide(g.dtype)))
 
+    if run.traced:
+        return run.hang(F.linear(x, w, b), (x,), sink)
     return _Linear.apply(run.anchor, x, w, b, slot is not None, sink)
 
 
@@ -172,6 +183,8 @@ def _make_conv(num_dims: int) -> Rule:
             if bias_slot is not None:
                 bias_slot.add_written(g.flatten(2).sum(2, dtype=wide(g.dtype)).view(num, -1, shape[0]).sum(1))
 
+        if run.traced:
+            return run.hang(torch.convolution(x, w, b, stride, padding, dilation, False, [0] * num_dims, groups), (x,), sink)
         return _Conv.apply(run.anchor, x, w, b, geometry, sink)
 
     return conv
@@ -246,6 +259,9 @@ def layer_norm(
             bias_slot.add_written(g_BTD.sum(1, dtype=dtype).view(num, *shape))
 
     x = _widened(input)
+    if run.traced:
+        y = F.layer_norm(x, shape, _like(weight, x), _like(bias, x), eps)
+        return run.hang(y, (x,), lambda x, g: sink(g, x, *torch.native_layer_norm(x, shape, None, None, eps)[1:]))
     return _LayerNorm.apply(run.anchor, x, shape, _like(weight, x), _like(bias, x), eps, sink)
 
 
@@ -292,6 +308,7 @@ def group_norm(
             bias_slot.add_written(g.flatten(2).sum(2, dtype=dtype).view(num, -1, channels).sum(1))
 
     x = _widened(input)
+    _require(not run.traced, [weight, bias], "a group norm in a compiled block")
     return _GroupNorm.apply(run.anchor, x, num_groups, _like(weight, x), _like(bias, x), eps, sink)
 
 
@@ -343,6 +360,8 @@ def spread(run: Pass, weight: Tensor, layout: Layout, num_dims: int, rule: str) 
         rows = g.movedim(layout.dim, 0).unflatten(0, (num, layout.per_record)).sum(1, dtype=wide(g.dtype))
         slot.add_written(rows.reshape(num, *shape))
 
+    if run.traced:
+        return run.hang(padded.expand(size), (), sink)
     return _Spread.apply(run.anchor, padded, size, sink)
 
 
@@ -421,6 +440,8 @@ def embedding(
         index_BT = by_record(index[..., None], layout, num)[..., 0]
         slot.add_outer(Outer(OneHot(index_BT, shape[0], g.dtype), Dense(by_record(g, layout, num)), shape))
 
+    if run.traced:
+        return run.hang(F.embedding(input, weight.detach()), (input,), sink)
     return _Embedding.apply(run.anchor, input, weight.detach(), sink)
 
 
@@ -495,7 +516,8 @@ def head(run: Pass, hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None
     layout = run.layout(hidden_BLD)
     if layout is None or run.layout(weight_VD) is not None:
         return NotImplemented
-    _require(_leading(layout), [weight_VD, bias_V], "a vocabulary head whose records are not its first dimension")
+    ok = _leading(layout) and not run.traced
+    _require(ok, [weight_VD, bias_V], "a vocabulary head whose records are not its first dimension, or in a compiled block")
     slot, bias_slot = run.slot(weight_VD, "vocabulary head"), run.slot(bias_V, "vocabulary head")
     num, shape = run.num_records, weight_VD.shape
     hidden, weight, bias = run.lowered(hidden_BLD, weight_VD.detach(), None if bias_V is None else bias_V.detach())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 NUM_RECORDS = (2, 3)
 
@@ -42,6 +42,13 @@ class Call:
     outputs: tuple[Layout | None, ...]
 
 
+def block_call(unit: Any, *args: Any) -> Any:
+    """The call of a block that may be compiled as a whole (``compiled.compile_blocks``); modes see it as one call, and open it."""
+    if torch._C._is_torch_function_mode_enabled():
+        return handle_torch_function(block_call, [a for a in args if isinstance(a, Tensor)], unit, *args)
+    return unit.forward(*args)
+
+
 def _opened(function: Any) -> Callable[..., Any]:
     """The same function without torch's override check, so that a mode sees the calls inside it rather than the function."""
     opened = types.FunctionType(
@@ -51,7 +58,10 @@ def _opened(function: Any) -> Callable[..., Any]:
     return opened
 
 
-OPENED: dict[Callable[..., Any], Callable[..., Any]] = {F.multi_head_attention_forward: _opened(F.multi_head_attention_forward)}
+OPENED: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
+    block_call: lambda unit, *args: unit.forward(*args),
+}
 """Functions that use parameters in several ways, with a form that shows each use."""
 
 

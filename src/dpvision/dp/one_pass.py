@@ -13,28 +13,25 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
-from dpvision.dp import layers
-from dpvision.dp.layers import ELEMENTWISE, EXPANDING, RULES, NoRule
-from dpvision.dp.layout import MIXED, NUM_RECORDS, OPENED, Call, Layout, find_layouts, tensors_in
+from dpvision.dp.compiled import Pending, run_block
+from dpvision.dp.follow import CHECKPOINTED, Pass, Strayed
+from dpvision.dp.layers import NoRule
+from dpvision.dp.layout import NUM_RECORDS, Call, find_layouts
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
 from dpvision.dp.slots import Slot, group_square_norms, groups_of, norm_is_own, pull_back, shared_square_norms, sum_of_squares
 from dpvision.errors import PrivacyError
-from dpvision.models.head import autocast_dtype, lowered_dtype
+from dpvision.models.head import autocast_dtype
 
 _LOG = logging.getLogger("dpvision")
-
-
-class Strayed(Exception):
-    """The pass made another call than the one it made when the route was found."""
 
 
 @dataclass(frozen=True)
@@ -47,111 +44,6 @@ class Route:
     """Parameter -> its uses by rule, in the order of the calls."""
     slow: dict[str, str]
     """Parameter without a rule -> why; its gradients are computed one record at a time, in chunks."""
-
-
-class Pass(TorchFunctionMode):
-    """One forward pass over ``num_records`` records; see ``layers.Pass`` for what rules use of it."""
-
-    def __init__(self, params: dict[str, Tensor], calls: tuple[Call, ...], num_records: int, slow: dict[str, str]) -> None:
-        super().__init__()
-        self.num_records = num_records
-        device = next(iter(params.values())).device
-        self.anchor = torch.zeros((), device=device, requires_grad=True)
-        self._calls, self._at = calls, 0
-        self._known: dict[int, tuple[Tensor, frozenset[str]]] = {
-            id(p): (p, frozenset([name])) for name, p in params.items() if name not in slow
-        }
-        self._slots: dict[int, Slot] = {}
-        self._layouts: dict[int, Layout | None] = {}
-        self._output: Layout | None = None
-        self._lowered: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-
-    @property
-    def slots(self) -> list[Slot]:
-        return list(self._slots.values())
-
-    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in OPENED:
-            with self:
-                return OPENED[func](*args, **kwargs)
-        known = [t for t in tensors_in(args, kwargs) if id(t) in self._known] if torch.is_grad_enabled() else []
-        out = self._use(func, args, kwargs, known) if known else func(*args, **kwargs)
-        if any(True for _ in tensors_in((out,), {})):
-            if self._at >= len(self._calls) or self._calls[self._at].function != func:
-                raise Strayed(func.__name__)
-            self._at += 1
-        return out
-
-    def _use(self, func: Any, args: Any, kwargs: Any, known: list[Tensor]) -> Any:
-        """A call that parameters take part in."""
-        _refuse_hooks()
-        if func in RULES or func in ELEMENTWISE or func in EXPANDING:
-            self._enter(func, args, kwargs)
-            if func in RULES:
-                out = RULES[func](self, *args, **kwargs)
-            elif func in ELEMENTWISE:
-                out = layers.elementwise(self, func, args, kwargs)
-            else:
-                out = layers.expand(self, func, args, kwargs)
-            if out is not NotImplemented:
-                return out
-        out = func(*args, **kwargs)
-        made = [t for t in tensors_in((out,), {}) if t.requires_grad]
-        if func is torch.Tensor.__setitem__:
-            raise NoRule(known, "written into another tensor")
-        if not made:
-            return out  # a shape, a comparison, a detached copy
-        self._enter(func, args, kwargs)
-        if any(layout is not None for layout in (*self._calls[self._at].inputs, *self._calls[self._at].outputs)):
-            raise NoRule(known, f"used by {func.__name__}")
-        names = frozenset().union(*(self._known[id(t)][1] for t in known))
-        for tensor in made:
-            self._known[id(tensor)] = tensor, names
-        return out
-
-    def _enter(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Look up where the records lie in this call's tensors, and check that they do."""
-        if self._at >= len(self._calls) or self._calls[self._at].function != func:
-            raise Strayed(func.__name__)
-        call, tensors = self._calls[self._at], list(tensors_in(args, kwargs))
-        if len(call.inputs) != len(tensors):
-            raise Strayed(func.__name__)
-        for tensor, layout in zip(tensors, call.inputs, strict=True):
-            ok = layout is None or layout == MIXED or tensor.shape[layout.dim] == self.num_records * layout.per_record
-            if not ok:
-                raise Strayed(func.__name__)
-        self._layouts = {id(tensor): layout for tensor, layout in zip(tensors, call.inputs, strict=True)}
-        self._output = call.outputs[0]
-
-    def slot(self, weight: Tensor | None, rule: str) -> Slot | None:
-        if weight is None or id(weight) not in self._known:
-            return None
-        if id(weight) not in self._slots:
-            self._slots[id(weight)] = Slot(*self._known[id(weight)])
-        slot = self._slots[id(weight)]
-        if rule:
-            slot.rules.append(rule)
-        return slot
-
-    def layout(self, tensor: Tensor) -> Layout | None:
-        return self._layouts[id(tensor)]
-
-    def output_layout(self) -> Layout | None:
-        return self._output
-
-    def lowered(self, input: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
-        dtype = lowered_dtype(input)
-        if dtype == input.dtype:
-            return (input, *weights)  # type: ignore[arg-type]
-        source, made = self._lowered.get(id(input), (None, None))
-        if source is None or source() is not input or made is None:
-            made = input.to(dtype)
-            self._lowered[id(input)] = weakref.ref(input), made
-        return (made, *(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
-
-    def names_of(self, tensors: list[Tensor]) -> set[str]:
-        return {name for t in tensors if id(t) in self._known for name in self._known[id(t)][1]}
 
 
 def _probes(batch: Batch) -> tuple[Batch, Batch, dict[int, Batch]]:
@@ -176,17 +68,6 @@ def _probes(batch: Batch) -> tuple[Batch, Batch, dict[int, Batch]]:
             values.append(value)
         replaced[row] = Batch._make(values)
     return few, many, replaced
-
-
-_CHECKPOINTED = (
-    "clip: the model checkpoints activations or hooks saved tensors; expected neither: all activations are needed until the norms are "
-    "known, so it would save nothing. Switch it off and use a smaller physical batch, which does not change the result."
-)
-
-
-def _refuse_hooks() -> None:
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        raise PrivacyError(_CHECKPOINTED)
 
 
 def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Route:
@@ -295,14 +176,15 @@ def one_pass(
     params = trained(model)
     for _ in range(len(params) + 1):
         route = route_of(loss_fn, model, batch, key)
+        pending: list[Pending] = []  # compiled blocks that wait for their backward pass
         try:
-            run, losses_B = _forward(loss_fn, model, params, route, batch, key)
+            run, losses_B = _forward(loss_fn, model, params, route, batch, key, pending)
         except (Strayed, NoRule) as error:
             raise PrivacyError(
                 f"clip: the forward pass came to {error}, where it did otherwise for two and three records; expected the same "
                 "calls for any records. Use method='vmap'."
             ) from None
-        leaked = _backward(params, route.slow, run, losses_B, loss_scale)
+        leaked = _backward(params, route.slow, run, pending, losses_B, loss_scale)
         if not leaked:
             break
         slow = {**route.slow, **dict.fromkeys(leaked, "used where no rule sees it")}
@@ -311,27 +193,36 @@ def one_pass(
     return (*_gather(loss_fn, model, params, route, run, batch, key, factors, loss_scale, chunk_size), losses_B.detach())
 
 
-def _forward(loss_fn: Any, model: nn.Module, params: dict[str, Tensor], route: Route, batch: Batch, key: StepKey) -> tuple[Pass, Tensor]:
+def _forward(
+    loss_fn: Any, model: nn.Module, params: dict[str, Tensor], route: Route, batch: Batch, key: StepKey, pending: list[Pending]
+) -> tuple[Pass, Tensor]:
     run = Pass(params, route.calls, len(batch.record_id_B), route.slow)
+    run.run_block = partial(run_block, pending)
     buffers = prefixed(copied_buffers(model))
     with run, torch.enable_grad():
         losses_B = functional_call(LossModule(loss_fn, model), buffers, (batch, key))
     return run, losses_B
 
 
-def _backward(params: dict[str, Tensor], slow: dict[str, str], run: Pass, losses_B: Tensor, loss_scale: float) -> list[str]:
+def _backward(
+    params: dict[str, Tensor], slow: dict[str, str], run: Pass, pending: list[Pending], losses_B: Tensor, loss_scale: float
+) -> list[str]:
     """Fill the slots; returns the parameters that autograd reached past the rules."""
     if not losses_B.requires_grad:
         return []
     fast = [name for name in params if name not in slow]
-    inputs = [run.anchor, *(params[name] for name in fast)]
+    inputs = [run.anchor, *(params[name] for name in fast), *(zeros for block in pending for zeros in block.zeros)]
     try:
         grads = torch.autograd.grad(losses_B.sum() * loss_scale, inputs, allow_unused=True)
     except RuntimeError as error:
         if "checkpoint" not in str(error).lower():
             raise
-        raise PrivacyError(_CHECKPOINTED) from None
-    return [name for name, grad in zip(fast, grads[1:], strict=True) if grad is not None]
+        raise PrivacyError(CHECKPOINTED) from None
+    at = 1 + len(fast)
+    for block in pending:
+        block.settle(grads[at : at + len(block.zeros)])
+        at += len(block.zeros)
+    return [name for name, grad in zip(fast, grads[1:], strict=False) if grad is not None]
 
 
 def _gather(

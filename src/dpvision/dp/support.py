@@ -25,6 +25,7 @@ _MAX_RECORDS = 3
 _ROW_TOLERANCE = 1e-6
 """Relative change allowed when a record changes its row: kernels round differently there. A mask keyed by row changes everything."""
 _EXACT_TOLERANCE = 1e-9
+_COMPILED_TOLERANCE = 1e-5
 _FLOAT32_TOLERANCE = 1e-6
 """Norms are reported in float32."""
 
@@ -104,6 +105,25 @@ def check_exact(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -
         raise PrivacyError(
             f"clip: one-pass gradients of {named or 'some parameters'} differ from those of single records; expected the same. "
             "Use method='vmap', and tell us of this model."
+        )
+
+
+def check_compiled(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> None:
+    """Refuse compiled blocks whose clipped sum is not that of ``method="vmap"``, which runs the blocks as they are; float32, on the device.
+
+    Args:
+        batch: valid records, as many as the blocks were compiled for.
+
+    Raises:
+        PrivacyError: norms or sum differ by more than 1e-5.
+    """
+    fast, slow = (clipped_sum(loss_fn, model, batch, key, max_grad_norm=1.0, method=method) for method in ("one_pass", "vmap"))
+    off = max(float((fast.grads[name] - value).norm()) for name, value in slow.grads.items()) / fast.num_records
+    norms = float(((fast.norms_B - slow.norms_B).abs() / slow.norms_B.clamp(min=1e-30)).max())
+    if not max(off, norms) <= _COMPILED_TOLERANCE:
+        raise PrivacyError(
+            f"clip: compiled blocks differ from the model as it is by {max(off, norms):.1e}; expected at most {_COMPILED_TOLERANCE}. "
+            "Leave hardware.compile off."
         )
 
 

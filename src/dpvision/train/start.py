@@ -14,7 +14,9 @@ from dpvision.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, w
 from dpvision.config import RunConfig
 from dpvision.data.keys import StepKey
 from dpvision.data.store import Store
-from dpvision.dp.support import check_exact, check_separable
+from dpvision.dp.clip import LossFn
+from dpvision.dp.compiled import compile_blocks
+from dpvision.dp.support import check_compiled, check_exact, check_separable
 from dpvision.errors import CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
 from dpvision.models import make_model
 from dpvision.optim.ema import make_ema
@@ -26,6 +28,7 @@ from dpvision.train.folder import create_run, discard_run, open_run, read_run, r
 from dpvision.train.lineage import inherit
 from dpvision.train.loop import Session
 from dpvision.train.objectives import example_batch, loss_function
+from dpvision.train.step import to_device
 
 _SIZE_TOLERANCE = 0.01
 
@@ -148,6 +151,8 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None) -> 
         check_exact(loss_fn, model, example_batch(config), StepKey(config.seed, 0))
     group = distributed.join(config.hardware.device)
     model.to(group.device)
+    if config.hardware.compile:
+        _compile(config, model, loss_fn, group)
     optimizer = Optimizer(config.optim, model)
     ema = make_ema(model) if config.optim.ema_decay is not None else None
     if checkpoint is not None:
@@ -156,6 +161,14 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None) -> 
             ema = {name: value.to(group.device) for name, value in checkpoint.ema.items()}
     updates, saved = (0, None) if checkpoint is None else (checkpoint.manifest["updates"], checkpoint.manifest["ledger_steps"])
     return Session(config, plan, store, rows, model, loss_fn, optimizer, ema, lineage, updates, saved, group)
+
+
+def _compile(config: RunConfig, model: nn.Module, loss_fn: LossFn, group: distributed.Group) -> None:
+    """Compile the model's blocks for full physical batches, and compare them with the blocks as they are."""
+    size = config.hardware.physical_batch_size
+    compile_blocks(model, size)
+    if config.privacy.guarantee == "dp":
+        check_compiled(loss_fn, model, to_device(example_batch(config, size), group.device), StepKey(config.seed, 0))
 
 
 def _checkpoint_bytes(session: Session) -> int:

@@ -1,0 +1,175 @@
+"""The mode under which a model's forward pass runs: it sees every torch function and hands those that use parameters to a rule."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dpvision.dp import layers
+from dpvision.dp.layers import ELEMENTWISE, EXPANDING, RULES, NoRule
+from dpvision.dp.layout import MIXED, OPENED, Call, Layout, block_call, tensors_in
+from dpvision.dp.slots import Slot
+from dpvision.errors import PrivacyError
+from dpvision.models.head import lowered_dtype
+
+CHECKPOINTED = (
+    "clip: the model checkpoints activations or hooks saved tensors; expected neither: all activations are needed until the norms are "
+    "known, so it would save nothing. Switch it off and use a smaller physical batch, which does not change the result."
+)
+
+
+def _refuse_hooks() -> None:
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise PrivacyError(CHECKPOINTED)
+
+
+class Strayed(Exception):
+    """The pass made another call than the one it made when the route was found."""
+
+
+@dataclass(eq=False)
+class Hung:
+    """An output with zeros added, whose gradient is wanted: the form of a rule that a compiler can take."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    saved: tuple[Tensor, ...]
+    sink: Callable[..., None] = field(repr=False)
+
+
+class Pass(TorchFunctionMode):
+    """One forward pass over ``num_records`` records; see ``layers.Pass`` for what rules use of it."""
+
+    def __init__(self, params: dict[str, Tensor], calls: tuple[Call, ...], num_records: int, slow: dict[str, str]) -> None:
+        super().__init__()
+        self.num_records = num_records
+        device = next(iter(params.values())).device
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self._calls, self._at = calls, 0
+        self._known: dict[int, tuple[Tensor, frozenset[str]]] = {
+            id(p): (p, frozenset([name])) for name, p in params.items() if name not in slow
+        }
+        self._slots: dict[int, Slot] = {}
+        self._layouts: dict[int, Layout | None] = {}
+        self._output: Layout | None = None
+        self._lowered: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self.hung: list[Hung] = []
+        self.traced = False
+        self.zeros: list[Tensor] | None = None
+        """In a traced pass, what ``hang`` adds, in the order of the calls."""
+        self.run_block: Callable[..., Any] | None = None
+        """Runs a block as a compiled program: (pass, unit, *arguments) -> (number of calls it stands for, output), or None."""
+
+    @property
+    def slots(self) -> list[Slot]:
+        return list(self._slots.values())
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is block_call and self.run_block is not None and torch.is_grad_enabled():
+            done = self.run_block(self, *args)
+            if done is not None:
+                self._at += done[0]
+                return done[1]
+        if func in OPENED:
+            with self:
+                return OPENED[func](*args, **kwargs)
+        known = [t for t in tensors_in(args, kwargs) if id(t) in self._known] if torch.is_grad_enabled() else []
+        out = self._use(func, args, kwargs, known) if known else func(*args, **kwargs)
+        if any(True for _ in tensors_in((out,), {})):
+            if self._at >= len(self._calls) or self._calls[self._at].function != func:
+                raise Strayed(func.__name__)
+            self._at += 1
+        return out
+
+    def _use(self, func: Any, args: Any, kwargs: Any, known: list[Tensor]) -> Any:
+        """A call that parameters take part in."""
+        _refuse_hooks()
+        if func in RULES or func in ELEMENTWISE or func in EXPANDING:
+            self._enter(func, args, kwargs)
+            if func in RULES:
+                out = RULES[func](self, *args, **kwargs)
+            elif func in ELEMENTWISE:
+                out = layers.elementwise(self, func, args, kwargs)
+            else:
+                out = layers.expand(self, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        out = func(*args, **kwargs)
+        made = [t for t in tensors_in((out,), {}) if t.requires_grad]
+        if func is torch.Tensor.__setitem__:
+            raise NoRule(known, "written into another tensor")
+        if not made:
+            return out  # a shape, a comparison, a detached copy
+        self._enter(func, args, kwargs)
+        if any(layout is not None for layout in (*self._calls[self._at].inputs, *self._calls[self._at].outputs)):
+            raise NoRule(known, f"used by {func.__name__}")
+        names = frozenset().union(*(self._known[id(t)][1] for t in known))
+        for tensor in made:
+            self._known[id(tensor)] = tensor, names
+        return out
+
+    def _enter(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Look up where the records lie in this call's tensors, and check that they do."""
+        if self._at >= len(self._calls) or self._calls[self._at].function != func:
+            raise Strayed(func.__name__)
+        call, tensors = self._calls[self._at], list(tensors_in(args, kwargs))
+        if len(call.inputs) != len(tensors):
+            raise Strayed(func.__name__)
+        for tensor, layout in zip(tensors, call.inputs, strict=True):
+            ok = layout is None or layout == MIXED or tensor.shape[layout.dim] == self.num_records * layout.per_record
+            if not ok:
+                raise Strayed(func.__name__)
+        self._layouts = {id(tensor): layout for tensor, layout in zip(tensors, call.inputs, strict=True)}
+        self._output = call.outputs[0]
+
+    def slot(self, weight: Tensor | None, rule: str) -> Slot | None:
+        if weight is None or id(weight) not in self._known:
+            return None
+        if id(weight) not in self._slots:
+            self._slots[id(weight)] = Slot(*self._known[id(weight)])
+        slot = self._slots[id(weight)]
+        if rule:
+            slot.rules.append(rule)
+        return slot
+
+    def hang(self, output: Tensor, saved: tuple[Tensor, ...], sink: Callable[..., None]) -> Tensor:
+        zeros = self.zeros[len(self.hung)] if self.zeros is not None else 0
+        self.hung.append(Hung(output.shape, output.dtype, saved, sink))
+        return output + zeros
+
+    @property
+    def position(self) -> int:
+        """Number of calls seen."""
+        return self._at
+
+    def coming(self) -> tuple[Call, ...]:
+        """The calls from here on."""
+        return self._calls[self._at :]
+
+    def knows(self, parameter: Tensor) -> bool:
+        """Whether a parameter is one that rules are for."""
+        return id(parameter) in self._known
+
+    def layout(self, tensor: Tensor) -> Layout | None:
+        return self._layouts[id(tensor)]
+
+    def output_layout(self) -> Layout | None:
+        return self._output
+
+    def lowered(self, input: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
+        dtype = lowered_dtype(input)
+        if dtype == input.dtype:
+            return (input, *weights)  # type: ignore[arg-type]
+        source, made = self._lowered.get(id(input), (None, None))
+        if source is None or source() is not input or made is None:
+            made = input.to(dtype)
+            self._lowered[id(input)] = weakref.ref(input), made
+        return (made, *(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
+
+    def names_of(self, tensors: list[Tensor]) -> set[str]:
+        return {name for t in tensors if id(t) in self._known for name in self._known[id(t)][1]}
