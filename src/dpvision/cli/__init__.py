@@ -16,7 +16,7 @@ COMMANDS = {
     "embed": ("embed", "write an encoder's features for a store or a folder of pictures"),
     "ledger": ("ledger", "what a store's records have been charged so far, by run; set the owner's cap"),
     "report": ("report", "the guarantee statement (JSON) and one page to read; the operator's page beside it"),
-    "doctor": ("doctor", "a recipe's model: parameters, per-record gradient support, memory"),
+    "doctor": ("doctor", "can this model be trained privately? the way of each parameter, memory; exactness and price, measured"),
     "demo": ("demo", "the whole way in a few minutes, on procedural scenes or on your own pictures"),
 }
 

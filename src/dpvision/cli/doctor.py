@@ -185,7 +185,7 @@ def _measured_text(measured: dict[str, Any]) -> str:
         f"{shown(step['records_per_s'])} records/s; non-private {plain['median']:.3g} s [{plain['low']:.3g} to {plain['high']:.3g}]"
     )
     lines.append(
-        f"  price    {price['median']:.2f} of a non-private step [{price['low']:.2f} to {price['high']:.2f}], {step['rounds']} rounds "
+        f"  price    {price['median']:.2f} of a non-private step [{price['low']:.2f} to {price['high']:.2f}], {step['rounds']} rounds"
     )
     return "\n".join(lines)
 

@@ -16,7 +16,8 @@ from torch.func import functional_call
 
 from dpvision.cli.doctor_model import Built
 from dpvision.data.keys import StepKey
-from dpvision.dp.one_pass import Pass, Route, make_route, trained
+from dpvision.dp.follow import Pass
+from dpvision.dp.one_pass import Route, make_route, trained
 from dpvision.dp.per_record import LossModule, copied_buffers, per_record_gradients, prefixed
 from dpvision.dp.support import _check_module
 from dpvision.errors import ConfigError, PrivacyError

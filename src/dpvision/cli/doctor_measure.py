@@ -4,6 +4,7 @@ Legend: B records.
 """
 
 import gc
+import os
 import statistics
 import sys
 import time
@@ -272,6 +273,7 @@ def _largest_estimated(bench: Bench, other_bytes: int) -> dict[str, Any]:
 def peak_bytes(step: Callable[[], object]) -> int:
     """Most bytes that torch's CPU allocator holds for ``step`` at once, beyond what it held before."""
     gc.collect()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells of every start, and of a GPU that is not there
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
@@ -287,8 +289,6 @@ def available_bytes() -> int:
     """Memory that this process can still take, as the system tells it; a container's limit counts."""
     found = _meminfo("MemAvailable")
     if found is None:
-        import os
-
         found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

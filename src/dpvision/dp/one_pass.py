@@ -26,12 +26,15 @@ from dpvision.dp.compiled import Pending, run_block
 from dpvision.dp.follow import CHECKPOINTED, Pass, Strayed
 from dpvision.dp.layers import NoRule
 from dpvision.dp.layout import NUM_RECORDS, Call, find_layouts
+from dpvision.dp.outer import SquareNorms
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
-from dpvision.dp.slots import Slot, group_square_norms, groups_of, norm_is_own, pull_back, shared_square_norms, sum_of_squares
+from dpvision.dp.slots import Slot, group_square_norms, groups_of, norm_is_own, pull_back, shared_square_norms, sum_of_squares, written_out
 from dpvision.errors import PrivacyError
 from dpvision.models.head import autocast_dtype
 
 _LOG = logging.getLogger("dpvision")
+_TRUSTED = 16.0
+"""A Gram norm is trusted down to this part of what incoherent outer products would have; docs/clipping.md has the errors measured."""
 
 
 @dataclass(frozen=True)
@@ -244,45 +247,58 @@ def _gather(
     chunks = even_chunks(num, chunk_size or default_chunk(slow)) if slow else []
     slow_grads: dict[int, dict[str, Tensor]] = {}
     with torch.autocast(device.type, enabled=False), torch.no_grad():
-        square_B = torch.zeros(num, dtype=torch.float64, device=device)
+        square = SquareNorms.certain(torch.zeros(num, dtype=torch.float64, device=device))
         for i, rows in enumerate(chunks):
             grads, _ = per_record_gradients(loss_fn, model, slow, take(batch, rows), key, loss_scale)
-            square_B[rows] += sum(map(sum_of_squares, grads.values()))
+            square.value_B[rows] += sum(map(sum_of_squares, grads.values()))
             if len(chunks) == 1:
                 slow_grads[i] = grads
-        square_B += _square_norms(groups, params, num)
-        norms_B = square_B.clamp(min=0).sqrt() / loss_scale
+        slow_B = square.value_B
+        square = square + _square_norms(groups, params, num)
+        # Outer products that nearly cancel: their Gram norm may be too small, so these records are written out, and what is
+        # normed is what is added.
+        doubted = (square.doubt_B > _TRUSTED * square.value_B).nonzero()[:, 0].tolist()
+        for i in doubted:
+            own = [written_out(group, params, slice(i, i + 1)) for group in groups]
+            square.value_B[i] = slow_B[i] + sum(sum_of_squares(grad)[0] for grads in own for grad in grads.values())
+        norms_B = square.value_B.sqrt() / loss_scale
         finite_B = torch.isfinite(norms_B)
         factor_B = factors(norms_B, finite_B) / loss_scale
-        keep_B = None if bool(finite_B.all()) else finite_B
+        keep_B = finite_B.clone()
+        keep_B[doubted] = False
+        kept = None if bool(keep_B.all()) else keep_B
         total: dict[str, Tensor] = {}
         for group in groups:
-            sums = []
+            sums = [slot.weighted_sum(factor_B, kept) for slot in group]
+            part = pull_back(group, sums, params, batched=False)
+            for i in doubted:
+                if finite_B[i]:
+                    for name, grad in written_out(group, params, slice(i, i + 1)).items():
+                        part[name] = part[name] + factor_B[i] * grad[0]
             for slot in group:
-                sums.append(slot.weighted_sum(factor_B, keep_B))
                 slot.release()
-            total |= pull_back(group, sums, params, batched=False)  # a parameter is in one group only
+            total |= part  # a parameter is in one group only
         for i, rows in enumerate(chunks):
             grads = slow_grads.get(i) or per_record_gradients(loss_fn, model, slow, take(batch, rows), key, loss_scale)[0]
             for name, value in grads.items():
                 written = Slot(value[0], frozenset([name]), written_BW=value)
-                part = written.weighted_sum(factor_B[rows], None if keep_B is None else keep_B[rows])
+                part = written.weighted_sum(factor_B[rows], finite_B[rows])
                 total[name] = total[name] + part if name in total else part
         either = total | {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items() if name not in total}
     return {name: either[name].to(p.dtype) for name, p in params.items()}, norms_B
 
 
-def _square_norms(groups: list[list[Slot]], params: dict[str, Tensor], num_records: int) -> Tensor:
+def _square_norms(groups: list[list[Slot]], params: dict[str, Tensor], num_records: int) -> SquareNorms:
     """Squared norms over all groups, those weights together that share an input."""
     device = next(iter(params.values())).device
-    total_B = torch.zeros(num_records, dtype=torch.float64, device=device)
+    total = SquareNorms.certain(torch.zeros(num_records, dtype=torch.float64, device=device))
     sharing: dict[Any, list[Slot]] = {}
     for group in groups:
         shared = group[0].shared_input() if len(group) == 1 and norm_is_own(group, params) else None
         if shared is None:
-            total_B += group_square_norms(group, params, num_records)
+            total = total + group_square_norms(group, params, num_records)
         else:
             sharing.setdefault(shared, []).append(group[0])
     for slots in sharing.values():
-        total_B += shared_square_norms(slots)
-    return total_B
+        total = total + shared_square_norms(slots)
+    return total

@@ -243,42 +243,75 @@ class Outer:
         return total.index_add_(0, left.index_BT.flatten(), value.flatten(0, 1)).view(self.shape)
 
 
-def square_norms(outers: list[Outer]) -> Tensor:
-    """||sum over uses u of G_ui||^2 for every record: the squared norm of one weight's gradient, float64 (B,).
+@dataclass(frozen=True, eq=False)
+class SquareNorms:
+    """Squared norms from Gram matrices, and how far to trust them."""
+
+    value_B: Tensor
+    """float64, possibly below zero by rounding."""
+    doubt_B: Tensor
+    """(sum over t of |l_t| |r_t|)^2 / T, float64: the squared norm that T incoherent outer products of these lengths would have. Where
+    the value is much smaller, the outer products cancel, and the value's error, about eps x doubt, is no longer small beside it."""
+
+    def __add__(self, other: "SquareNorms") -> "SquareNorms":
+        return SquareNorms(self.value_B + other.value_B, self.doubt_B + other.doubt_B)
+
+    @staticmethod
+    def certain(value_B: Tensor) -> "SquareNorms":
+        """Of gradients written out: what is normed is what is added."""
+        return SquareNorms(value_B, torch.zeros_like(value_B))
+
+
+def square_norms(outers: list[Outer]) -> SquareNorms:
+    """||sum over uses u of G_ui||^2 for every record: the squared norm of one weight's gradient.
 
     Args:
         outers: all uses of the weight by the same records.
     """
     first = outers[0]
-    total_B = torch.zeros(first.left.num_records, dtype=torch.float64, device=first.device)
+    total_B = torch.zeros(first.num_records, dtype=torch.float64, device=first.device)
+    length_B = torch.zeros_like(total_B)
     for i, a in enumerate(outers):
         for b in outers[i:]:
-            times = 1 if a is b else 2
             for rows in chunks(len(total_B), 2 * a.left.places * b.left.places, _GRAM_NUMBERS, total_B.device):
-                total_B[rows] += times * _gram_dot(a, b, rows)
-    return total_B
+                if a is b:
+                    value_N, length_N = _own_dot(a, rows)
+                    total_B[rows] += value_N
+                    length_B[rows] += length_N
+                else:
+                    product_NTS = _cross_gram(a.left, b.left, rows) * _cross_gram(a.right, b.right, rows)
+                    total_B[rows] += 2 * product_NTS.sum((1, 2)).double()
+    return SquareNorms(total_B, length_B.square() / sum(outer.left.places for outer in outers))
 
 
-def square_norms_of_shared(lefts: list[Side], right: Side) -> Tensor:
-    """sum over u of ||G_ui||^2 of different weights that share their input: one Gram matrix of it for all, float64 (B,)."""
+def square_norms_of_shared(lefts: list[Side], right: Side) -> SquareNorms:
+    """sum over u of ||G_ui||^2 of different weights that share their input: one Gram matrix of it for all."""
     total_B = torch.zeros(right.num_records, dtype=torch.float64, device=right.device)
+    length_B = torch.zeros_like(total_B)
     for rows in chunks(len(total_B), 2 * right.places**2, _GRAM_NUMBERS, total_B.device):
-        values = [left.rows(rows) for left in lefts]
-        total_B[rows] += _symmetric_dot(values, right.rows(rows))
-    return total_B
+        total_B[rows], length_B[rows] = _symmetric_dot([left.rows(rows) for left in lefts], right.rows(rows))
+    return SquareNorms(total_B, length_B.square() / right.places)
 
 
-def _gram_dot(a: Outer, b: Outer, rows: slice) -> Tensor:
-    if a is b and not any(isinstance(side, OneHot | Remade) for side in (a.left, a.right)):
-        return _symmetric_dot([a.left.rows(rows)], a.right.rows(rows))
-    return _dot(_cross_gram(a.left, b.left, rows), _cross_gram(a.right, b.right, rows))
+def incoherent_square(outer: Outer, rows: slice) -> Tensor:
+    """The ``doubt`` of some records of one use, from the lengths of its factors."""
+    lengths_NT = [torch.linalg.vector_norm(side.rows(rows), dim=2, dtype=torch.float64) for side in (outer.left, outer.right)]
+    return (lengths_NT[0] * lengths_NT[1]).sum(1).square() / outer.left.places
 
 
-def _symmetric_dot(lefts_NTP: list[Tensor], right_NTQ: Tensor) -> Tensor:
-    """sum over t, t' of (sum over lefts of l l^T) o (r r^T), by panels of rows, each from its diagonal block on."""
+def _own_dot(outer: Outer, rows: slice) -> tuple[Tensor, Tensor]:
+    if not any(isinstance(side, OneHot | Remade) for side in (outer.left, outer.right)):
+        return _symmetric_dot([outer.left.rows(rows)], outer.right.rows(rows))
+    product_NTT = _cross_gram(outer.left, outer.left, rows) * _cross_gram(outer.right, outer.right, rows)
+    return product_NTT.sum((1, 2)).double(), _lengths(product_NTT)
+
+
+def _symmetric_dot(lefts_NTP: list[Tensor], right_NTQ: Tensor) -> tuple[Tensor, Tensor]:
+    """sum over t, t' of (sum over lefts of l l^T) o (r r^T), by panels of rows, each from its diagonal block on; and sum of |l_t| |r_t|."""
     places = right_NTQ.shape[1]
     panel = _PANEL if places >= 2 * _PANEL else places
     total_N = torch.zeros(len(right_NTQ), dtype=torch.float64, device=right_NTQ.device)
+    length_N = torch.zeros_like(total_N)
     start = 0
     while start < places:
         stop = start + panel if places - start >= panel + panel // 2 else places  # no sliver at the end
@@ -288,8 +321,14 @@ def _symmetric_dot(lefts_NTP: list[Tensor], right_NTQ: Tensor) -> Tensor:
         gram *= product(right_NTQ[:, start:stop], right_NTQ[:, start:].mT)
         square, beyond = gram[:, :, : stop - start], gram[:, :, stop - start :]
         total_N += square.sum((1, 2)).double() + 2 * beyond.sum((1, 2)).double()
+        length_N += _lengths(square)
         start = stop
-    return total_N
+    return total_N, length_N
+
+
+def _lengths(square_NTT: Tensor) -> Tensor:
+    """sum over t of |l_t| |r_t|, from the diagonal of the product of two Gram matrices."""
+    return square_NTT.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().sum(1).double()
 
 
 def _cross_gram(a: Side, b: Side, rows: slice) -> Tensor:
@@ -305,10 +344,6 @@ def _cross_gram(a: Side, b: Side, rows: slice) -> Tensor:
         index_NTS = b.index_BT[rows, None, :].expand(-1, value_NTP.shape[1], -1)
         return value_NTP.gather(2, index_NTS).to(wide(value_NTP.dtype))
     return product(a.rows(rows), b.rows(rows).mT)
-
-
-def _dot(a_NTS: Tensor, b_NTS: Tensor) -> Tensor:
-    return (a_NTS * b_NTS).sum((1, 2)).double()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

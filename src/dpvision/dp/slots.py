@@ -15,7 +15,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dpvision.dp.outer import _OUTER_NUMBERS, Dense, Outer, chunks, square_norms, square_norms_of_shared, wide
+from dpvision.dp.outer import (
+    _OUTER_NUMBERS,
+    Dense,
+    Outer,
+    SquareNorms,
+    chunks,
+    incoherent_square,
+    square_norms,
+    square_norms_of_shared,
+    wide,
+)
 
 _PIECE = 64
 """Numbers whose squares are summed in the gradient's own precision, before float64 takes over."""
@@ -57,16 +67,20 @@ class Slot:
             parts.append(self.written_BW[rows])
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
-    def square_norms(self, num_records: int) -> Tensor:
-        """Squared norms of the records' gradients for the weight itself, float64 (B,)."""
+    def square_norms(self, num_records: int) -> SquareNorms:
+        """Squared norms of the records' gradients for the weight itself."""
         if self.written_BW is None and self._gram_is_cheaper():
             return square_norms(self.outers)
         if not self.outers:
             assert self.written_BW is not None
-            return sum_of_squares(self.written_BW)
+            return SquareNorms.certain(sum_of_squares(self.written_BW))
         numbers = max(outer.working_numbers for outer in self.outers)
-        parts = [sum_of_squares(self.write_out(rows)) for rows in chunks(num_records, numbers, _OUTER_NUMBERS, self.weight.device)]
-        return torch.cat(parts)
+        rows = list(chunks(num_records, numbers, _OUTER_NUMBERS, self.weight.device))
+        return SquareNorms(torch.cat([sum_of_squares(self.write_out(part)) for part in rows]), torch.cat(list(map(self.doubt, rows))))
+
+    def doubt(self, rows: slice) -> Tensor:
+        """``SquareNorms.doubt_B`` of some records where the outer products are written out for the norm and not for the sum."""
+        return torch.stack([incoherent_square(outer, rows) for outer in self.outers]).sum(0)
 
     def shared_input(self) -> tuple[int, torch.Size, tuple[int, ...]] | None:
         """What tells the input of the only use, where its Gram matrix is to be computed and may serve other weights, too."""
@@ -133,20 +147,29 @@ def groups_of(slots: Iterable[Slot]) -> list[list[Slot]]:
     return [members for _, members in groups]
 
 
-def group_square_norms(group: list[Slot], params: dict[str, Tensor], num_records: int) -> Tensor:
-    """Squared norms of the gradients for all parameters of one group, float64 (B,)."""
+def group_square_norms(group: list[Slot], params: dict[str, Tensor], num_records: int) -> SquareNorms:
+    """Squared norms of the gradients for all parameters of one group."""
     if norm_is_own(group, params):
-        return torch.stack([slot.square_norms(num_records) for slot in group]).sum(0)
+        total = group[0].square_norms(num_records)
+        for slot in group[1:]:
+            total = total + slot.square_norms(num_records)
+        return total
     numbers = sum(slot.weight.numel() for slot in group) + max((o.working_numbers for s in group for o in s.outers), default=0)
-    parts = []
+    values, doubts = [], []
     for rows in chunks(num_records, numbers, _OUTER_NUMBERS, group[0].weight.device):
-        pulled = pull_back(group, [slot.write_out(rows) for slot in group], params, batched=True)
-        parts.append(torch.stack([sum_of_squares(grad) for grad in pulled.values()]).sum(0))
-    return torch.cat(parts)
+        pulled = written_out(group, params, rows)
+        values.append(torch.stack([sum_of_squares(grad) for grad in pulled.values()]).sum(0))
+        doubts.append(torch.stack([torch.zeros_like(values[-1]), *(slot.doubt(rows) for slot in group if slot.outers)]).sum(0))
+    return SquareNorms(torch.cat(values), torch.cat(doubts))
 
 
-def shared_square_norms(slots: list[Slot]) -> Tensor:
-    """Sum of squared norms of slots with one ``shared_input``, float64 (B,)."""
+def written_out(group: list[Slot], params: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    """Gradients of some records for the parameters of one group, (N, *parameter shape)."""
+    return pull_back(group, [slot.write_out(rows) for slot in group], params, batched=True)
+
+
+def shared_square_norms(slots: list[Slot]) -> SquareNorms:
+    """Sum of squared norms of slots with one ``shared_input``."""
     return square_norms_of_shared([slot.outers[0].left for slot in slots], slots[0].outers[0].right)
 
 
