@@ -17,8 +17,8 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dpvision.dp.follow import Hung, Pass, Strayed
-from dpvision.dp.layers import NoRule
 from dpvision.dp.layout import Call, block_call
+from dpvision.dp.rule import NoRule
 from dpvision.dp.slots import Slot
 from dpvision.errors import ConfigError
 from dpvision.models.head import autocast_dtype

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dpvision.dp import layers
-from dpvision.dp.layers import ELEMENTWISE, EXPANDING, RULES, NoRule
+from dpvision.dp import bare
 from dpvision.dp.layout import MIXED, OPENED, Call, Layout, block_call, tensors_in
+from dpvision.dp.rule import NoRule
+from dpvision.dp.rules import ELEMENTWISE, EXPANDING, RULES
 from dpvision.dp.slots import Slot
 from dpvision.errors import PrivacyError
 from dpvision.models.head import lowered_dtype
@@ -42,7 +43,7 @@ class Hung:
 
 
 class Pass(TorchFunctionMode):
-    """One forward pass over ``num_records`` records; see ``layers.Pass`` for what rules use of it."""
+    """One forward pass over ``num_records`` records; see ``rule.Pass`` for what rules use of it."""
 
     def __init__(self, params: dict[str, Tensor], calls: tuple[Call, ...], num_records: int, slow: dict[str, str]) -> None:
         super().__init__()
@@ -94,9 +95,9 @@ class Pass(TorchFunctionMode):
             if func in RULES:
                 out = RULES[func](self, *args, **kwargs)
             elif func in ELEMENTWISE:
-                out = layers.elementwise(self, func, args, kwargs)
+                out = bare.elementwise(self, func, args, kwargs)
             else:
-                out = layers.expand(self, func, args, kwargs)
+                out = bare.expand(self, func, args, kwargs)
             if out is not NotImplemented:
                 return out
         out = func(*args, **kwargs)

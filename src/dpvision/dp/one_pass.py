@@ -1,7 +1,7 @@
 """All records' clipped gradients from one forward and one backward pass, exact (book-keeping, Bu et al. 2023).
 
 The forward pass runs under a mode that sees every torch function. Where a trained parameter, or what is computed from parameters
-alone, meets data, a rule of ``layers`` takes the call; the backward pass leaves inputs and output gradients in slots; then norms,
+alone, meets data, a rule (``rules``) takes the call; the backward pass leaves inputs and output gradients in slots; then norms,
 factors, and each weight's gradient once, already clipped. Models are taken as they are: no hooks, no replaced layers.
 
 Three nets catch what the rules do not: a parameter used in another way is found before the pass (``make_route``) and goes through
@@ -24,10 +24,10 @@ from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.dp.compiled import Pending, run_block
 from dpvision.dp.follow import CHECKPOINTED, Pass, Strayed
-from dpvision.dp.layers import NoRule
 from dpvision.dp.layout import NUM_RECORDS, Call, find_layouts
 from dpvision.dp.outer import SquareNorms
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
+from dpvision.dp.rule import NoRule
 from dpvision.dp.slots import Slot, group_square_norms, groups_of, norm_is_own, pull_back, shared_square_norms, sum_of_squares, written_out
 from dpvision.errors import PrivacyError
 from dpvision.models.head import autocast_dtype
@@ -282,8 +282,8 @@ def _gather(
             grads = slow_grads.get(i) or per_record_gradients(loss_fn, model, slow, take(batch, rows), key, loss_scale)[0]
             for name, value in grads.items():
                 written = Slot(value[0], frozenset([name]), written_BW=value)
-                part = written.weighted_sum(factor_B[rows], finite_B[rows])
-                total[name] = total[name] + part if name in total else part
+                added = written.weighted_sum(factor_B[rows], finite_B[rows])
+                total[name] = total[name] + added if name in total else added
         either = total | {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items() if name not in total}
     return {name: either[name].to(p.dtype) for name, p in params.items()}, norms_B
 

@@ -1,0 +1,171 @@
+"""Rules of normalisation layers.
+
+Legend: B records, T places of a record, D width, N images (a multiple of B), C channels, S places of an image.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpvision.dp.bare import spread
+from dpvision.dp.layout import MIXED, Layout
+from dpvision.dp.outer import wide
+from dpvision.dp.rule import Pass, by_record, leading, require
+from dpvision.models.head import autocast_dtype
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float, sink: Any
+    ) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.save_for_backward(x, mean, rstd, weight, bias)
+        ctx.shape, ctx.sink = shape, sink
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        x, mean, rstd, weight, bias = ctx.saved_tensors
+        grad = None
+        if ctx.needs_input_grad[1]:
+            grad = torch.ops.aten.native_layer_norm_backward(g, x, ctx.shape, mean, rstd, weight, bias, [True, False, False])[0]
+        ctx.sink(g, x, mean, rstd)
+        return None, grad, None, None, None, None, None
+
+
+def layer_norm(
+    run: Pass, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Any:
+    """``F.layer_norm`` over the last dimensions."""
+    layout = run.layout(input)
+    if layout is None:
+        return NotImplemented
+    slot, bias_slot = run.slot(weight, "layer norm"), run.slot(bias, "layer norm")
+    shape = tuple(normalized_shape)
+    require(layout != MIXED and layout.dim < input.ndim - len(shape), [weight, bias], "a layer norm over records")
+    num = run.num_records
+
+    def rows(value: Tensor) -> Tensor:
+        return by_record(value.flatten(value.ndim - len(shape)), layout, num)
+
+    def sink(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
+        dtype = wide(g.dtype)
+        g_BTD = rows(g)
+        if slot is not None:
+            # A record at a time: what is in hand stays in the cache.
+            x_BTD, m_BT1, r_BT1 = rows(x), rows(mean), rows(rstd)
+            grad_BD = torch.empty(num, g_BTD.shape[-1], dtype=dtype, device=g.device)
+            for part in _record_parts(num, g.device):
+                normal = (x_BTD[part] - m_BT1[part]).mul_(r_BT1[part])
+                torch.sum(normal.mul_(g_BTD[part]) if normal.dtype == g.dtype else normal * g_BTD[part], 1, dtype=dtype, out=grad_BD[part])
+            slot.add_written(grad_BD.view(num, *shape))
+        if bias_slot is not None:
+            bias_slot.add_written(g_BTD.sum(1, dtype=dtype).view(num, *shape))
+
+    x = _widened(input)
+    if run.traced:
+        y = F.layer_norm(x, shape, _like(weight, x), _like(bias, x), eps)
+        return run.hang(y, (x,), lambda x, g: sink(g, x, *torch.native_layer_norm(x, shape, None, None, eps)[1:]))
+    return _LayerNorm.apply(run.anchor, x, shape, _like(weight, x), _like(bias, x), eps, sink)
+
+
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, sink: Any
+    ) -> Tensor:
+        x = x.contiguous()
+        sizes = (x.shape[0], x.shape[1], x.shape[2:].numel())
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, groups, eps)
+        ctx.save_for_backward(x, mean, rstd, weight)
+        ctx.sizes, ctx.groups, ctx.sink = sizes, groups, sink
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        x, mean, rstd, weight = ctx.saved_tensors
+        g, grad = g.contiguous(), None
+        if ctx.needs_input_grad[1]:
+            grad = torch.ops.aten.native_group_norm_backward(g, x, mean, rstd, weight, *ctx.sizes, ctx.groups, [True, False, False])[0]
+        ctx.sink(g, x, mean, rstd)
+        return None, grad, None, None, None, None, None
+
+
+def group_norm(
+    run: Pass, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Any:
+    """``F.group_norm``."""
+    layout = run.layout(input)
+    if layout is None:
+        return NotImplemented
+    slot, bias_slot = run.slot(weight, "group norm"), run.slot(bias, "group norm")
+    require(leading(layout), [weight, bias], "a group norm whose records are not its first dimension")
+    num, channels = run.num_records, input.shape[1]
+
+    def sink(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
+        dtype = wide(g.dtype)
+        if slot is not None:
+            normal = (x.unflatten(1, (num_groups, -1)).flatten(3) - mean[..., None, None]) * rstd[..., None, None]  # (N, G, C / G, S)
+            grad_NC = (normal.flatten(1, 2).view(*x.shape[:2], -1) * g.flatten(2)).sum(2, dtype=dtype)
+            slot.add_written(grad_NC.view(num, -1, channels).sum(1))
+        if bias_slot is not None:
+            bias_slot.add_written(g.flatten(2).sum(2, dtype=dtype).view(num, -1, channels).sum(1))
+
+    x = _widened(input)
+    require(not run.traced, [weight, bias], "a group norm in a compiled block")
+    return _GroupNorm.apply(run.anchor, x, num_groups, _like(weight, x), _like(bias, x), eps, sink)
+
+
+def _record_parts(num: int, device: torch.device) -> list[slice]:
+    return [slice(i, i + 1) for i in range(num)] if device.type == "cpu" else [slice(0, num)]
+
+
+def _widened(x: Tensor) -> Tensor:
+    """The input of a norm as autocast hands it over: float32 on a GPU; a CPU takes it as it is."""
+    low = x.dtype in (torch.float16, torch.bfloat16)
+    return x.float() if low and x.device.type != "cpu" and autocast_dtype(x.device) is not None else x
+
+
+def _like(weight: Tensor | None, x: Tensor) -> Tensor | None:
+    """A norm's weight without its graph; on a GPU in the input's precision."""
+    if weight is None:
+        return None
+    return weight.detach() if x.device.type == "cpu" else weight.detach().to(x.dtype)
+
+
+def batch_norm(
+    run: Pass,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """``F.batch_norm`` of data with fixed statistics: an elementwise scale and shift."""
+    layout = run.layout(input)
+    if layout is None:
+        return NotImplemented
+    require(not training and leading(layout), [weight, bias], "a batch norm on batch statistics")
+    y = F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps)
+    ones = (1,) * (input.ndim - 2)
+    if weight is not None:
+        y = y * _scale(run, weight, layout, y.ndim).unflatten(1, (-1, *ones))
+    return y if bias is None else y + _scale(run, bias, layout, y.ndim).unflatten(1, (-1, *ones))
+
+
+def _scale(run: Pass, weight: Tensor, layout: Layout, num_dims: int) -> Tensor:
+    return spread(run, weight, layout, 2, "batch norm")
+
+
+def rms_norm(run: Pass, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+    """``F.rms_norm``: the norm, then an elementwise scale."""
+    layout = run.layout(input)
+    if layout is None or weight is None:
+        return NotImplemented
+    return F.rms_norm(input, normalized_shape, None, eps) * spread(run, weight, layout, input.ndim, "rms norm")
