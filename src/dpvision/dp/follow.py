@@ -15,7 +15,7 @@ from dpvision.dp.rule import NoRule
 from dpvision.dp.rules import ELEMENTWISE, EXPANDING, RULES
 from dpvision.dp.slots import Slot
 from dpvision.errors import PrivacyError
-from dpvision.models.head import lowered_dtype
+from dpvision.models.head import autocast_dtype, lowered_dtype
 
 CHECKPOINTED = (
     "clip: the model checkpoints activations or hooks saved tensors; expected neither: all activations are needed until the norms are "
@@ -82,7 +82,7 @@ class Pass(TorchFunctionMode):
         known = [t for t in tensors_in(args, kwargs) if id(t) in self._known] if torch.is_grad_enabled() else []
         out = self._use(func, args, kwargs, known) if known else func(*args, **kwargs)
         if any(True for _ in tensors_in((out,), {})):
-            if self._at >= len(self._calls) or self._calls[self._at].function != func:
+            if self._at >= len(self._calls) or not self._calls[self._at].fits(func, args, kwargs):
                 raise Strayed(func.__name__)
             self._at += 1
         return out
@@ -163,12 +163,13 @@ class Pass(TorchFunctionMode):
         return self._output
 
     def lowered(self, input: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
-        dtype = lowered_dtype(input)
-        if dtype == input.dtype:
+        if autocast_dtype(input.device) is None:
             return (input, *weights)  # type: ignore[arg-type]
-        source, made = self._lowered.get(id(input), (None, None))
-        if source is None or source() is not input or made is None:
-            made = input.to(dtype)
+        dtype = lowered_dtype(input)
+        made = input
+        if dtype != input.dtype:
+            source, kept = self._lowered.get(id(input), (None, None))
+            made = kept if kept is not None and source is not None and source() is input else input.to(dtype)
             self._lowered[id(input)] = weakref.ref(input), made
         return (made, *(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
 

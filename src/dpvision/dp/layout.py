@@ -40,6 +40,22 @@ class Call:
     function: Callable[..., Any]
     inputs: tuple[Layout | None, ...]
     outputs: tuple[Layout | None, ...]
+    settings: tuple[Any, ...] | None = None
+    """Arguments that are no tensors and say how rows are moved, ``None`` in the place of those that change with the batch; None where
+    they do not matter."""
+
+    def fits(self, function: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a call is this one: the function, and how it moves rows."""
+        if self.function != function:
+            return False
+        if self.settings is None:
+            return True
+        found = _settings(function, args, kwargs)
+        return (
+            found is not None
+            and len(found) == len(self.settings)
+            and all(a is None or a == b for a, b in zip(self.settings, found, strict=True))
+        )
 
 
 def block_call(unit: Any, *args: Any) -> Any:
@@ -65,6 +81,29 @@ OPENED: dict[Callable[..., Any], Callable[..., Any]] = {
 """Functions that use parameters in several ways, with a form that shows each use."""
 
 
+_MOVING = {
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor)
+    for name in (
+        "permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
+        "__getitem__", "select", "narrow", "split", "chunk", "unbind", "cat", "stack", "repeat", "expand", "roll", "flip", "unfold", "einsum",
+        "tensordot", "repeat_interleave", "tile", "sum", "mean",
+    )
+    if hasattr(owner, name)
+}  # fmt: skip
+"""Functions that put rows elsewhere, or together."""
+
+
+def _settings(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    """What a call says besides its tensors, where that moves rows."""
+    if function not in _MOVING:
+        return None
+    flat: list[Any] = []
+    for value in (*args, *(kwargs[name] for name in sorted(kwargs))):
+        flat += value if isinstance(value, list | tuple) else [value]
+    return tuple("tensor" if isinstance(value, Tensor) else str(value) for value in flat)
+
+
 _PICKING: set[Any] = {getattr(owner, name) for owner in (torch, torch.Tensor) for name in ("masked_select", "nonzero", "unique")}
 """Functions with results as long as the data make them."""
 
@@ -77,7 +116,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, inputs: Note, outputs: Note) -> None:
         super().__init__()
-        self.calls: list[tuple[Callable[..., Any], list[Any], list[Any]]] = []
+        self.calls: list[tuple[Callable[..., Any], list[Any], list[Any], tuple[Any, ...] | None]] = []
         self._inputs, self._outputs = inputs, outputs
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,7 +128,7 @@ class _Recorder(TorchFunctionMode):
         out = func(*args, **kwargs)
         made = list(tensors_in((out,), {}))
         if made:
-            self.calls.append((func, inputs, self._outputs(len(self.calls), made)))
+            self.calls.append((func, inputs, self._outputs(len(self.calls), made), _settings(func, args, kwargs)))
         return out
 
 
@@ -116,7 +155,7 @@ def find_layouts(run: Callable[[Any], object], few: Any, many: Any, replaced: di
     first, second = (_record(run, batch, shapes, shapes) for batch in (few, many))
     if [call[0] for call in first] != [call[0] for call in second]:
         return "its forward pass makes other calls for two records than for three"
-    calls = [Call(a[0], _layouts(a[1], b[1]), _layouts(a[2], b[2])) for a, b in zip(first, second, strict=True)]
+    calls = [Call(a[0], _layouts(a[1], b[1]), _layouts(a[2], b[2]), _fixed(a[3], b[3])) for a, b in zip(first, second, strict=True)]
     for at, call in enumerate(calls):
         indexed = call.function is torch.Tensor.__getitem__
         if (call.function in _PICKING or (indexed and at in masked)) and any(call.inputs[1:] if indexed else call.inputs):
@@ -160,11 +199,19 @@ def tensors_in(args: Any, kwargs: Any) -> Iterator[Tensor]:
             yield from (item for item in value if isinstance(item, Tensor))
 
 
-def _record(run: Callable[[Any], object], batch: Any, inputs: Note, outputs: Note) -> list[tuple[Any, list[Any], list[Any]]]:
+def _record(
+    run: Callable[[Any], object], batch: Any, inputs: Note, outputs: Note
+) -> list[tuple[Any, list[Any], list[Any], tuple[Any, ...] | None]]:
     recorder = _Recorder(inputs, outputs)
     with recorder:
         run(batch)
     return recorder.calls
+
+
+def _fixed(few: tuple[Any, ...] | None, many: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    if few is None or many is None or len(few) != len(many):
+        return None
+    return tuple(a if a == b else None for a, b in zip(few, many, strict=True))
 
 
 def _layouts(few: list[torch.Size], many: list[torch.Size]) -> tuple[Layout | None, ...]:

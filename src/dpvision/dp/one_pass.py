@@ -144,7 +144,9 @@ def _route_key(loss_fn: Any, model: nn.Module, batch: Batch) -> Any:
     autocast = autocast_dtype(batch.record_id_B.device)
     modes = tuple(module.training for module in model.modules())
     weights = tuple((id(p), p.requires_grad, p.dtype, p.device) for p in model.parameters())
-    return getattr(loss_fn, "__code__", loss_fn), shapes, autocast, modes, weights
+    # Not the function itself, which may hold the model: what its captured values change in the calls is seen in the pass.
+    function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    return getattr(function, "__code__", type(function)), shapes, autocast, modes, weights
 
 
 def route_of(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Route:
@@ -177,12 +179,17 @@ def one_pass(
         ({name: sum}, norms_B float64, losses_B).
     """
     params = trained(model)
-    for _ in range(len(params) + 1):
+    fresh = False
+    while True:
         route = route_of(loss_fn, model, batch, key)
         pending: list[Pending] = []  # compiled blocks that wait for their backward pass
         try:
             run, losses_B = _forward(loss_fn, model, params, route, batch, key, pending)
         except (Strayed, NoRule) as error:
+            if not fresh:  # another loss or setting than when the route was found
+                del _ROUTES[model][_route_key(loss_fn, model, batch)]
+                fresh = True
+                continue
             raise PrivacyError(
                 f"clip: the forward pass came to {error}, where it did otherwise for two and three records; expected the same "
                 "calls for any records. Use method='vmap'."
@@ -216,7 +223,8 @@ def _backward(
     fast = [name for name in params if name not in slow]
     inputs = [run.anchor, *(params[name] for name in fast), *(zeros for block in pending for zeros in block.zeros)]
     try:
-        grads = torch.autograd.grad(losses_B.sum() * loss_scale, inputs, allow_unused=True)
+        with torch.enable_grad():
+            grads = torch.autograd.grad(losses_B.sum() * loss_scale, inputs, allow_unused=True)
     except RuntimeError as error:
         if "checkpoint" not in str(error).lower():
             raise

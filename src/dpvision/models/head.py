@@ -8,6 +8,7 @@ logits again. Four products in place of three, and the memory of a chunk in plac
 Legend: B records, N records of a chunk, L tokens, D width, V vocabulary.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,7 +121,8 @@ def _chunks(hidden_BLD: Tensor, weight_VD: Tensor) -> Iterator[slice]:
 
 def _logits(hidden_NLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
     """Logits in float32 or wider, a tensor of the caller's own."""
-    with torch.autocast(hidden_NLD.device.type, enabled=False):
+    known = torch.amp.is_autocast_available(hidden_NLD.device.type)  # not for the meta device
+    with torch.autocast(hidden_NLD.device.type, enabled=False) if known else contextlib.nullcontext():
         logit_NLV = F.linear(hidden_NLD, weight_VD, bias_V)
     return logit_NLV.to(torch.promote_types(logit_NLV.dtype, torch.float32))
 
