@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from measure import UnavailableError
 from torch import Tensor, nn
 
 from dpvision.data.batch import Batch
@@ -29,10 +30,6 @@ INSTALLED = GradSampleModule is not None
 
 Step = Callable[[Batch], dict[str, Tensor]]
 """A batch's sum of clipped gradients by parameter name."""
-
-
-class UnavailableError(Exception):
-    """A variant cannot run here; the message says why and what to do."""
 
 
 def twin(model: nn.Module) -> nn.Module:

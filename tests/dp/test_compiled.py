@@ -51,7 +51,7 @@ def test_compiled_sum_is_that_of_vmap(name, num):
 def test_blocks_that_differ_in_a_constant_do_not_share_a_program():
     model = vit().double()
     model.blocks[1].norm1.eps = 0.5
-    model.blocks[2].attn.scale = 0.9
+    model.blocks[2].norm2.eps = 0.25
     compile_blocks(model, NUM, backend="aot_eager")
     batch = make_batch(NUM, size=32, dtype=torch.float64)
     expected = clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1, method="vmap")

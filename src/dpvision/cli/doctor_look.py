@@ -19,7 +19,7 @@ from dpvision.data.keys import StepKey
 from dpvision.dp.follow import Pass
 from dpvision.dp.one_pass import Route, make_route, trained
 from dpvision.dp.per_record import LossModule, copied_buffers, per_record_gradients, prefixed
-from dpvision.dp.support import _check_module
+from dpvision.dp.support import check_module
 from dpvision.errors import ConfigError, PrivacyError
 
 KEY = StepKey(0, 0)
@@ -91,7 +91,7 @@ def _refused_layers(model: nn.Module) -> list[Refusal]:
     found: dict[str, Refusal] = {}
     for name, module in model.named_modules():
         try:
-            _check_module(name, module)
+            check_module(name, module)
         except PrivacyError as error:
             found.setdefault(type(module).__name__, Refusal(str(error), [])).layers.append(name)
     return list(found.values())

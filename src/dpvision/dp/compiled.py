@@ -120,11 +120,9 @@ def run_block(pending: list[Pending], outer: Pass, unit: _Unit, *args: Any) -> t
     """
     params: dict[str, Tensor] = dict(unit.block.named_parameters())
     tensors = [a for a in args if isinstance(a, Tensor)]
-    if (
-        outer.num_records != unit.num_records
-        or len(tensors) < len(args)
-        or not all(outer.knows(p) for p in params.values() if p.requires_grad)
-    ):
+    trained = [p for p in params.values() if p.requires_grad]
+    ruled = bool(trained) and all(map(outer.knows, trained))
+    if outer.num_records != unit.num_records or len(tensors) < len(args) or not ruled:
         return None
     about = tuple((a.shape, a.dtype, a.device, a.requires_grad) for a in (*tensors, *params.values()))
     kind = about, unit.block.training, autocast_dtype(tensors[0].device)

@@ -51,11 +51,9 @@ class Call:
         if self.settings is None:
             return True
         found = _settings(function, args, kwargs)
-        return (
-            found is not None
-            and len(found) == len(self.settings)
-            and all(a is None or a == b for a, b in zip(self.settings, found, strict=True))
-        )
+        if found is None or len(found) != len(self.settings):
+            return False
+        return all(a is None or a == b for a, b in zip(self.settings, found, strict=True))
 
 
 def block_call(unit: Any, *args: Any) -> Any:
@@ -81,16 +79,9 @@ OPENED: dict[Callable[..., Any], Callable[..., Any]] = {
 """Functions that use parameters in several ways, with a form that shows each use."""
 
 
-_MOVING = {
-    getattr(owner, name)
-    for owner in (torch, torch.Tensor)
-    for name in (
-        "permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
-        "__getitem__", "select", "narrow", "split", "chunk", "unbind", "cat", "stack", "repeat", "expand", "roll", "flip", "unfold", "einsum",
-        "tensordot", "repeat_interleave", "tile", "sum", "mean",
-    )
-    if hasattr(owner, name)
-}  # fmt: skip
+_MOVING_NAMES = """permute transpose movedim moveaxis swapaxes swapdims view reshape flatten unflatten squeeze unsqueeze __getitem__
+    select narrow split chunk unbind cat stack repeat expand roll flip unfold einsum tensordot repeat_interleave tile sum mean"""
+_MOVING: set[Any] = {getattr(owner, name) for owner in (torch, torch.Tensor) for name in _MOVING_NAMES.split() if hasattr(owner, name)}
 """Functions that put rows elsewhere, or together."""
 
 
@@ -199,9 +190,8 @@ def tensors_in(args: Any, kwargs: Any) -> Iterator[Tensor]:
             yield from (item for item in value if isinstance(item, Tensor))
 
 
-def _record(
-    run: Callable[[Any], object], batch: Any, inputs: Note, outputs: Note
-) -> list[tuple[Any, list[Any], list[Any], tuple[Any, ...] | None]]:
+def _record(run: Callable[[Any], object], batch: Any, inputs: Note, outputs: Note) -> list[Any]:
+    """(function, notes of the arguments, notes of the results, settings) of every call."""
     recorder = _Recorder(inputs, outputs)
     with recorder:
         run(batch)

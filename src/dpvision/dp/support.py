@@ -43,7 +43,7 @@ def check_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKe
         PrivacyError: records are mixed; the message names the layer and the remedy.
     """
     for name, module in model.named_modules():
-        _check_module(name, module)
+        check_module(name, module)
     copied = copy.deepcopy(model).cpu().double()
     batch = _examples(batch)
     perturbed, removed = _perturbed(batch), _removed(batch)
@@ -142,7 +142,8 @@ def _norm(grads: dict[str, Tensor]) -> float:
     return float(torch.stack([grad.norm() for grad in grads.values()]).norm())
 
 
-def _check_module(name: str, module: nn.Module) -> None:
+def check_module(name: str, module: nn.Module) -> None:
+    """Refuse a layer that is known to mix records, or to draw from the global random state (PrivacyError)."""
     kind = type(module).__name__
     if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
         raise PrivacyError(
