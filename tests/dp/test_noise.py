@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,11 +21,11 @@ from dpvision.privacy.plan import make_plan
 
 GENERATORS = ["torch", "hardened"]
 KEY = bytes(range(32))
-STD, BATCH = 0.75, 40.0
+STD, BATCH, CLIP = 0.75, 40.0, 0.5
 
 
 def plan(generator="torch", guarantee="simulated"):
-    noise = {} if guarantee == "none" else {"noise_multiplier": 1.5, "max_grad_norm": STD / 1.5}
+    noise = {} if guarantee == "none" else {"noise_multiplier": STD / CLIP, "max_grad_norm": CLIP}
     return make_plan(
         PrivacyConfig(
             dataset_size=1000,
@@ -38,7 +39,7 @@ def plan(generator="torch", guarantee="simulated"):
 
 
 def zeros(num_records=3, **sizes) -> ClippedSum:
-    return ClippedSum({name: torch.zeros(size) for name, size in sizes.items()}, num_records, torch.ones(3), torch.ones(3))
+    return ClippedSum({name: torch.zeros(size) for name, size in sizes.items()}, num_records, torch.ones(3), torch.ones(3), CLIP)
 
 
 def noise(step=0, key=KEY, generator="torch", **sizes) -> dict[str, np.ndarray]:
@@ -137,7 +138,7 @@ def test_hardened_stream_is_aes_in_counter_mode_added_in_fours():
 
 @pytest.mark.parametrize("num_records", [0, 1, 40, 63])
 def test_divisor_is_the_expected_batch_size_whatever_was_realised(num_records):
-    total = ClippedSum({"a": torch.full((1000,), 8.0)}, num_records, torch.ones(num_records), torch.ones(num_records))
+    total = ClippedSum({"a": torch.full((1000,), 8.0)}, num_records, torch.ones(num_records), torch.ones(num_records), CLIP)
     gradient = privatize(total, plan(), 0, KEY)
     torch.testing.assert_close(gradient.grads["a"], (8.0 + STD * torch.from_numpy(noise(a=1000)["a"])).float() / BATCH)
     assert isinstance(gradient, DPGradient) and gradient.grads["a"].dtype == torch.float32
@@ -149,7 +150,7 @@ def test_noise_is_added_once_whatever_the_number_of_physical_batches():
 
 
 def test_without_guarantee_only_the_division_happens():
-    total = ClippedSum({"a": torch.tensor([8.0, 1.0]), "b": torch.tensor(3.0)}, 5, torch.zeros(0), torch.ones(5))
+    total = ClippedSum({"a": torch.tensor([8.0, 1.0]), "b": torch.tensor(3.0)}, 5, torch.zeros(0), torch.ones(5), None)
     gradient = privatize(total, plan(guarantee="none"), 0, KEY)
     torch.testing.assert_close(gradient.grads, {"a": torch.tensor([0.2, 0.025]), "b": torch.tensor(0.075)})
 
@@ -171,3 +172,13 @@ def test_guarantee_without_noise_is_refused(std):
     broken = SimpleNamespace(guarantee="dp", noise_std=std, expected_batch_size=BATCH, noise_generator="torch")
     with pytest.raises(PrivacyError, match="noise_std"):
         privatize(zeros(a=3), broken, 0, KEY)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.4999, 0.5001, 5.0, None])
+def test_a_sum_of_another_clip_norm_than_the_plans_is_refused(max_grad_norm):
+    other = replace(zeros(a=3), max_grad_norm=max_grad_norm)
+    with pytest.raises(PrivacyError, match=r"max_grad_norm=plan\.max_grad_norm"):
+        privatize(other, plan(), 0, KEY)
+    assert privatize(zeros(a=3), plan(), 0, KEY).grads["a"].any()
+    with pytest.raises(PrivacyError, match="plan with max_grad_norm=None"):
+        privatize(zeros(a=3), plan(guarantee="none"), 0, KEY)

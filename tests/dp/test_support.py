@@ -4,11 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+import zoo_layers
+import zoo_tokens
 from torch import nn
 from zoo import KEY, class_losses, mae_losses, make_batch
 
-from dpvision.dp.support import check_separable
+from dpvision.dp.slots import Slot
+from dpvision.dp.support import check_exact, check_separable
 from dpvision.errors import PrivacyError
+
+MEMBERS = {**zoo.ZOO, **zoo_layers.LAYERS, **zoo_tokens.TOKENS}
 
 
 def net(*middle: nn.Module) -> nn.Module:
@@ -29,9 +34,9 @@ class Shuffled(nn.Module):
         return x + 1e-9 * x.roll(1, 0)
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", MEMBERS)
 def test_the_zoo_passes(name):
-    build, loss_fn = zoo.ZOO[name]
+    build, loss_fn = MEMBERS[name]
     model = build()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     random_state = torch.get_rng_state()
@@ -130,3 +135,28 @@ def test_one_record_is_not_enough():
 def test_gradient_that_is_not_finite_is_not_called_mixing():
     with pytest.raises(PrivacyError, match="not finite"):
         check_separable(lambda model, batch, key: class_losses(model, batch, key) * float("nan"), net(), make_batch(4), KEY)
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_the_zoo_is_exact_in_one_pass(name):
+    build, loss_fn = MEMBERS[name]
+    model = build()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    check_exact(loss_fn, model, make_batch(4), KEY)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), random_state) and all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_wrong_rule_is_found_before_the_run(monkeypatch):
+    """A bias with half its gradient, in the sum as in the norm: no clip norm is exceeded, the sum is another one."""
+    add_written = Slot.add_written
+
+    def half(slot, grad_BW):
+        add_written(slot, grad_BW * 0.5 if slot.names == {"two.bias"} else grad_BW)
+
+    model = zoo_layers.Linears()
+    check_exact(class_losses, model, make_batch(4), KEY)
+    monkeypatch.setattr(Slot, "add_written", half)
+    with pytest.raises(PrivacyError, match=r"one-pass gradients of .* differ from those of single records.*Use method='vmap'"):
+        check_exact(class_losses, model, make_batch(4), KEY)

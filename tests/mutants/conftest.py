@@ -14,6 +14,7 @@ import torch
 from dpvision.config import DataConfig, HardwareConfig, MAEConfig, OptimConfig, PrivacyConfig, RunConfig, ViTConfig
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
+from dpvision.dp.clip import METHODS
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.train.loop import Session
 from dpvision.train.start import new_session
@@ -31,6 +32,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> str:
+    """Both ways to a clipped sum."""
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from per_record_loop import clipped_sum_loop, flat
+from torch import nn
+from zoo import KEY, rows
 
+from dpvision.data.batch import Batch
+from dpvision.dp.clip import ClippedSum
 from dpvision.errors import DPVisionError
 
 CAUGHT = (AssertionError, DPVisionError)
@@ -38,3 +44,29 @@ def assert_refused(action: Callable[[], object], what: str) -> None:
     except DPVisionError:
         return
     raise AssertionError(f"{what} was accepted")
+
+
+C = 0.1
+ClippedSumFn = Callable[..., ClippedSum]
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        return build()
+
+
+def check_clip(clipped_sum: ClippedSumFn, model: nn.Module, loss_fn: Any, batch: Batch) -> None:
+    """The contract: every record moves the sum by at most C, and the sum is that of the slow loop over records."""
+    total = flat(clipped_sum(loss_fn, model, batch, KEY, max_grad_norm=C).grads)
+    num = len(batch.record_id_B)
+    for j in range(num):
+        others = rows(batch, [i for i in range(num) if i != j])
+        moved = total - flat(clipped_sum(loss_fn, model, others, KEY, max_grad_norm=C).grads)
+        assert moved.norm() <= C * (1 + 1e-5), "a record moves the sum by more than the clip norm"
+    expected, norms, _ = clipped_sum_loop(loss_fn, model, batch, KEY, C)
+    assert max(norms) > C, "nothing to clip"
+    assert (total - flat(expected)).norm() <= 1e-4 * C * num, "the sum is not that of the clipped gradients"
+
+
+MORE, OTHER = "moves the sum by more than the clip norm", "not that of the clipped gradients"

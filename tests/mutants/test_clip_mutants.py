@@ -1,64 +1,66 @@
-"""Mistakes with what is in the norm: planted, and caught. The ids are those of docs/pitfalls.md, section "Clipping"."""
+"""Mistakes with what is in the norm: planted, and caught. The ids are those of docs/pitfalls.md, section "Clipping".
+
+Both methods are on trial: what a norm leaves out is planted in ``clip._norms`` (vmap) and in ``one_pass._square_norms`` or ``slots.Slot``.
+"""
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import zoo
-from per_record_loop import clipped_sum_loop
+import zoo_tokens
+from per_record_loop import flat
 from torch import Tensor, nn
-from zoo import KEY, GradientIsPicture, class_losses, make_batch, picture_losses, rows
+from zoo import KEY, class_losses, make_batch, rows
 
-from dpvision.config import HardwareConfig, RunConfig, from_dict
-from dpvision.data.batch import Batch
+from dpvision.config import RunConfig
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.store import Store
-from dpvision.dp import clip
+from dpvision.dp import clip, layout, one_pass, outer, per_record, slots
 from dpvision.dp.clip import ClippedSum, clipped_sum
-from dpvision.dp.support import check_separable
+from dpvision.dp.outer import SquareNorms
+from dpvision.dp.slots import Slot
+from dpvision.dp.support import check_exact, check_separable
 from dpvision.train.objectives import mae_losses
 
-from .planting import assert_refused, caught, planted
+from .planting import MORE, OTHER, C, ClippedSumFn, caught, check_clip, planted, seeded
 
-C = 0.1
-ClippedSumFn = Callable[..., ClippedSum]
-
-
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(11)
-        return build()
+LeaveOut = Callable[[str, tuple[int, ...]], bool]
+"""(parameter's name, its shape) -> whether a norm overlooks it."""
 
 
-def flat(grads: dict[str, Tensor]) -> Tensor:
-    return torch.cat([grads[name].double().flatten() for name in sorted(grads)])
+def planted_norm(method: str, leave_out: Callable[[], LeaveOut], match: str):
+    """A norm that overlooks some parameters, planted in one of the two methods; ``leave_out`` is made anew for every planting."""
+    overlooked = leave_out()
+    if method == "vmap":
+        norms = clip._norms
+        mutant: Any = lambda grads: norms({name: value for name, value in grads.items() if not overlooked(name, value.shape[1:])})  # noqa: E731
+        return planted(clip, "_norms", mutant, match)
+    square_norms = one_pass._square_norms
+
+    def without(groups: list[list[Slot]], params: dict[str, Tensor], num_records: int) -> SquareNorms:
+        kept = [g for g in groups if not all(overlooked(name, params[name].shape) for slot in g for name in slot.names)]
+        return square_norms(kept, params, num_records)
+
+    return planted(one_pass, "_square_norms", without, match)
 
 
-def check_clip(clipped_sum: ClippedSumFn, model: nn.Module, loss_fn: Any, batch: Batch) -> None:
-    """The contract: every record moves the sum by at most C, and the sum is that of the slow loop over records."""
-    total = flat(clipped_sum(loss_fn, model, batch, KEY, max_grad_norm=C).grads)
-    num = len(batch.record_id_B)
-    for j in range(num):
-        others = rows(batch, [i for i in range(num) if i != j])
-        moved = total - flat(clipped_sum(loss_fn, model, others, KEY, max_grad_norm=C).grads)
-        assert moved.norm() <= C * (1 + 1e-5), "a record moves the sum by more than the clip norm"
-    expected, norms, _ = clipped_sum_loop(loss_fn, model, batch, KEY, C)
-    assert max(norms) > C, "nothing to clip"
-    assert (total - flat(expected)).norm() <= 1e-4 * C * num, "the sum is not that of the clipped gradients"
+def norms_of_uses(slot: Slot, num_records: int) -> SquareNorms:
+    """``Slot.square_norms`` with the squared norm of every use by itself, as hooks on layers have it."""
+    parts = [outer.square_norms([use]) for use in slot.outers]
+    if slot.written_BW is not None:
+        parts.append(SquareNorms.certain(slots.sum_of_squares(slot.written_BW)))
+    return sum(parts[1:], start=parts[0])
 
 
-MORE, OTHER = "moves the sum by more than the clip norm", "not that of the clipped gradients"
-
-
-def norm_without(leave_out: Callable[[str, Tensor], bool]) -> Callable[[dict[str, Tensor]], Tensor]:
-    """``clip._norms`` that overlooks some parameters; a gradient's first dimension is the record."""
-    norms = clip._norms
-    return lambda grads: norms({name: value for name, value in grads.items() if not leave_out(name, value)})
+def last_use(slot: Slot, use: outer.Outer) -> None:
+    """``Slot.add_outer`` that overwrites the use before."""
+    slot.outers = [use]
 
 
 def clip_each_use(unshared: nn.Module, shared: dict[str, str]) -> ClippedSumFn:
@@ -71,44 +73,54 @@ def clip_each_use(unshared: nn.Module, shared: dict[str, str]) -> ClippedSumFn:
 
     def mutant(loss_fn, model, batch, key, *, max_grad_norm):
         params = {name: p.detach() for name, p in unshared.named_parameters()}
-        grads, losses_B = clip.per_record_gradients(loss_fn, unshared, params, batch, key)
+        grads, losses_B = per_record.per_record_gradients(loss_fn, unshared, params, batch, key)
         norms_B = clip._norms(grads)
         factor_B = (max_grad_norm / norms_B).clamp(max=1).float()
-        total = ClippedSum.zeros(model).grads
+        total = ClippedSum.zeros(model, max_grad_norm).grads
         for name, value in grads.items():
             total[shared.get(name, name)] += torch.tensordot(factor_B, value, dims=1)
-        return ClippedSum(total, len(losses_B), norms_B.float(), losses_B)
+        return ClippedSum(total, len(losses_B), norms_B.float(), losses_B, max_grad_norm)
 
     return mutant
 
 
-def test_bare_parameter_unclipped() -> None:
+def test_bare_parameter_unclipped(method: str) -> None:
     def check() -> None:
-        check_clip(clipped_sum, seeded(zoo.Bare), class_losses, make_batch(4))
+        check_clip(partial(clipped_sum, method=method), seeded(zoo.Bare), class_losses, make_batch(4))
 
     check()
-    with planted(clip, "_norms", norm_without(lambda name, _: "." not in name), MORE):
+    with planted_norm(method, lambda: lambda name, _: "." not in name, MORE):
         check()
 
 
-def test_bias_or_layernorm_unclipped() -> None:
+def test_bias_or_layernorm_unclipped(method: str) -> None:
     def check() -> None:
-        check_clip(clipped_sum, zoo.tiny_mae(), zoo.mae_losses, make_batch(4))
+        check_clip(partial(clipped_sum, method=method), zoo.tiny_mae(), zoo.mae_losses, make_batch(4))
 
     check()
-    with planted(clip, "_norms", norm_without(lambda name, _: name.endswith("bias")), MORE):
+    with planted_norm(method, lambda: lambda name, _: name.endswith("bias"), MORE):
         check()
-    with planted(clip, "_norms", norm_without(lambda name, value: value.ndim == 2), MORE):  # vectors: LayerNorms, too
+    with planted_norm(method, lambda: lambda _, shape: len(shape) == 1, MORE):  # vectors: LayerNorms, too
         check()
 
 
-def test_tied_parameter_unclipped() -> None:
+def test_tied_parameter_unclipped(method: str) -> None:
     model = seeded(zoo.Tied)
     untied = copy.deepcopy(model)
     untied.up.weight = nn.Parameter(model.down.weight.detach().clone())
-    check_clip(clipped_sum, model, class_losses, make_batch(4))
-    with caught(MORE):
-        check_clip(clip_each_use(untied, {"up.weight": "down.weight"}), model, class_losses, make_batch(4))
+
+    def check() -> None:
+        check_clip(partial(clipped_sum, method=method), model, class_losses, make_batch(4))
+
+    check()
+    if method == "vmap":
+        with caught(MORE):
+            check_clip(clip_each_use(untied, {"up.weight": "down.weight"}), model, class_losses, make_batch(4))
+    else:
+        with planted(Slot, "square_norms", norms_of_uses, f"{MORE}|{OTHER}"):
+            check()
+        with planted(Slot, "add_outer", last_use, OTHER):
+            check()
 
 
 class Unrolled(nn.Module):
@@ -126,35 +138,56 @@ class Unrolled(nn.Module):
         return x
 
 
-def test_reused_layer_unclipped() -> None:
+def test_reused_layer_unclipped(method: str) -> None:
     model = seeded(zoo.Reused)
     shared = {f"calls.{i}.{name}": f"step.{name}" for i in range(3) for name in ("weight", "bias")}
-    check_clip(clipped_sum, model, class_losses, make_batch(4))
-    with caught(MORE):
-        check_clip(clip_each_use(Unrolled(model), shared), model, class_losses, make_batch(4))
+
+    def check() -> None:
+        check_clip(partial(clipped_sum, method=method), model, class_losses, make_batch(4))
+
+    check()
+    if method == "vmap":
+        with caught(MORE):
+            check_clip(clip_each_use(Unrolled(model), shared), model, class_losses, make_batch(4))
+    else:
+        with planted(Slot, "square_norms", norms_of_uses, MORE):
+            check()
+        with planted(Slot, "add_outer", last_use, OTHER):
+            check()
 
 
-def test_thawed_parameter_unclipped() -> None:
+def test_thawed_parameter_unclipped(method: str) -> None:
     def check() -> None:
         model = seeded(zoo.Frozen)
-        clipped_sum(class_losses, model, make_batch(4), KEY, max_grad_norm=C)
+        clipped_sum(class_losses, model, make_batch(4), KEY, max_grad_norm=C, method=method)
         model.body[0].bias.requires_grad_(True)
-        check_clip(clipped_sum, model, class_losses, make_batch(4))
+        check_clip(partial(clipped_sum, method=method), model, class_losses, make_batch(4))
 
-    def remembered() -> Callable[[dict[str, Tensor]], Tensor]:
-        """Norms over the parameters of the first call."""
-        names: set[str] = set()
+    def thawed() -> LeaveOut:
+        """Norms over the parameters of the first call: the third call asks for the bias for the first time."""
+        return lambda name, _: name == "body.0.bias"
 
-        def norms(grads):
-            names.update(names or grads)
-            return real({name: value for name, value in grads.items() if name in names})
-
-        return norms
-
-    real = clip._norms
     check()
-    with planted(clip, "_norms", remembered(), MORE):
+    with planted_norm(method, thawed, MORE):
         check()
+
+
+def test_rows_of_another_record() -> None:
+    """Two views one after the other in the batch, and tokens before records; by clipping, and by the gate of single records."""
+    members = [zoo_tokens.TOKENS[name] for name in ("views_one_after_the_other", "tokens_first", "attention_tokens_first")]
+
+    def check_sum(build: Any, loss_fn: Any) -> None:
+        check_clip(clipped_sum, seeded(build), loss_fn, make_batch(4))
+
+    def check_gate(build: Any, loss_fn: Any) -> None:
+        check_exact(loss_fn, seeded(build), make_batch(4), KEY)
+
+    for check in (check_sum, check_gate):
+        for build, loss_fn in members:
+            check(build, loss_fn)
+            words = f"{MORE}|{OTHER}" if check is check_sum else "differ from those of single records"
+            with planted(layout, "_ordered", lambda found, before, after: found, words):
+                check(build, loss_fn)
 
 
 def test_loss_averaged_before_clip() -> None:
@@ -163,7 +196,9 @@ def test_loss_averaged_before_clip() -> None:
     def mean_first(loss_fn, model, batch, key, *, max_grad_norm):
         total = clipped_sum(loss_fn, model, batch, key, max_grad_norm=None)
         factor = min(1.0, max_grad_norm * total.num_records / flat(total.grads).norm().item())
-        return ClippedSum({name: factor * value for name, value in total.grads.items()}, total.num_records, total.norms_B, total.losses_B)
+        return ClippedSum(
+            {name: factor * value for name, value in total.grads.items()}, total.num_records, total.norms_B, total.losses_B, None
+        )
 
     def mean_losses(model, batch, key):
         return class_losses(model, batch, key).mean()
@@ -242,99 +277,3 @@ def test_mask_keyed_by_row(scenes: Store, config: RunConfig) -> None:
     check_crops()
     with planted(StepKey, "uniform_numpy", uniform_by_row, "others get other crops"):
         check_crops()
-
-
-def with_bad_record(bad: float) -> Batch:
-    """Four records, the third of which has one number ``bad``."""
-    batch = make_batch(4)
-    batch.image_BVCHW[2, 0, 1, 3, 3] = bad
-    return batch
-
-
-def check_bad_record(clipped_sum: ClippedSumFn, bad: float) -> None:
-    model = GradientIsPicture(3, 8, 8)
-    good = rows(make_batch(4), [0, 1, 3])
-    before = clipped_sum(picture_losses, model, good, KEY, max_grad_norm=C).grads["weight"]
-    mixed = clipped_sum(picture_losses, model, with_bad_record(bad), KEY, max_grad_norm=C).grads["weight"]
-    assert mixed.isfinite().all(), "one record spoils the whole sum"
-    assert mixed.any(), "one record takes the others out of the step"
-    torch.testing.assert_close(mixed, before, rtol=1e-5, atol=1e-8, msg="a bad record does not contribute exactly zero")
-    after = clipped_sum(picture_losses, model, good, KEY, max_grad_norm=C).grads["weight"]
-    assert torch.equal(after, before), "one record changes later sums"
-
-
-def test_nonfinite_record_poisons() -> None:
-    def check() -> None:
-        for bad in (torch.nan, torch.inf, 1e30):
-            check_bad_record(clipped_sum, bad)
-
-    check()
-    with planted(torch.Tensor, "masked_fill_", lambda self, mask, value: self, "spoils the whole sum"):  # a factor of zero only
-        check()
-
-
-def assert_no_loss_scale() -> None:
-    """Half precision, which needs a loss scale, cannot be asked for, and there is nothing to set one by."""
-    assert_refused(lambda: from_dict(HardwareConfig, {"precision": "float16"}), "precision float16")
-    assert not [field.name for field in dataclasses.fields(HardwareConfig) if "scale" in field.name]
-
-
-def test_loss_scale_in_norm() -> None:
-    assert_no_loss_scale()
-
-    def scaled(loss_fn, model, batch, key, *, max_grad_norm):
-        total = clipped_sum(lambda *args: 1024 * loss_fn(*args), model, batch, key, max_grad_norm=max_grad_norm)
-        return replace(total, grads={name: value / 1024 for name, value in total.grads.items()})
-
-    check_clip(clipped_sum, seeded(zoo.Bare), class_losses, make_batch(4))
-    with caught(OTHER):
-        check_clip(scaled, seeded(zoo.Bare), class_losses, make_batch(4))
-
-
-def test_loss_scale_private_overflow() -> None:
-    """Against a scaler as in mixed-precision training: a step with an overflow is left out, and the scale is halved for later ones."""
-    assert_no_loss_scale()
-
-    def skipping(loss_fn, model, batch, key, *, max_grad_norm):
-        total = clipped_sum(loss_fn, model, batch, key, max_grad_norm=max_grad_norm)
-        return total if total.norms_B.isfinite().all() else ClippedSum.zeros(model)
-
-    class Halving:
-        scale = 1.0
-
-        def __call__(self, loss_fn, model, batch, key, *, max_grad_norm):
-            total = clipped_sum(lambda *args: self.scale * loss_fn(*args), model, batch, key, max_grad_norm=max_grad_norm * self.scale)
-            grads = {name: value / self.scale for name, value in total.grads.items()}
-            if not total.norms_B.isfinite().all():
-                self.scale *= 0.3  # a power of two would hide it: such a scale only moves the exponent
-            return replace(total, grads=grads)
-
-    check_bad_record(clipped_sum, torch.nan)
-    with caught("takes the others out of the step"):
-        check_bad_record(skipping, torch.nan)
-    with caught("changes later sums"):
-        check_bad_record(Halving(), torch.nan)
-
-
-def test_half_precision_norm() -> None:
-    """Gradients that lie just above the clip norm, or far above, in several shapes; measured in float64, without slack."""
-
-    def check() -> None:
-        generator = torch.Generator().manual_seed(3)
-        for shape in ((1, 1, 7), (3, 33, 41), (3, 128, 128)):
-            model = GradientIsPicture(*shape)
-            for scale in (1.001, 3.0, 1e3, 1e7):
-                image = torch.randn(1, 1, *shape, generator=generator)
-                image *= C * scale / image.norm()
-                total = clipped_sum(picture_losses, model, make_batch(1)._replace(image_BVCHW=image), KEY, max_grad_norm=C)
-                norm = total.grads["weight"].double().norm()
-                assert norm <= C, "a contribution is longer than the clip norm"
-                assert norm >= C * (1 - 1e-5), "a contribution is cut shorter than the clip norm"
-
-    def norms_in(dtype):
-        return lambda grads: sum(value.to(dtype).square().flatten(1).sum(1) for value in grads.values()).sqrt().double()
-
-    check()
-    for dtype in (torch.bfloat16, torch.float16):
-        with planted(clip, "_norms", norms_in(dtype), "a contribution is"):
-            check()

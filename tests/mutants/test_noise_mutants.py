@@ -20,15 +20,16 @@ from dpvision.train.distributed import Group
 from dpvision.train.loop import Secrets, fit
 
 from .conftest import NewRun
-from .planting import caught, planted
+from .planting import assert_refused, caught, planted
 from .ranks import Ranks
 
 KEY = bytes(range(32))
 ALONE = Group(0, 1, torch.device("cpu"))
 
 
-def as_sum(values: torch.Tensor, num_records: int = 40) -> ClippedSum:
-    return ClippedSum({"a": values}, num_records, torch.ones(num_records), torch.ones(num_records))
+def as_sum(values: torch.Tensor, num_records: int = 40, clip: float = 0.5) -> ClippedSum:
+    """A sum clipped to the norm of the plan of this folder."""
+    return ClippedSum({"a": values}, num_records, torch.ones(num_records), torch.ones(num_records), clip)
 
 
 def test_divide_by_realised_batch(plan: DPPlan) -> None:
@@ -61,8 +62,8 @@ def test_noise_per_physical_batch(new_run: NewRun) -> None:
         for one, other in itertools.pairwise(sums):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg="the sum depends on the physical batches")
 
-    def noisy(loss_fn, model, batch, key, *, max_grad_norm):
-        total = clipped_sum(loss_fn, model, batch, key, max_grad_norm=max_grad_norm)
+    def noisy(loss_fn, model, batch, key, *, max_grad_norm, **settings):
+        total = clipped_sum(loss_fn, model, batch, key, max_grad_norm=max_grad_norm, **settings)
         grads = {name: value + 4.0 * max_grad_norm * torch.randn_like(value) for name, value in total.grads.items()}
         return replace(total, grads=grads)
 
@@ -126,18 +127,42 @@ def test_noise_wrong_norm(config: RunConfig, scenes: Store) -> None:
             plan = make_plan(replace(config.privacy, max_grad_norm=clip))
             model = GradientIsPicture(3, 16, 16)
             one, _ = step.step_sum(0, config, plan, scenes, np.array([3]), model, huge_losses, KEY, ALONE)
-            noise = privatize(as_sum(torch.zeros(num)), plan, 0, KEY).grads["a"].double() * plan.expected_batch_size
+            noise = privatize(as_sum(torch.zeros(num), clip=clip), plan, 0, KEY).grads["a"].double() * plan.expected_batch_size
             ratio = noise.std() / one.grads["weight"].double().norm()
             assert abs(ratio / config.privacy.noise_multiplier - 1) < 5 / (2 * num) ** 0.5, "noise has another norm than the clip's"
 
-    def clip_at_one(loss_fn, model, batch, key, *, max_grad_norm):
-        return clipped_sum(loss_fn, model, batch, key, max_grad_norm=1.0)
+    def clip_at_one(loss_fn, model, batch, key, *, max_grad_norm, **settings):
+        return replace(clipped_sum(loss_fn, model, batch, key, max_grad_norm=1.0, **settings), max_grad_norm=max_grad_norm)
 
     check()
     with planted(DPPlan, "noise_std", property(lambda plan: plan.noise_multiplier * plan.max_grad_norm**2), "another norm than the clip's"):
         check()
     with planted(step, "clipped_sum", clip_at_one, "another norm than the clip's"):
         check()
+
+
+def test_sum_of_another_clip_norm(config: RunConfig, plan: DPPlan, scenes: Store) -> None:
+    """A sum says what it was clipped to: it is refused where it would join the step's sum, and before the noise."""
+
+    def check(privatize=privatize) -> None:
+        for clip in (0.4999, 5.0, None):
+            assert_refused(lambda clip=clip: privatize(as_sum(torch.zeros(3), clip=clip), plan, 0, KEY), "a sum of another clip norm")
+
+    def trusting(total, plan, step, key):
+        return privatize(replace(total, max_grad_norm=plan.max_grad_norm), plan, step, key)
+
+    def clip_at_one(loss_fn, model, batch, key, *, max_grad_norm, **settings):
+        return clipped_sum(loss_fn, model, batch, key, max_grad_norm=1.0, **settings)
+
+    def one_step() -> None:
+        step.step_sum(0, config, plan, scenes, np.array([3]), GradientIsPicture(3, 16, 16), picture_losses, KEY, ALONE)
+
+    check()
+    with caught("a sum of another clip norm was accepted"):
+        check(trusting)
+    one_step()
+    with planted(step, "clipped_sum", clip_at_one, "expected the same"):
+        one_step()
 
 
 def test_replayed_noise(new_run: NewRun) -> None:

@@ -15,7 +15,7 @@ from zoo import KEY, class_losses, make_batch
 from dpvision.checkpoint import load_checkpoint, save_checkpoint, state_tensors, write_json
 from dpvision.config import RunConfig
 from dpvision.data.store import Store
-from dpvision.dp import clip, support
+from dpvision.dp import clip, one_pass, support
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.support import check_separable
 from dpvision.errors import DPVisionError, PrivacyError
@@ -34,26 +34,40 @@ from .conftest import NewRun
 from .planting import assert_refused, caught, planted
 
 
+class Averaging(nn.Module):
+    """Keeps a running mean of its pictures, by hand and of no use in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(192, 5)
+        self.register_buffer("mean", torch.zeros(192))
+
+    def forward(self, x):
+        x = x.flatten(1)
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.body(x)
+
+
 def test_buffers_updated() -> None:
     def net() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(192), nn.Linear(192, 5))
 
-    def check_buffers() -> None:
-        model = net()
+    def check_buffers(model: nn.Module, max_grad_norm: float | None) -> None:
         before = copy.deepcopy(model.state_dict())
-        clipped_sum(class_losses, model, make_batch(4), KEY, max_grad_norm=None)
+        clipped_sum(class_losses, model, make_batch(4), KEY, max_grad_norm=max_grad_norm)
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0, msg="the data are left in a buffer")
 
     def check_gate() -> None:
         assert_refused(lambda: check_separable(class_losses, net(), make_batch(4), KEY), "batch statistics")
 
-    check_buffers()
-    with planted(clip, "_buffers", lambda model: dict(model.named_buffers()), "the data are left in a buffer"):
-        check_buffers()
+    for module, model, max_grad_norm in ((clip, net(), None), (one_pass, Averaging(), 0.1)):
+        check_buffers(model, max_grad_norm)
+        with planted(module, "copied_buffers", lambda model: dict(model.named_buffers()), "the data are left in a buffer"):
+            check_buffers(model, max_grad_norm)
     check_gate()
     # Not recognised by their class they are still measured ...
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(support, "_check_module", lambda name, module: None)
+        patch.setattr(support, "check_module", lambda name, module: None)
         check_gate()
         # ... and only without the measurement they would pass.
         with planted(torch, "equal", lambda a, b: True, "batch statistics was accepted"):

@@ -86,7 +86,7 @@ def test_a_frozen_parameter_never_moves_and_foreign_state_is_refused() -> None:
 
 def test_a_clipped_sum_does_not_pass_the_wall() -> None:
     model = _model()
-    total = ClippedSum(_gradients(model, 1)[0].grads, 1, torch.ones(1), torch.ones(1))
+    total = ClippedSum(_gradients(model, 1)[0].grads, 1, torch.ones(1), torch.ones(1), 1.0)
     with pytest.raises(PrivacyError, match="DPGradient"):
         Optimizer(OptimConfig(), model).step(total, 0.1)  # type: ignore[arg-type]
 

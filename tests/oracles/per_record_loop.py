@@ -36,3 +36,14 @@ def clipped_sum_loop(loss_fn, model, batch: Batch, key, max_grad_norm):
         norms.append(norm)
         losses.append(loss)
     return total, norms, losses
+
+
+def flat(grads) -> torch.Tensor:
+    """All gradients of a dictionary as one float64 vector, by name."""
+    return torch.cat([grads[name].double().flatten() for name in sorted(grads)])
+
+
+def middle_norm(loss_fn, model, batch: Batch, key) -> float:
+    """A clip norm that half of the records exceed."""
+    norms = sorted(flat(grads).norm().item() for _, grads in per_record_gradients(loss_fn, model, batch, key))
+    return norms[len(norms) // 2] * 0.999

@@ -16,14 +16,12 @@ from torch.func import functional_call
 
 from dpvision.cli.doctor_model import Built
 from dpvision.data.keys import StepKey
-from dpvision.dp.follow import Pass
-from dpvision.dp.one_pass import Route, make_route, trained
-from dpvision.dp.per_record import LossModule, copied_buffers, per_record_gradients, prefixed
+from dpvision.dp.one_pass import make_route, trained
+from dpvision.dp.per_record import LossModule, copied_buffers, prefixed
 from dpvision.dp.support import check_module
 from dpvision.errors import ConfigError, PrivacyError
 
 KEY = StepKey(0, 0)
-_UNSEEN = "used where no rule sees it"
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def look(name: str, built: Built) -> Look:
     try:
         _check_losses(name, built)
         with told_by_us():
-            route = _route(built)
+            route = make_route(built.loss_fn, built.model, built.batch, KEY)
     except PrivacyError as error:
         return Look(refused=[Refusal(str(error), [])], frozen=frozen, tied=tied)
     ways: dict[str, list[str]] = {}
@@ -115,35 +113,6 @@ def _check_losses(name: str, built: Built) -> None:
     got, wanted = tuple(getattr(losses_B, "shape", ())), tuple(built.batch.record_id_B.shape)
     if got != wanted:
         raise PrivacyError(f"separability: losses of shape {got}; expected one per record, {wanted}. Do not average over the batch.")
-
-
-def _route(built: Built) -> Route:
-    """The route, with those parameters among the slow ones that autograd reaches past the rules.
-
-    Raises:
-        PrivacyError: there is no exact way to some parameter's gradients.
-    """
-    route = make_route(built.loss_fn, built.model, built.batch, KEY)
-    params = trained(built.model)
-    wrapped, buffers = LossModule(built.loss_fn, built.model), prefixed(copied_buffers(built.model))
-    run = Pass(params, route.calls, len(built.batch.record_id_B), route.slow)
-    with run, torch.enable_grad():
-        losses_B = functional_call(wrapped, buffers, (built.batch, KEY))
-    fast = [name for name in params if name not in route.slow]
-    if not losses_B.requires_grad:
-        return route
-    grads = torch.autograd.grad(losses_B.sum(), [run.anchor, *(params[name] for name in fast)], allow_unused=True)
-    leaked = [name for name, grad in zip(fast, grads[1:], strict=True) if grad is not None]
-    if leaked:
-        try:
-            per_record_gradients(built.loss_fn, built.model, {name: params[name].detach() for name in leaked}, built.batch, KEY)
-        except RuntimeError as error:
-            raise PrivacyError(
-                f"clip: no exact way to the per-record gradients of {', '.join(leaked)} ({_UNSEEN}): torch.func.vmap says "
-                f"{str(error).splitlines()[0]!r}. Freeze these parameters (requires_grad_(False)), or write the layer with operations "
-                "that have a rule (docs/clipping.md)."
-            ) from None
-    return Route(route.calls, route.uses, {**route.slow, **dict.fromkeys(leaked, _UNSEEN)})
 
 
 @contextlib.contextmanager

@@ -171,4 +171,6 @@ def _compile(outer: Pass, unit: _Unit, args: list[Tensor], params: dict[str, Ten
     same = graph.code, unit.backend, tuple((t.shape, t.dtype, t.device) for t in (*arguments, *params.values(), *zeros))
     run = _COMPILED.setdefault(same, torch.compile(graph, backend=unit.backend, dynamic=False))
     hung = [Hung(h.shape, h.dtype, (), h.sink) for h in inner.hung]
+    for slot in inner.slots:
+        slot.open = True
     return _Program(run, outer.coming()[: inner.position], hung, {next(iter(slot.names)): slot for slot in inner.slots})

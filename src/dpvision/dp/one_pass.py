@@ -33,6 +33,7 @@ from dpvision.errors import PrivacyError
 from dpvision.models.head import autocast_dtype
 
 _LOG = logging.getLogger("dpvision")
+_UNSEEN = "used where no rule sees it"
 _TRUSTED = 16.0
 """A Gram norm is trusted down to this part of what incoherent outer products would have; docs/clipping.md has the errors measured."""
 
@@ -74,7 +75,7 @@ def _probes(batch: Batch) -> tuple[Batch, Batch, dict[int, Batch]]:
 
 
 def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Route:
-    """Find how every trained parameter goes through the pass: six forward passes of two or three records, no backward pass.
+    """Find how every trained parameter goes through the pass: six forward passes and one backward pass of two or three records.
 
     Works on the ``meta`` device, without memory for the weights.
 
@@ -101,11 +102,15 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
         record = Pass(params, tuple(calls), NUM_RECORDS[1], slow)
         try:
             with record, torch.enable_grad():
-                run(many)
+                losses_B = run(many)
         except NoRule as error:
             names = record.names_of(error.tensors)
             assert names, "a rule gave up on tensors that are no parameters"
             slow |= {name: error.reason for name in names}
+            continue
+        leaked = _backward(params, slow, record, [], losses_B, 1.0)
+        if leaked:
+            slow |= dict.fromkeys(leaked, _UNSEEN)
             continue
         _check_slow(loss_fn, model, params, slow, few, key)
         uses: dict[str, list[str]] = {name: [] for name in params}
@@ -197,7 +202,7 @@ def one_pass(
         leaked = _backward(params, route.slow, run, pending, losses_B, loss_scale)
         if not leaked:
             break
-        slow = {**route.slow, **dict.fromkeys(leaked, "used where no rule sees it")}
+        slow = {**route.slow, **dict.fromkeys(leaked, _UNSEEN)}
         _check_slow(loss_fn, model, params, slow, batch, key)
         _ROUTES[model][_route_key(loss_fn, model, batch)] = replace(route, slow=slow)
     return (*_gather(loss_fn, model, params, route, run, batch, key, factors, loss_scale, chunk_size), losses_B.detach())
@@ -218,6 +223,8 @@ def _backward(
     params: dict[str, Tensor], slow: dict[str, str], run: Pass, pending: list[Pending], losses_B: Tensor, loss_scale: float
 ) -> list[str]:
     """Fill the slots; returns the parameters that autograd reached past the rules."""
+    for slot in run.slots:
+        slot.open = True
     if not losses_B.requires_grad:
         return []
     fast = [name for name in params if name not in slow]

@@ -26,6 +26,7 @@ from dpvision.dp.outer import (
     square_norms_of_shared,
     wide,
 )
+from dpvision.errors import PrivacyError
 
 _PIECE = 64
 """Numbers whose squares are summed in the gradient's own precision, before float64 takes over."""
@@ -42,19 +43,30 @@ class Slot:
     """How it was used, in the order of the calls."""
     written_BW: Tensor | None = None
     outers: list[Outer] = field(default_factory=list)
+    open: bool = False
+    """Set when the forward pass is over: what comes before is from a gradient that the loss takes by itself."""
 
     def add_written(self, grad_BW: Tensor) -> None:
         """Add gradients (B, *weight shape) of one use."""
+        self._require_open()
         grad_BW = grad_BW.to(wide(grad_BW.dtype))
         self.written_BW = grad_BW if self.written_BW is None else self.written_BW + grad_BW
 
     def add_outer(self, outer: Outer) -> None:
         """Add the gradients of one use as outer products; those that are no larger than their factors are written out at once."""
+        self._require_open()
         if outer.written_numbers <= outer.stored_numbers:
             parts = [outer.write_out(rows) for rows in chunks(outer.num_records, outer.working_numbers, _OUTER_NUMBERS, outer.device)]
             self.add_written(parts[0] if len(parts) == 1 else torch.cat(parts))
         else:
             self.outers.append(outer)
+
+    def _require_open(self) -> None:
+        if not self.open:
+            raise PrivacyError(
+                "clip: the loss takes a gradient of its own inside the forward pass; expected none, whose gradients one backward pass "
+                "gives. Leave gradient penalties out."
+            )
 
     @property
     def used(self) -> bool:

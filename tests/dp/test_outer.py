@@ -1,0 +1,137 @@
+"""Norms and weighted sums of outer products against gradients written out, for random shapes, kinds of sides and numbers of uses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dpvision.dp import outer
+from dpvision.dp.outer import Dense, OneHot, Outer, Patches, Remade, product, scaled, square_norms, square_norms_of_shared
+
+KINDS = ("dense", "one_hot", "remade", "patches")
+
+
+def draw(generator, *shape):
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def make_side(kind: str, generator, num: int, places: int, width: int):
+    """(a side, the same as a plain tensor (B, T, width))."""
+    if kind == "one_hot":
+        index = torch.randint(0, width, (num, places), generator=generator)
+        return OneHot(index, width, torch.float64), F.one_hot(index, width).double()
+    value = draw(generator, num, places, width)
+    if kind == "remade":
+        return Remade(lambda rows: value[rows], value @ value.mT, width, 1), value
+    return Dense(value), value
+
+
+def make_use(generator, kinds, num, places, rows, columns):
+    left, left_value = make_side(kinds[0], generator, num, places, rows)
+    right, right_value = make_side(kinds[1], generator, num, places, columns)
+    return Outer(left, right, torch.Size([rows, columns])), torch.einsum("btp,btq->bpq", left_value, right_value)
+
+
+uses = st.lists(st.tuples(st.sampled_from(KINDS[:3]), st.sampled_from(("dense", "one_hot")), st.integers(1, 120)), min_size=1, max_size=3)
+fast = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@fast
+@given(uses, st.integers(1, 5), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**31), st.sampled_from([1, 40, 2**20]))
+def test_square_norms_are_those_of_the_gradients_written_out(uses, num, rows, columns, seed, room):
+    """Uses of several lengths and kinds together, whatever the chunks; panels of symmetric Gram matrices included (120 places)."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [make_use(generator, kinds[:2], num, kinds[2], rows, columns) for kinds in uses]
+    written = sum(grad for _, grad in made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outer, "_GRAM_NUMBERS", {"cpu": room, "cuda": room})
+        squares_B = square_norms([use for use, _ in made]).value_B
+    size_B = sum(grad.flatten(1).norm(dim=1) for _, grad in made) + 1
+    scale_B = size_B.square() + sum(use.left.places for use, _ in made) ** 2 * (rows + columns)
+    assert squares_B.dtype == torch.float64
+    assert ((squares_B - written.square().sum((1, 2))).abs() <= 1e-12 * scale_B).all()
+
+
+@fast
+@given(uses, st.integers(1, 5), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**31), st.sampled_from([1, 40, 2**20]))
+def test_weighted_sum_is_that_of_the_gradients_written_out(uses, num, rows, columns, seed, room):
+    """Records left out may hold anything."""
+    generator = torch.Generator().manual_seed(seed)
+    factor_B, keep_B = draw(generator, num), torch.rand(num, generator=generator) > 0.3
+    for kinds in uses:
+        use, grad_BPQ = make_use(generator, kinds[:2], num, kinds[2], rows, columns)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(outer, "_OUTER_NUMBERS", {"cpu": room, "cuda": room})
+            everything = use.weighted_sum(factor_B, None)
+            if isinstance(use.right, Dense):
+                use.right.value[~keep_B] = torch.nan
+            kept = use.weighted_sum(torch.where(keep_B, factor_B, 0.0), keep_B)
+        tolerance = {"rtol": 0, "atol": 1e-12 * (1 + num * kinds[2])}
+        torch.testing.assert_close(everything, torch.einsum("b,bpq->pq", factor_B, grad_BPQ), **tolerance)
+        torch.testing.assert_close(kept, torch.einsum("b,bpq->pq", factor_B[keep_B], grad_BPQ[keep_B]), **tolerance)
+
+
+@fast
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.tuples(st.integers(1, 3), st.integers(1, 3)), st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)), st.tuples(st.integers(1, 2), st.integers(1, 2)), st.integers(0, 2**31),
+)  # fmt: skip
+def test_patches_are_the_input_of_the_convolution(channels, per_record, kernel, stride, padding, dilation, seed):
+    """Against autograd of F.conv2d, one record at a time: the gradient written out, its norm, and the weighted sum."""
+    generator = torch.Generator().manual_seed(seed)
+    num, filters = 3, 4
+    x = draw(generator, num * per_record, channels, 7, 6)
+    weight = draw(generator, filters, channels, *kernel).requires_grad_()
+    y = F.conv2d(x, weight, None, stride, padding, dilation)
+    g = draw(generator, *y.shape)
+    chosen = g * y
+    expected = torch.stack(
+        [torch.autograd.grad(part.sum(), weight, retain_graph=True)[0] for part in chosen.unflatten(0, (num, per_record)).unbind(0)]
+    )
+    left = Dense(g.flatten(2).mT.reshape(num, -1, filters))
+    use = Outer(left, Patches(x, per_record, kernel, stride, padding, dilation), weight.shape)
+    assert use.right.places == left.places and use.right.width == weight[0].numel()
+    size = expected.norm() + g.norm() * x.norm()
+    assert (use.write_out(slice(0, num)) - expected).norm() <= 1e-12 * size
+    assert (square_norms([use]).value_B - expected.flatten(1).square().sum(1)).norm() <= 1e-12 * size**2
+    factor_B = draw(generator, num)
+    assert (use.weighted_sum(factor_B, None) - torch.einsum("b,b...->...", factor_B, expected)).norm() <= 1e-11 * size
+
+
+@pytest.mark.parametrize("places", [1, 47, 95, 96, 97, 120, 143, 144, 145, 197])
+def test_panels_cover_every_pair_of_places_once(places):
+    generator = torch.Generator().manual_seed(places)
+    right = draw(generator, 2, places, 5)
+    lefts = [draw(generator, 2, places, width) for width in (3, 7)]
+    expected = sum((left.mT @ right).square().sum((1, 2)) for left in lefts)
+    torch.testing.assert_close(square_norms_of_shared([Dense(left) for left in lefts], Dense(right)).value_B, expected, rtol=1e-12, atol=0)
+    for left in lefts:
+        use = Outer(Dense(left), Dense(right), torch.Size([left.shape[2], 5]))
+        torch.testing.assert_close(square_norms([use]).value_B, (left.mT @ right).square().sum((1, 2)), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_operands_are_accumulated_in_float32(dtype):
+    """2000 products whose sum half precision would round to a multiple of 2 or more."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (1 + torch.rand(3, 4, 2000, generator=generator)).to(dtype), torch.rand(3, 2000, 5, generator=generator).to(dtype)
+    made = product(a, b)
+    assert made.dtype == torch.float32
+    torch.testing.assert_close(made.double(), a.double() @ b.double(), rtol=1e-5, atol=0)
+    assert scaled(a, torch.tensor([0.1, 0.2, 0.3])).dtype == torch.float32
+
+
+@pytest.mark.parametrize("places", [1, 16, 97, 197])
+@pytest.mark.parametrize("common", [0.0, 1e2, 1e4, 1e6])
+def test_the_doubt_bounds_the_error_of_a_float32_gram(places, common):
+    """A record is believed only where eps x doubt is small beside its norm: so the error must be no more than a few of that."""
+    generator = torch.Generator().manual_seed(places)
+    right = (draw(generator, 4, places, 80) + common * draw(generator, 4, 1, 80)).float()
+    left = draw(generator, 4, places, 60)
+    left = (left - left.mean(1, keepdim=True) * (places > 1)).float()
+    found = square_norms([Outer(Dense(left), Dense(right), torch.Size([60, 80]))])
+    true_B = (left.double().mT @ right.double()).square().sum((1, 2))
+    lengths_B = (left.double().norm(dim=2) * right.double().norm(dim=2)).sum(1)
+    torch.testing.assert_close(found.doubt_B, lengths_B.square() / places, rtol=1e-4, atol=0)
+    assert ((found.value_B - true_B).abs() <= 16 * torch.finfo(torch.float32).eps * found.doubt_B).all()
