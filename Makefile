@@ -33,6 +33,7 @@ prove: setup
 	mkdir -p runs/bench
 	$(BIN)/python benchmarks/draws.py --json runs/bench/draws.json
 	$(BIN)/python benchmarks/store_reads.py --quick --json runs/bench/store_reads.json
+	$(BIN)/python benchmarks/clipping.py --quick --json runs/bench/clipping.json
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -53,7 +53,17 @@ def test_hardware_does_not_change_the_result_beyond_rounding(config: RunConfig, 
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=2e-5, msg=name)
 
 
-def test_bfloat16_moves_the_result_by_its_rounding_only(config: RunConfig, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_compiled_blocks_do_not_change_the_result_beyond_rounding(config: RunConfig, tmp_path: Path) -> None:
+    config = replace(config, model=replace(config.model, encoder=replace(config.model.encoder, depth=2)))
+    one = _train(config, tmp_path / "one")
+    two = _train(replace(config, hardware=replace(config.hardware, compile=True)), tmp_path / "two")
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("bfloat16", 8), ("float16", 11)])
+def test_half_precision_moves_the_result_by_its_rounding_only(config: RunConfig, tmp_path: Path, precision: str, bits: int) -> None:
     # SGD without noise: the weights' movement is then the sum of clipped gradients, and the precision of these is what is compared.
     plain = replace(
         config,
@@ -62,10 +72,10 @@ def test_bfloat16_moves_the_result_by_its_rounding_only(config: RunConfig, tmp_p
     )
     start = make_model(config.model, config.seed).state_dict()
     one = _train(plain, tmp_path / "one")
-    two = _train(replace(plain, hardware=replace(plain.hardware, precision="bfloat16")), tmp_path / "two")
+    two = _train(replace(plain, hardware=replace(plain.hardware, precision=precision)), tmp_path / "two")
     moved = torch.cat([(one[name] - start[name]).flatten() for name in one])
     differs = torch.cat([(two[name] - one[name]).flatten() for name in one])
-    assert 0 < differs.norm() < 0.02 * moved.norm(), "bfloat16 has 8 bits: about 0.4% per rounding"
+    assert 0 < differs.norm() < 5 * 2.0**-bits * moved.norm(), "about 2^-bits per rounding"
 
 
 def test_the_seed_and_the_keys_do_change_the_result(config: RunConfig, tmp_path: Path) -> None:

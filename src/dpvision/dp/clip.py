@@ -21,11 +21,9 @@ from torch.func import functional_call
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.dp.one_pass import one_pass
-from dpvision.dp.outer import margin
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
 from dpvision.dp.slots import sum_of_squares
 from dpvision.errors import ConfigError, PrivacyError
-from dpvision.models.head import lowered_dtype
 
 LossFn = Callable[[nn.Module, Batch, StepKey], Tensor]
 """(model, batch, key) -> losses_B: one loss per record, each a function of that record alone (``support.check_separable``)."""
@@ -123,9 +121,7 @@ def clipped_sum(
     if max_grad_norm is None:
         return _plain_sum(loss_fn, model, params, batch, key)
     sample = next(iter(params.values()))
-    factors = partial(
-        _factors, max_grad_norm=max_grad_norm, rule=rule, dtype=sample.dtype, free=margin(lowered_dtype(sample), sample.device)
-    )
+    factors = partial(_factors, max_grad_norm=max_grad_norm, rule=rule, dtype=sample.dtype)
     if method == "one_pass":
         grads, norms_B, losses_B = one_pass(loss_fn, model, batch, key, factors, loss_scale, chunk_size)
     else:
@@ -166,14 +162,14 @@ def _norms(grads: dict[str, Tensor]) -> Tensor:
     return torch.stack([sum_of_squares(value) for value in grads.values()]).sum(0).sqrt()
 
 
-def _factors(norms_B: Tensor, finite_B: Tensor, *, max_grad_norm: float, rule: str, dtype: torch.dtype, free: float) -> Tensor:
+def _factors(norms_B: Tensor, finite_B: Tensor, *, max_grad_norm: float, rule: str, dtype: torch.dtype) -> Tensor:
     """min(1, C (1 - margin) / norm), or C (1 - margin) / (norm + gamma); zero where the gradient is not finite; in ``dtype``.
 
     The margin of 32 eps (4e-6 in float32) is more than all that can make a contribution of gradients written out larger than
-    computed: the error of the norm (16.5 eps), the rounding of the factor and of factor x gradient (half an eps each). ``free`` is added
-    where operands are rounded after the factor. docs/clipping.md has the errors of norms from Gram matrices.
+    computed: the error of the norm (16.5 eps), the rounding of the factor and of factor x gradient (half an eps each).
+    docs/clipping.md has the errors of norms from Gram matrices.
     """
-    bound = max_grad_norm * (1 - _MARGIN_EPS * torch.finfo(dtype).eps - free)
+    bound = max_grad_norm * (1 - _MARGIN_EPS * torch.finfo(dtype).eps)
     factor_B = bound / (norms_B + _STABILITY) if rule == "automatic" else torch.where(norms_B > bound, bound / norms_B, 1.0)
     return torch.where(finite_B, factor_B, 0.0).to(dtype)
 

@@ -25,7 +25,7 @@ from dpvision.data.keys import StepKey
 from dpvision.dp.compiled import Pending, run_block
 from dpvision.dp.follow import CHECKPOINTED, Pass, Strayed
 from dpvision.dp.layout import NUM_RECORDS, Call, find_layouts
-from dpvision.dp.outer import SquareNorms
+from dpvision.dp.outer import SquareNorms, rounding
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
 from dpvision.dp.rule import NoRule
 from dpvision.dp.slots import Slot, group_square_norms, groups_of, norm_is_own, pull_back, shared_square_norms, sum_of_squares, written_out
@@ -257,6 +257,7 @@ def _gather(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Norms, factors and the sum, from what the backward pass left in the slots."""
     num, device = len(batch.record_id_B), batch.record_id_B.device
+    rounded = _rounding(params)
     groups = groups_of(slot for slot in run.slots if slot.used)
     slow = {name: params[name].detach() for name in route.slow}
     chunks = even_chunks(num, chunk_size or default_chunk(slow)) if slow else []
@@ -278,7 +279,9 @@ def _gather(
             square.value_B[i] = slow_B[i] + sum(sum_of_squares(grad)[0] for grads in own for grad in grads.values())
         norms_B = square.value_B.sqrt() / loss_scale
         finite_B = torch.isfinite(norms_B)
-        factor_B = factors(norms_B, finite_B) / loss_scale
+        slack_B = rounded * square.length_B.sqrt() / loss_scale
+        slack_B[doubted] = 0.0
+        factor_B = factors(norms_B + slack_B, finite_B) / loss_scale
         keep_B = finite_B.clone()
         keep_B[doubted] = False
         kept = None if bool(keep_B.all()) else keep_B
@@ -301,6 +304,12 @@ def _gather(
                 total[name] = total[name] + added if name in total else added
         either = total | {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items() if name not in total}
     return {name: either[name].to(p.dtype) for name, p in params.items()}, norms_B
+
+
+def _rounding(params: dict[str, Tensor]) -> float:
+    """Relative rounding of the scaled operands of weight gradients, in the precision of the forward pass."""
+    sample = next(iter(params.values()))
+    return rounding(autocast_dtype(sample.device) or sample.dtype, sample.device)
 
 
 def _square_norms(groups: list[list[Slot]], params: dict[str, Tensor], num_records: int) -> SquareNorms:

@@ -252,14 +252,16 @@ class SquareNorms:
     doubt_B: Tensor
     """(sum over t of |l_t| |r_t|)^2 / T, float64: the squared norm that T incoherent outer products of these lengths would have. Where
     the value is much smaller, the outer products cancel, and the value's error, about eps x doubt, is no longer small beside it."""
+    length_B: Tensor
+    """(sum over t of |l_t| |r_t|)^2, float64: bounds what rounding the factors of the outer products can do to their sum."""
 
     def __add__(self, other: "SquareNorms") -> "SquareNorms":
-        return SquareNorms(self.value_B + other.value_B, self.doubt_B + other.doubt_B)
+        return SquareNorms(self.value_B + other.value_B, self.doubt_B + other.doubt_B, self.length_B + other.length_B)
 
     @staticmethod
     def certain(value_B: Tensor) -> "SquareNorms":
         """Of gradients written out: what is normed is what is added."""
-        return SquareNorms(value_B, torch.zeros_like(value_B))
+        return SquareNorms(value_B, torch.zeros_like(value_B), torch.zeros_like(value_B))
 
 
 def square_norms(outers: list[Outer]) -> SquareNorms:
@@ -281,7 +283,8 @@ def square_norms(outers: list[Outer]) -> SquareNorms:
                 else:
                     product_NTS = _cross_gram(a.left, b.left, rows) * _cross_gram(a.right, b.right, rows)
                     total_B[rows] += 2 * product_NTS.sum((1, 2)).double()
-    return SquareNorms(total_B, length_B.square() / sum(outer.left.places for outer in outers))
+    length_B = length_B.square()
+    return SquareNorms(total_B, length_B / sum(outer.left.places for outer in outers), length_B)
 
 
 def square_norms_of_shared(lefts: list[Side], right: Side) -> SquareNorms:
@@ -290,13 +293,14 @@ def square_norms_of_shared(lefts: list[Side], right: Side) -> SquareNorms:
     length_B = torch.zeros_like(total_B)
     for rows in chunks(len(total_B), 2 * right.places**2, _GRAM_NUMBERS, total_B.device):
         total_B[rows], length_B[rows] = _symmetric_dot([left.rows(rows) for left in lefts], right.rows(rows))
-    return SquareNorms(total_B, length_B.square() / right.places)
+    length_B = length_B.square()
+    return SquareNorms(total_B, length_B / right.places, length_B)
 
 
-def incoherent_square(outer: Outer, rows: slice) -> Tensor:
-    """The ``doubt`` of some records of one use, from the lengths of its factors."""
+def square_length(outer: Outer, rows: slice) -> Tensor:
+    """(sum over t of |l_t| |r_t|)^2 of some records of one use, float64, from the lengths of its factors."""
     lengths_NT = [torch.linalg.vector_norm(side.rows(rows), dim=2, dtype=torch.float64) for side in (outer.left, outer.right)]
-    return (lengths_NT[0] * lengths_NT[1]).sum(1).square() / outer.left.places
+    return (lengths_NT[0] * lengths_NT[1]).sum(1).square()
 
 
 def _own_dot(outer: Outer, rows: slice) -> tuple[Tensor, Tensor]:
@@ -371,15 +375,16 @@ def accumulated(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 def scaled(value_NTP: Tensor, factor_N: Tensor) -> Tensor:
     """Rows times their record's factor: in float32 or wider, and on a GPU rounded once to the operand's half precision.
 
-    That rounding can lengthen a record's contribution by at most one part in 2^9 (bfloat16) or 2^12 (float16): ``margin``.
+    With l rounded to l (1 + d), |d| <= u = ``rounding``, the sum of outer products moves by at most u x sum of |l_t| |r_t|: that is
+    added to the norm before the factor is chosen, so that the rounded contribution is no longer than C.
     """
     wide_NTP = value_NTP * factor_N[:, None, None]  # factors are float32 or wider, so is the product
-    return wide_NTP.to(value_NTP.dtype) if value_NTP.is_cuda else wide_NTP
+    return wide_NTP.to(value_NTP.dtype) if rounding(value_NTP.dtype, value_NTP.device) else wide_NTP
 
 
-def margin(dtype: torch.dtype, device: torch.device) -> float:
-    """Part of C to keep free for the rounding in ``scaled``: one unit in the last place of half precision on a GPU, else 0."""
-    return torch.finfo(dtype).eps if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) else 0.0
+def rounding(dtype: torch.dtype, device: torch.device) -> float:
+    """Largest relative error of ``scaled``: 2^-8 for bfloat16 and 2^-11 for float16 on a GPU, else 0."""
+    return torch.finfo(dtype).eps / 2 if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) else 0.0
 
 
 def chunks(num_records: int, numbers: int, room: dict[str, int], device: torch.device) -> Iterator[slice]:

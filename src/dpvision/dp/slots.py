@@ -21,7 +21,7 @@ from dpvision.dp.outer import (
     Outer,
     SquareNorms,
     chunks,
-    incoherent_square,
+    square_length,
     square_norms,
     square_norms_of_shared,
     wide,
@@ -88,11 +88,16 @@ class Slot:
             return SquareNorms.certain(sum_of_squares(self.written_BW))
         numbers = max(outer.working_numbers for outer in self.outers)
         rows = list(chunks(num_records, numbers, _OUTER_NUMBERS, self.weight.device))
-        return SquareNorms(torch.cat([sum_of_squares(self.write_out(part)) for part in rows]), torch.cat(list(map(self.doubt, rows))))
+        parts = [self.written_norms(part, sum_of_squares(self.write_out(part))) for part in rows]
+        return joined(parts)
 
-    def doubt(self, rows: slice) -> Tensor:
-        """``SquareNorms.doubt_B`` of some records where the outer products are written out for the norm and not for the sum."""
-        return torch.stack([incoherent_square(outer, rows) for outer in self.outers]).sum(0)
+    def written_norms(self, rows: slice, value_N: Tensor) -> SquareNorms:
+        """Squared norms of some records where the outer products are written out for the norm and not for the sum."""
+        total = SquareNorms.certain(value_N)
+        for outer in self.outers:
+            length_N = square_length(outer, rows)
+            total = total + SquareNorms(torch.zeros_like(value_N), length_N / outer.left.places, length_N)
+        return total
 
     def shared_input(self) -> tuple[int, torch.Size, tuple[int, ...]] | None:
         """What tells the input of the only use, where its Gram matrix is to be computed and may serve other weights, too."""
@@ -167,12 +172,19 @@ def group_square_norms(group: list[Slot], params: dict[str, Tensor], num_records
             total = total + slot.square_norms(num_records)
         return total
     numbers = sum(slot.weight.numel() for slot in group) + max((o.working_numbers for s in group for o in s.outers), default=0)
-    values, doubts = [], []
+    parts = []
     for rows in chunks(num_records, numbers, _OUTER_NUMBERS, group[0].weight.device):
         pulled = written_out(group, params, rows)
-        values.append(torch.stack([sum_of_squares(grad) for grad in pulled.values()]).sum(0))
-        doubts.append(torch.stack([torch.zeros_like(values[-1]), *(slot.doubt(rows) for slot in group if slot.outers)]).sum(0))
-    return SquareNorms(torch.cat(values), torch.cat(doubts))
+        part = SquareNorms.certain(torch.stack([sum_of_squares(grad) for grad in pulled.values()]).sum(0))
+        for slot in group:
+            part = part + slot.written_norms(rows, torch.zeros_like(part.value_B))
+        parts.append(part)
+    return joined(parts)
+
+
+def joined(parts: list[SquareNorms]) -> SquareNorms:
+    """The norms of several chunks of records."""
+    return SquareNorms(torch.cat([p.value_B for p in parts]), torch.cat([p.doubt_B for p in parts]), torch.cat([p.length_B for p in parts]))
 
 
 def written_out(group: list[Slot], params: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
