@@ -12,6 +12,7 @@ from zoo import KEY, class_losses, make_batch, rows
 from dpvision.dp import compiled
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.compiled import compile_blocks
+from dpvision.dp.slots import Slot
 from dpvision.dp.support import check_compiled
 from dpvision.errors import ConfigError, PrivacyError
 
@@ -92,6 +93,45 @@ def test_block_with_a_computed_weight_runs_as_it_is():
     expected = clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1, method="vmap")
     assert (flat(clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1)) - flat(expected)).norm() <= 1e-13
     assert None in programs(model)
+
+
+class Turned(nn.Module):
+    """A block that uses a square matrix transposed: same shape, another gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.weight = nn.Parameter(torch.randn(12, 12, generator=torch.Generator().manual_seed(4)) / 3)
+
+    def forward(self, x):
+        return x + torch.tanh(self.norm(x) @ self.weight.t())
+
+
+def test_block_with_a_transposed_square_weight_is_exact():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 12), nn.Sequential(Turned(), Turned()), nn.Linear(12, 5)).double()
+    compile_blocks(model, NUM, backend="aot_eager")
+    batch = make_batch(NUM, dtype=torch.float64)
+    expected = clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1, method="vmap")
+    assert (flat(clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1)) - flat(expected)).norm() <= 1e-13
+
+
+def test_pass_that_broke_off_leaves_nothing_for_the_next(monkeypatch):
+    model, batch = vit().double(), make_batch(NUM, size=32, dtype=torch.float64)
+    compile_blocks(model, NUM, backend="aot_eager")
+    expected = clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1)
+    add_outer, count = Slot.add_outer, iter(range(100))
+
+    def broken(self, outer):
+        if next(count) == 8:
+            raise MemoryError
+        add_outer(self, outer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Slot, "add_outer", broken)
+        with pytest.raises(MemoryError):
+            clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1)
+    again = clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1)
+    assert torch.equal(flat(again), flat(expected))
 
 
 def test_copied_model_runs_its_own_blocks():

@@ -100,6 +100,8 @@ class Pending:
 
     def settle(self, grads: tuple[Tensor | None, ...]) -> None:
         """Give the outputs' gradients to the sinks, and their results to the block's slots."""
+        for left_over in self.program.template.values():  # by a pass that broke off, out of memory say
+            left_over.release()
         with torch.no_grad():
             for hung, saved, grad in zip(self.program.hung, self.saved, grads, strict=True):
                 if grad is not None:
@@ -141,7 +143,7 @@ def run_block(pending: list[Pending], outer: Pass, unit: _Unit, *args: Any) -> t
 
 
 def _compile(outer: Pass, unit: _Unit, args: list[Tensor], params: dict[str, Tensor]) -> _Program | None:
-    state: dict[str, Pass] = {}
+    state: dict[str, Any] = {}
 
     def forward(args: list[Tensor], weights: list[Tensor], zeros: list[Tensor] | None) -> Any:
         given = dict(zip(params, weights, strict=True))
@@ -149,7 +151,7 @@ def _compile(outer: Pass, unit: _Unit, args: list[Tensor], params: dict[str, Ten
         inner.traced, inner.zeros = True, zeros
         with inner, torch.enable_grad():
             output = functional_call(unit.block, given, tuple(args))
-        state["inner"] = inner
+        state["inner"], state["given"] = inner, given
         return output, [h.saved for h in inner.hung]
 
     def leaves() -> list[Tensor]:
@@ -161,8 +163,9 @@ def _compile(outer: Pass, unit: _Unit, args: list[Tensor], params: dict[str, Ten
     except (NoRule, Strayed):
         return None
     inner = state["inner"]
-    if any(len(slot.names) != 1 or slot.weight.shape != params[next(iter(slot.names))].shape for slot in inner.slots):
-        return None  # a weight computed from parameters: its norm is not that of a slot of the block
+    given = state["given"]
+    if any(slot.weight is not given[next(iter(slot.names))] for slot in inner.slots):
+        return None  # a weight computed from parameters, a transposed one too: its gradient is not the parameter's
     zeros = [torch.zeros(h.shape, dtype=h.dtype, device=args[0].device, requires_grad=True) for h in inner.hung]
     graph = make_fx(forward)(arguments, leaves(), zeros)
     inner = state["inner"]
