@@ -16,6 +16,7 @@ ORDER = [
     {"dp", "optim"},
     {"train"},
     {"features"},
+    {"encoders"},
     {"eval", "adapt", "audit"},
     {"report"},
     {"cli"},

@@ -1,0 +1,1 @@
+"""Encoders of every origin behind one type, so that each evaluation treats all alike."""

@@ -1,0 +1,36 @@
+"""What every evaluation sees of an encoder, whoever made it: pictures in, named features out.
+
+Legend: B pictures, L tokens, D width, C channels, H height, W width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from dpvision.features import FeatureFunction
+
+Family = Literal["transformer", "convnet", "fixed"]
+
+
+@dataclass(frozen=True)
+class FrozenEncoder:
+    """An encoder as the harness knows it. Made by ``encoders.open.open_encoder`` from a name, a file or a run."""
+
+    name: str
+    """As tables print it; the same weights have the same name."""
+    image_size: int
+    """Side of the pictures it takes, in pixels."""
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    poolings: FeatureFunction
+    """x_BCHW normalised float32, on ``device`` -> features x_BD float32 by the name of their pooling; the first is the default."""
+    family: Family
+    """Decides the optimizer of fine-tuning: AdamW for transformers, SGD for convnets; "fixed" has nothing to train."""
+    backbone: Callable[[], nn.Module] | None = None
+    """A fresh trainable copy, on the CPU: x_BCHW -> x_BD float32, the default pooling. None for fixed features."""
+    blocks: Callable[[Tensor], list[Tensor]] | None = None
+    """x_BCHW -> outputs of the transformer's blocks, first to last, class token first: each (B, 1 + L, D). None without blocks."""
+    confidential: bool = False
+    """Private pictures shaped these weights without a guarantee: whatever is computed with them is private too."""

@@ -1,0 +1,80 @@
+"""From what a person types to an encoder: a run, a library's model, a file of weights, or features that need no training."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dpvision.checkpoint import load_checkpoint
+from dpvision.encoders.base import FrozenEncoder
+from dpvision.errors import ConfigError
+from dpvision.features import Encoder, initial_encoder, load_encoder, trained_in_confidence
+
+_FORMS = "a run folder, random:RUN, {timm,torchvision}:NAME, {vip,mae,simclr,tan}:FILE, pixels, hog, scattering or dictionary"
+
+
+def open_encoder(spec: str, *, ema: bool = False, device: str | torch.device = "cpu", image_size: int | None = None) -> FrozenEncoder:
+    """The encoder that ``spec`` names, frozen, on ``device``.
+
+    Args:
+        spec: a run or checkpoint folder; ``random:RUN``, its architecture with its initial weights; ``timm:NAME`` or
+            ``torchvision:NAME``, with ``@FILE`` for weights of a file; ``vip:FILE``, ``mae:FILE``, ``simclr:FILE``, ``tan:FILE``, released
+            checkpoints; ``pixels``, ``hog``, ``scattering``, ``dictionary``.
+        ema: a run's averaged weights.
+        image_size: for what has no size of its own (pixels, hog, scattering, dictionary; torchvision's convnets).
+
+    Raises:
+        ConfigError: no such form. CheckpointError: the file or the run cannot be read, or does not fit.
+    """
+    kind, _, rest = spec.partition(":")
+    if kind in ("timm", "torchvision"):
+        from dpvision.encoders.library import library_encoder
+
+        name, _, file = rest.partition("@")
+        return library_encoder(kind, name, Path(file) if file else None, image_size=image_size, device=device)
+    if kind in ("vip", "mae", "simclr", "tan"):
+        from dpvision.encoders.released import released_encoder
+
+        return released_encoder(kind, Path(rest), device=device)
+    if spec in ("pixels", "hog", "scattering", "dictionary"):
+        from dpvision.encoders.fixed import fixed_encoder
+
+        return fixed_encoder(spec, image_size or 32, device=device)
+    if kind == "random" and rest:
+        return run_encoder(rest, untrained=True, device=device)
+    if Path(spec).exists():
+        return run_encoder(spec, ema=ema, device=device)
+    raise ConfigError(f"encoder: {spec!r}; expected {_FORMS}. Correct it.")
+
+
+def run_encoder(
+    run_or_checkpoint: str | Path, *, ema: bool = False, untrained: bool = False, device: str | torch.device = "cpu"
+) -> FrozenEncoder:
+    """The encoder of a run, or its architecture with the weights that it was initialised with.
+
+    Raises:
+        CheckpointError: as for ``features.load``.
+    """
+    checkpoint = load_checkpoint(run_or_checkpoint)
+    encoder, config = load_encoder(checkpoint, ema=ema and not untrained)
+    if untrained:
+        encoder = initial_encoder(config.model, config.seed)
+    encoder = encoder.to(device)
+    name = "random weights" if untrained else "encoder, averaged weights" if ema else "encoder"
+    return FrozenEncoder(
+        name=name,
+        image_size=config.model.encoder.image_size,
+        mean=config.data.mean,
+        std=config.data.std,
+        poolings=encoder.poolings,
+        family="transformer",
+        backbone=_copier(encoder),
+        blocks=encoder.vit.forward_blocks,
+        confidential=not untrained and trained_in_confidence(checkpoint.manifest),
+    )
+
+
+def _copier(encoder: Encoder) -> Callable[[], Encoder]:
+    """A function that gives trainable copies of an encoder."""
+    return lambda: copy.deepcopy(encoder).cpu().train().requires_grad_(True)
