@@ -4,11 +4,14 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw
 
 from dpvision.data.decode import BadPicture, decode
 from dpvision.data.store import Store
 from dpvision.data.transform import centre_box
+from dpvision.errors import ConfigError
+from dpvision.synthetic.textures import textures
 
 SAMPLED = 1000
 _QUANTILES = (0, 5, 50, 95, 100)
@@ -71,6 +74,28 @@ def contact_sheet(store: Store, num: int = 64, *, tile_px: int = 96, columns: in
             while len(name) > 1 and draw.textlength(name) > tile_px - 4:
                 name = name[:-1]
             draw.text((left + 2, top + tile_px), name, fill="black")
+    return sheet
+
+
+def texture_sheet(num: int, size_px: int, *, first: int = 0, instance: int | None = None, columns: int = 12) -> Image.Image:
+    """A sheet of the textures ``first`` ... ``first + num - 1``, row by row.
+
+    Args:
+        num: at least 1.
+        instance: the look at them; None: the straight one.
+
+    Raises:
+        ConfigError: ``num`` or ``size_px`` is out of range.
+    """
+    if not 1 <= num <= 10_000:
+        raise ConfigError(f"synth: sheet_num={num}; expected 1 to 10,000 pictures on a sheet. Use 96.")
+    number_N = torch.arange(first, first + num)
+    look_N = None if instance is None else torch.full_like(number_N, instance)
+    made = textures(number_N, size_px, instance_N=look_N).permute(0, 2, 3, 1).numpy()
+    columns = min(columns, num)
+    sheet = Image.new("RGB", (columns * (size_px + 2) - 2, -(-num // columns) * (size_px + 2) - 2), "white")
+    for i, x_HWC in enumerate(made):
+        sheet.paste(Image.fromarray(x_HWC), (i % columns * (size_px + 2), i // columns * (size_px + 2)))
     return sheet
 
 

@@ -14,14 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_M1 = 0xBF58476D1CE4E5B9
-_M2 = 0x94D049BB133111EB
-
-
-def _signed(x: int) -> int:
-    """The int64 with the same bits as the unsigned 64-bit ``x``."""
-    return x - (1 << 64) if x >= 1 << 63 else x
+from dpvision.mixing import GOLDEN, mix_numpy, mix_torch, signed
 
 
 @dataclass(frozen=True)
@@ -38,9 +31,9 @@ class StepKey:
 
     def bits(self, record_id_B: Tensor, stream: str, count: int) -> Tensor:
         """Random non-negative int64 numbers below 2^63, shape (B, count) or (count,) for a scalar id, on the ids' device."""
-        start = _mix_torch(record_id_B.long() ^ _signed(self.base(stream)))
-        counter = torch.arange(1, count + 1, device=record_id_B.device, dtype=torch.int64) * _signed(_GOLDEN)
-        return _mix_torch(start[..., None] + counter) & ((1 << 63) - 1)
+        start = mix_torch(record_id_B.long() ^ signed(self.base(stream)))
+        counter = torch.arange(1, count + 1, device=record_id_B.device, dtype=torch.int64) * signed(GOLDEN)
+        return mix_torch(start[..., None] + counter) & ((1 << 63) - 1)
 
     def uniform(self, record_id_B: Tensor, stream: str, count: int) -> Tensor:
         """Uniform float32 numbers in [0, 1), multiples of 2^-24, shape (B, count)."""
@@ -49,24 +42,7 @@ class StepKey:
     def uniform_numpy(self, record_id_B: np.ndarray, stream: str, count: int) -> np.ndarray:
         """The same numbers as ``uniform``, as float64 of shape (B, count), for code that runs in data workers."""
         with np.errstate(over="ignore"):
-            start = _mix_numpy(np.asarray(record_id_B).astype(np.uint64) ^ np.uint64(self.base(stream)))
-            counter = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-            bits = _mix_numpy(start[..., None] + counter) & np.uint64((1 << 63) - 1)
+            start = mix_numpy(np.asarray(record_id_B).astype(np.uint64) ^ np.uint64(self.base(stream)))
+            counter = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+            bits = mix_numpy(start[..., None] + counter) & np.uint64((1 << 63) - 1)
         return (bits >> np.uint64(39)).astype(np.float64) * 2.0**-24
-
-
-def _shift_right(x: Tensor, by: int) -> Tensor:
-    """Logical (zero-filling) shift of int64."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _mix_torch(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _signed(_M1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_M2)
-    return x ^ _shift_right(x, 31)
-
-
-def _mix_numpy(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_M1)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_M2)
-    return x ^ (x >> np.uint64(31))

@@ -20,6 +20,7 @@ from dpvision.data.decode import BadPicture, decode
 from dpvision.data.keys import StepKey
 from dpvision.data.ordered import ordered_map
 from dpvision.data.store import Store
+from dpvision.data.texture_store import TextureStore
 from dpvision.data.transform import CROP_NUMBERS, centre_box, crop_box, cut, normalise
 from dpvision.errors import DataError
 
@@ -36,7 +37,8 @@ def physical_batches(
     """Augmented batches of the given rows, in their order; the last one may be smaller, and no rows give no batch.
 
     Each view is a random resized crop (``data.crop_scale``, ratio 3/4 to 4/3, bicubic) and a horizontal flip with probability 1/2, drawn
-    from ``key`` and the record's id in the streams "crop.V" and "flip.V".
+    from ``key`` and the record's id in the streams "crop.V" and "flip.V". Of a store of textures it is a look instead, of the stream
+    "look.V".
 
     Args:
         rows: int64 positions in the store.
@@ -124,6 +126,9 @@ def _decoded(store: Store, rows: np.ndarray) -> Iterator[Image.Image | None]:
 
 def _augment(store: Store, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int) -> _Arrays:
     record_id = store.index["id"][rows].astype(np.int64)
+    if isinstance(store, TextureStore):  # a look is a crop already
+        valid = np.ones(len(rows), dtype=bool)
+        return record_id, valid, _normalised(store.looks(rows, key, data.views, image_size), valid, data)
     views = range(data.views)
     crops = [key.uniform_numpy(record_id, f"crop.{v}", CROP_NUMBERS).tolist() for v in views]
     flips = [(key.uniform_numpy(record_id, f"flip.{v}", 1)[:, 0] < 0.5 if data.horizontal_flip else [False] * len(rows)) for v in views]

@@ -8,6 +8,7 @@ import numpy as np
 from dpvision.data.importer import new_folder
 from dpvision.data.keys import StepKey
 from dpvision.data.store import Store, write_description
+from dpvision.data.texture_store import TextureStore
 from dpvision.errors import DataError
 
 
@@ -30,6 +31,8 @@ def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fra
     if not 0 < fraction < 1:
         raise DataError(f"data split: fraction={fraction}; expected strictly between 0 and 1. E.g. 0.8.")
     store = Store.open(store_dir)
+    if isinstance(store, TextureStore):
+        raise DataError(f"data split: {store_dir} holds textures; expected pictures. Make a second store with `dpvision synth --first`.")
     home = store.path.resolve()
     targets = [Path(out).resolve() for out in (out_a, out_b)]
     for target in targets:

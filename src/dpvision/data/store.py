@@ -27,6 +27,8 @@ from dpvision.data.tarindex import BLOCK, member_size
 from dpvision.errors import DataError
 
 FORMAT = "dpvision-store-1"
+TEXTURES_FORMAT = "dpvision-textures-1"
+"""A store that the texture generator stands behind (``data.texture_store``)."""
 ROW = np.dtype(
     [
         ("shard", "<u4"),
@@ -111,6 +113,10 @@ class Store:
         """
         path = Path(path)
         meta = _read_meta(path)
+        if meta["format"] == TEXTURES_FORMAT:
+            from dpvision.data.texture_store import TextureStore  # it is a Store itself
+
+            return TextureStore(path, meta)
         try:
             index = np.load(path / "index.npy", mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
@@ -251,10 +257,11 @@ def _read_meta(path: Path) -> dict[str, Any]:
         raise DataError(f"store: {path}: {error.strerror}; expected a store. Make one with `dpvision data import SOURCE STORE`.") from None
     except ValueError:
         raise DataError(f"store: {file}: not JSON; expected the description of a store. {_REMEDY}") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+    if not isinstance(meta, dict) or meta.get("format") not in (FORMAT, TEXTURES_FORMAT):
         got = meta.get("format") if isinstance(meta, dict) else meta
         raise DataError(f"store: {file}: format={got!r}; expected {FORMAT}. Import the source again with this version.")
-    missing = {"store_id", "visibility", "num_records", "shards", "text", "label_names"} - set(meta)
+    files = {"shards", "text"} if meta["format"] == FORMAT else {"first", "size_px"}
+    missing = {"store_id", "visibility", "num_records", "label_names", *files} - set(meta)
     if missing or meta["visibility"] not in ("private", "public"):
         raise DataError(f"store: {file}: incomplete ({sorted(missing)}); expected every field of {FORMAT}. {_REMEDY}")
     return meta

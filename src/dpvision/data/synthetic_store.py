@@ -8,13 +8,17 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import torch
 from PIL import Image
 
 from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
+from dpvision.data.texture_store import texture_files
 from dpvision.errors import DataError
 from dpvision.synthetic.scenes import LABELS, Scene, make_scene
+
+_TEXTURES_AT_ONCE = 256
 
 
 def write_scenes(
@@ -51,6 +55,36 @@ def write_scenes(
         return import_samples(
             samples, store_dir, public=public, label_names=list(LABELS), licence="Apache-2.0 (procedural)", progress=progress
         )
+
+
+def write_textures(
+    store_dir: str | Path, num: int, size_px: int = 64, *, first: int = 0, workers: int = 1, progress: Callable[[int], None] | None = None
+) -> Store:
+    """Public store of the straight looks at textures ``first`` ... ``first + num - 1`` as PNG files.
+
+    Args:
+        num: textures to make, at least 1.
+        workers: processes that draw. One draws in this process.
+
+    Raises:
+        DataError: ``num`` is below 1, or as for ``importer.import_source``.
+    """
+    if not num >= 1:
+        raise DataError(f"synth: num={num}; expected at least 1. Ask for some.")
+    parts = [range(i, min(i + _TEXTURES_AT_ONCE, first + num)) for i in range(first, first + num, _TEXTURES_AT_ONCE)]
+    with contextlib.ExitStack() as stack:
+        draw = partial(_draw_textures, size_px=size_px)
+        made: Iterator[list[tuple[str, bytes]]] = map(draw, parts)
+        if workers > 1:
+            pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")))
+            made = pool.map(draw, parts)
+        samples = (Sample(key, image, {}) for part in made for key, image in part)
+        return import_samples(samples, store_dir, public=True, licence="Apache-2.0 (procedural)", progress=progress)
+
+
+def _draw_textures(numbers: range, size_px: int) -> list[tuple[str, bytes]]:
+    torch.set_num_threads(1)  # one thread a process: two pools on the same cores stand in each other's way
+    return texture_files(numbers, size_px)
 
 
 def _sample(i: int, scene: Scene) -> Sample:

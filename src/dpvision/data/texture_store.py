@@ -1,0 +1,117 @@
+"""A store of procedural textures that holds no pictures: a description, and the generator makes each picture when it is asked for.
+
+    store.json    format, store_id (random), visibility "public", num_records, first, size_px, generator_version
+
+As training data a record is looked at anew in every step and view (another place, zoom, turn, mirror and exposure of the same world), which
+takes the part of the random resized crop. For everything else (contact sheets, features, export to shards) it is a PNG file of ``size_px``.
+
+Legend: B records, V views, C channels, H height, W width.
+"""
+
+import io
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from dpvision.data.keys import StepKey
+from dpvision.data.store import TEXTURES_FORMAT, Record, Store
+from dpvision.errors import DataError
+from dpvision.synthetic.textures import VERSION, textures
+
+_LICENCE = "Apache-2.0 (procedural)"
+_MOST_RECORDS = 1 << 32
+
+
+class TextureStore(Store):
+    """Public records by position; record i is texture number ``first`` + i, which is also its id. Made by ``Store.open``."""
+
+    def __init__(self, path: Path, meta: dict[str, Any]) -> None:
+        if meta.get("generator_version") != VERSION:
+            got = meta.get("generator_version")
+            raise DataError(
+                f"store: {path}: textures of generator {got!r}; expected {VERSION}, whose pictures are others. "
+                "Make it anew with `dpvision synth`."
+            )
+        self.path, self.meta = path, {"shards": [], "unit_field": None, **meta}
+        self.store_id, self.visibility, self.num_records = meta["store_id"], "public", meta["num_records"]
+        self.label_names, self.licence, self.shard_paths = None, _LICENCE, []
+        self.first, self.size_px = int(meta["first"]), int(meta["size_px"])
+        none = np.broadcast_to(np.int32(-1), self.num_records)
+        no_bytes = np.broadcast_to(np.uint32(0), self.num_records)
+        self.index: Any = {"id": np.arange(self.first, self.first + self.num_records), "unit": none, "label": none, "size": no_bytes}
+
+    def read_many(self, rows: np.ndarray) -> list[bytes]:
+        """PNG files of the straight look at the textures of ``rows``."""
+        number_B = torch.from_numpy(self.index["id"][np.asarray(rows)])
+        return [_png(x) for x in textures(number_B, self.size_px).permute(0, 2, 3, 1).numpy()]
+
+    def looks(self, rows: np.ndarray, key: StepKey, views: int, image_size: int) -> np.ndarray:
+        """uint8 (B, V, H, W, 3): the looks of this step at the textures of ``rows``, a function of (seed, step, view, number)."""
+        number_B = torch.from_numpy(self.index["id"][rows])
+        seen = [textures(number_B, image_size, instance_N=key.bits(number_B, f"look.{v}", 1)[:, 0]) for v in range(views)]
+        return torch.stack(seen, dim=1).permute(0, 1, 3, 4, 2).numpy()
+
+    def captions(self, row: int) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def record(self, row: int) -> Record:
+        """One record; its key is its number."""
+        number = int(self.index["id"][row])
+        return Record(id=number, key=f"texture-{number}", unit=None, image=self.read(row), captions=(), labels=())
+
+    def import_summary(self) -> dict[str, Any]:
+        """What there is to say of a store that nothing was imported into."""
+        return {"records": self.num_records, "textures": True}
+
+
+def write_texture_store(store_dir: str | Path, num: int, *, first: int = 0, size_px: int = 64) -> Store:
+    """Make the folder of a store of ``num`` textures; takes no time and a few hundred bytes.
+
+    Args:
+        num: records, 1 to 2^32.
+        first: number of the first texture; other numbers are other textures.
+        size_px: side of the pictures outside training; training makes them at the model's size.
+
+    Raises:
+        DataError: a number is out of range, or the folder exists.
+    """
+    store_dir = Path(store_dir)
+    if not 1 <= num <= _MOST_RECORDS:
+        raise DataError(f"synth: num={num}; expected 1 to 2^32. ViP's warm start has about 1.3 million.")
+    if not 0 <= first < 1 << 62:
+        raise DataError(f"synth: first={first}; expected 0 to 2^62. Number the textures from 0.")
+    if store_dir.exists():
+        raise DataError(f"synth: {store_dir} exists; expected a new folder. Choose another name, or remove it.")
+    textures(torch.zeros(1, dtype=torch.int64), size_px)  # refuses a size out of range
+    meta = {
+        "format": TEXTURES_FORMAT, "store_id": secrets.token_hex(16), "visibility": "public", "num_records": num, "first": first,
+        "size_px": size_px, "generator_version": VERSION, "label_names": None, "licence": _LICENCE,
+    }  # fmt: skip
+    partial = store_dir.with_name(f".{store_dir.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        (partial / "store.json").write_text(json.dumps(meta, indent=1))
+        partial.rename(store_dir)
+    except OSError as error:
+        raise DataError(f"synth: {store_dir} ({error.strerror}); expected a folder that can be made. Choose another place.") from None
+    return Store.open(store_dir)
+
+
+def texture_files(numbers: Sequence[int], size_px: int) -> list[tuple[str, bytes]]:
+    """(key, PNG file) of the straight look at each texture."""
+    made = textures(torch.tensor(numbers, dtype=torch.int64), size_px).permute(0, 2, 3, 1).numpy()
+    return [(f"texture-{number}", _png(x)) for number, x in zip(numbers, made, strict=True)]
+
+
+def _png(x_HWC: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(x_HWC).save(file, "PNG", compress_level=1)
+    return file.getvalue()

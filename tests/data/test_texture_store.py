@@ -1,0 +1,87 @@
+"""The store that the texture generator stands behind is a store like any other, and training sees new looks."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dpvision.config import DataConfig
+from dpvision.data.inspect import contact_sheet, inspect_store, texture_sheet
+from dpvision.data.keys import StepKey
+from dpvision.data.loader import physical_batches, pictures
+from dpvision.data.split import split_store
+from dpvision.data.store import Store
+from dpvision.data.synthetic_store import write_textures
+from dpvision.data.texture_store import write_texture_store
+from dpvision.errors import DataError
+from dpvision.synthetic.textures import textures
+
+DATA = DataConfig(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return write_texture_store(tmp_path_factory.mktemp("textures") / "store", 500, first=1000, size_px=24)
+
+
+def test_records_are_the_numbered_textures(store: Store) -> None:
+    again = Store.open(store.path)
+    assert again.store_id == store.store_id and again.visibility == "public" and again.num_records == 500
+    image = np.asarray(Image.open(io.BytesIO(again.read(7))))
+    assert np.array_equal(image, textures(torch.tensor([1007]), 24)[0].permute(1, 2, 0).numpy())
+    assert again.record(7).id == 1007 and np.array_equal(again.eligible_rows(1, 0), np.arange(500))
+
+
+def test_written_files_are_the_same_pictures(store: Store, tmp_path: Path) -> None:
+    files = write_textures(tmp_path / "files", 20, 24, first=1000)
+    for row in range(20):
+        key = files.record(row).key
+        number = int(key.removeprefix("texture-"))
+        assert np.array_equal(
+            np.asarray(Image.open(io.BytesIO(files.read(row)))), np.asarray(Image.open(io.BytesIO(store.read(number - 1000))))
+        )
+
+
+def test_training_sees_a_new_look_in_each_step_and_view(store: Store) -> None:
+    rows = np.array([3, 5, 400])
+    data = replace(DATA, views=2)
+
+    def batch(step: int, rows: np.ndarray, size: int = 8) -> torch.Tensor:
+        made = physical_batches(store, rows, StepKey(0, step), data, 32, physical_batch_size=size, workers=2)
+        return torch.cat([b.image_BVCHW for b in made])
+
+    x = batch(0, rows)
+    assert x.shape == (3, 2, 3, 32, 32) and torch.equal(x, batch(0, rows)) and torch.equal(x, batch(0, rows, size=1))
+    assert torch.equal(batch(0, rows[1:]), x[1:]), "a record's look depends on the record alone"
+    assert not torch.equal(batch(1, rows), x) and not torch.equal(x[:, 0], x[:, 1])
+    seen = textures(torch.tensor([1003]), 32, instance_N=StepKey(0, 0).bits(torch.tensor([1003]), "look.1", 1)[:, 0])[0] / 255
+    assert torch.allclose(x[0, 1], seen, atol=1e-6)
+
+
+def test_the_rest_of_the_program_takes_it_as_a_store(store: Store) -> None:
+    x, row, label = next(pictures(store, np.arange(4), 24, DATA, batch_size=4, workers=1))
+    assert x.shape == (4, 3, 24, 24) and row.tolist() == [0, 1, 2, 3] and label.tolist() == [-1] * 4
+    assert inspect_store(store)["num_records"] == 500 and contact_sheet(store, 8).size[0] > 0
+    assert texture_sheet(5, 16, first=3).size == (5 * 18 - 2, 16)
+
+
+def test_what_cannot_be_is_refused(store: Store, tmp_path: Path) -> None:
+    for num, first in ((0, 0), (1 << 33, 0), (5, -1)):
+        with pytest.raises(DataError, match="expected"):
+            write_texture_store(tmp_path / "new", num, first=first)
+    with pytest.raises(DataError, match="exists"):
+        write_texture_store(store.path, 5)
+    with pytest.raises(DataError, match="textures"):
+        split_store(store.path, store.path.parent / "a", store.path.parent / "b", 0.5)
+
+
+def test_textures_of_another_generator_are_refused(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    text = (store.path / "store.json").read_text()
+    (tmp_path / "old" / "store.json").write_text(text.replace('"generator_version": 1', '"generator_version": 0'))
+    with pytest.raises(DataError, match="anew"):
+        Store.open(tmp_path / "old")
