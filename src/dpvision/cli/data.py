@@ -9,11 +9,13 @@ import tyro
 from rich.console import Console
 
 from dpvision.cli.output import CONFIG, SourcePath, StorePath, emit, pairs
-from dpvision.data.importer import import_source
+from dpvision.data.datasets import DATASETS, dataset_source, find_dataset
+from dpvision.data.importer import import_samples, import_source
 from dpvision.data.inspect import contact_sheet, inspect_store
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
+from dpvision.errors import DataError
 
 
 def run(argv: Sequence[str]) -> None:
@@ -35,6 +37,8 @@ def import_(
     unit_from: str | None = None,
     label_from: str | None = None,
     licence: str | None = None,
+    dataset: str | None = None,
+    split: str | None = None,
     workers: int = 2,
     json: bool = False,
 ) -> None:
@@ -42,7 +46,8 @@ def import_(
 
     SOURCE is a folder of pictures (class folders or flat), parquet files with image bytes, or WebDataset tars (indexed in
     place). Files that are no pictures, cannot be read or are oversized are left out, counted here and named only under the
-    store's confidential/ folder. A store is private unless you say --public.
+    store's confidential/ folder. A store is private unless you say --public. With --dataset, SOURCE is the folder into which that
+    data set's archives were unpacked; docs/datasets.md has the layouts.
 
     Args:
         source: Folder, parquet file or tar file to import.
@@ -51,15 +56,49 @@ def import_(
         unit_from: Field that names the person: column, JSON field, or `parent` for the folder's name.
         label_from: Field that holds the label (class folders and `label` columns are found without it).
         licence: Licence of public pictures, for the statement.
+        dataset: One of the papers' data sets, e.g. imagenet, cifar100, caltech101, aircraft: labels and their order are then the same
+            for each split.
+        split: With --dataset: train, val or test, as that data set has them.
         workers: Threads that check pictures.
         json: Print JSON.
     """
+    if dataset is not None or split is not None:
+        return _import_dataset(source, store, dataset, split, public, licence, workers, json, [unit_from, label_from])
     with Console(stderr=True).status("importing") as status:
         made = import_source(
             source, store, public=public, unit_from=unit_from, label_from=label_from, licence=licence, workers=workers,
             progress=lambda n: status.update(f"importing: {n:,} pictures"),
         )  # fmt: skip
     _said(made, json)
+
+
+def _import_dataset(
+    root: Path,
+    store: Path,
+    name: str | None,
+    split: str | None,
+    public: bool,
+    licence: str | None,
+    workers: int,
+    json: bool,
+    fields: list[str | None],
+) -> None:
+    if name is None:
+        raise DataError(f"data import: split={split!r} without a data set; expected --dataset, one of {', '.join(DATASETS)}. Add it.")
+    dataset = find_dataset(name)
+    if split is None:
+        raise DataError(f"data import: --dataset {name} without --split; expected one of {', '.join(dataset.splits)}. Add it.")
+    if any(field is not None for field in fields):
+        raise DataError(
+            f"data import: --unit-from or --label-from with --dataset {name}, which fixes both; expected neither. Leave them out."
+        )
+    found = dataset_source(name, split, root)
+    with Console(stderr=True).status("importing") as status:
+        made = import_samples(
+            found.samples, store, public=public, label_names=found.label_names, licence=licence or dataset.licence, workers=workers,
+            progress=lambda n: status.update(f"importing: {n:,} pictures of {dataset.splits[split]:,}"),
+        )  # fmt: skip
+    _said(made, json, {"dataset": name, "split": split, "pictures_published": dataset.splits[split], "metric": dataset.metric})
 
 
 def scenes(
@@ -130,7 +169,7 @@ def split(
     emit(result, json, pairs(result))
 
 
-def _said(store: Store, as_json: bool) -> None:
+def _said(store: Store, as_json: bool, more: dict[str, Any] | None = None) -> None:
     summary = store.import_summary()
     result = {
         "store": str(store.path),
@@ -138,8 +177,9 @@ def _said(store: Store, as_json: bool) -> None:
         "visibility": store.visibility,
         "num_records": store.num_records,
         **summary,
+        **(more or {}),
     }
-    lines = [f"{store.num_records:,} records in {store.path} ({store.visibility})", pairs(_flat(summary))]
+    lines = [f"{store.num_records:,} records in {store.path} ({store.visibility})", pairs(_flat(summary | (more or {})))]
     lines.append(f"Next: dpvision train vip.micro --data {store.path} --privacy.dataset-size {store.num_records} --dry-run")
     emit(result, as_json, "\n".join(lines))
 

@@ -106,7 +106,7 @@ def _folder_samples(root: Path, unit_from: str | None, wanted: list[str]) -> Ite
                     # photos/PERSON/1.jpg with --unit-from parent: that folder is the person, not the class
                     if not (unit_from == "parent" and len(inside.parts) == 2):
                         fields["label"] = inside.parts[0]
-                yield _file_sample(path, inside.as_posix(), fields | rows.get(inside.as_posix(), {}))
+                yield file_sample(path, inside.as_posix(), fields | rows.get(inside.as_posix(), {}))
 
     return walk()
 
@@ -115,7 +115,8 @@ def _raise(error: OSError) -> None:
     raise DataError(f"source: {error.filename}: {error.strerror}; expected a readable folder. Check its permissions.") from None
 
 
-def _file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
+def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
+    """The file as a sample; one that is no file, oversized or unreadable has a ``problem`` instead of bytes."""
     try:
         if not path.is_file():
             return Sample(key, b"", fields, problem="not a file")

@@ -1,0 +1,289 @@
+"""Encoders that timm and torchvision know by name: their architecture, pooled features, and weights of a file. Nothing is downloaded.
+
+Legend: B pictures, L tokens, D width, C channels, H height, W width, G patches on a side.
+"""
+
+import copy
+import difflib
+import math
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import timm
+import torch
+import torchvision
+from timm.data import resolve_model_data_config
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
+
+from dpvision.encoders.base import Family, FrozenEncoder
+from dpvision.encoders.unpickle import load_weights
+from dpvision.errors import CheckpointError, ConfigError
+
+Rename = Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]
+"""The model and a file's tensors -> the same tensors under the model's names."""
+
+_SEED = 0  # of weights that no file gives
+
+
+class PooledModel(nn.Module):
+    """A library's model as features: what it has before its own pooling and classifier, pooled in several ways.
+
+    Tokens (B, L, D) give "mean" of the patch tokens, "2x2" (each quadrant's mean, joined row by row) where the patches form a square, and
+    "cls" where there is a class token. A map (B, D, H, W) gives "mean" and, from 2 x 2 places on, "2x2".
+    """
+
+    def __init__(
+        self, model: nn.Module, features: Callable[[nn.Module, Tensor], Tensor], *, prefix: int | None, has_class_token: bool
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._features, self._prefix, self._has_class_token = features, prefix, has_class_token
+
+    def poolings(self, x_BCHW: Tensor) -> dict[str, Tensor]:
+        """Features float32 (B, D) or (B, 4 D) by the name of the pooling, from one forward pass; the first is the default."""
+        found = self._features(self.model, x_BCHW).float()
+        if found.ndim == 4:
+            return _pooled(found)
+        prefix = self.num_prefix_tokens(found.shape[1])
+        patch_BLD = found[:, prefix:]
+        grid = math.isqrt(patch_BLD.shape[1])
+        made = {"mean": patch_BLD.mean(dim=1)}
+        if grid**2 == patch_BLD.shape[1]:
+            made = _pooled(patch_BLD.transpose(1, 2).unflatten(-1, (grid, grid)))
+        return made | ({"cls": found[:, 0]} if self._has_class_token else {})
+
+    def num_prefix_tokens(self, num_tokens: int) -> int:
+        """Tokens before the patches. A model that does not say has one if the others then form a square."""
+        if self._prefix is not None:
+            return self._prefix
+        return int(math.isqrt(num_tokens) ** 2 != num_tokens and math.isqrt(num_tokens - 1) ** 2 == num_tokens - 1)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """The default pooling, (B, D)."""
+        return next(iter(self.poolings(x_BCHW).values()))
+
+
+def _pooled(map_BDHW: Tensor) -> dict[str, Tensor]:
+    made = {"mean": map_BDHW.mean(dim=(2, 3))}
+    if min(map_BDHW.shape[2:]) >= 2:
+        made["2x2"] = F.adaptive_avg_pool2d(map_BDHW, 2).flatten(2).transpose(1, 2).flatten(1)
+    return made
+
+
+def library_encoder(
+    kind: str, name: str, file: Path | None = None, image_size: int | None = None, device: str | torch.device = "cpu"
+) -> FrozenEncoder:
+    """The encoder of a timm model, or of a torchvision classification model, frozen, in evaluation mode, on ``device``.
+
+    Mean, standard deviation and picture size are those of the library's own preprocessing. Without a file the weights are the library's
+    initialisation under a fixed seed.
+
+    Args:
+        kind: "timm" or "torchvision".
+        name: the model's name there; timm's may have a tag (``vit_base_patch16_224.mae``), which decides the preprocessing only.
+        file: weights: safetensors, or a pickle (opened as ``unpickle`` describes). The classifier in it may have any number of classes.
+        image_size: side of the pictures in pixels, for models that take any.
+
+    Raises:
+        ConfigError: no such model, or it gives no tokens and no map, or not at this size.
+        CheckpointError: the file cannot be read or does not fit.
+    """
+    tensors = None if file is None else load_weights(file)
+    shown = f"{kind}:{name}" + (", random weights" if file is None else f"@{file.name}")
+    return encoder_from(kind, name, shown, tensors, str(file), image_size=image_size, device=device)
+
+
+def encoder_from(
+    kind: str,
+    name: str,
+    shown: str,
+    tensors: dict[str, Tensor] | None,
+    where: str,
+    *,
+    image_size: int | None = None,
+    device: str | torch.device = "cpu",
+    rename: Rename | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> FrozenEncoder:
+    """As ``library_encoder``, from tensors in memory; ``where`` names their file in errors, ``shown`` the encoder in tables.
+
+    Args:
+        rename: brings the file's names (and numbers) to the library's form.
+        options: further arguments of the library's constructor.
+    """
+    make = {"timm": _timm, "torchvision": _torchvision}[kind]
+    pooled, size, mean, std, attends = make(name, image_size, options, lambda m, classifier: _fit(m, tensors, classifier, where, rename))
+    pooled = pooled.eval().requires_grad_(False)
+    try:
+        with torch.inference_mode():
+            found = pooled._features(pooled.model, torch.zeros(1, 3, size, size))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise ConfigError(
+            f"encoder: {kind}:{name}: image_size={size} ({error}); expected one that it takes. Choose a larger one."
+        ) from None
+    if not isinstance(found, Tensor) or found.ndim not in (3, 4):
+        raise ConfigError(
+            f"encoder: {kind}:{name} gives no tokens and no map of features; expected an image encoder. Choose another model."
+        )
+    family: Family = "transformer" if found.ndim == 3 or attends else "convnet"
+    blocks = _blocks(pooled.model) if kind == "timm" else None
+    pooled = pooled.to(device)
+    return FrozenEncoder(
+        name=shown,
+        image_size=size,
+        mean=mean,
+        std=std,
+        poolings=pooled.poolings,
+        family=family,
+        backbone=lambda: copy.deepcopy(pooled).cpu().train().requires_grad_(True),
+        blocks=blocks,
+    )
+
+
+def check_name(kind: str, name: str) -> None:
+    """Raises ConfigError, with the closest names, unless the library has a classification model ``name``."""
+    known = timm.list_models() if kind == "timm" else torchvision.models.list_models(module=torchvision.models)
+    base = name.partition(".")[0] if kind == "timm" else name
+    if base not in known:
+        close = difflib.get_close_matches(base, known, n=4, cutoff=0.5)
+        hint = f"one of its {len(known)} models, e.g. {', '.join(close)}" if close else f"one of its {len(known)} models"
+        raise ConfigError(
+            f"encoder: {kind}:{name}; expected {hint}. Correct it; nothing is downloaded: weights are a file of yours, NAME@FILE."
+        )
+
+
+_Made = tuple[PooledModel, int, tuple[float, float, float], tuple[float, float, float], bool]
+_FitWeights = Callable[[nn.Module, str], None]
+
+
+def _timm(name: str, image_size: int | None, options: Mapping[str, Any], fit: _FitWeights) -> _Made:
+    check_name("timm", name)
+    model: Any
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_SEED)
+            model = timm.create_model(name, pretrained=False, **options)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"encoder: timm:{name} ({error}); expected a model with a known tag. Leave the part after the dot out.") from None
+    config = resolve_model_data_config(model)
+    classifier = model.pretrained_cfg.get("classifier") or "head"
+    fit(model, classifier if isinstance(classifier, str) else classifier[0].partition(".")[0])
+    model.reset_classifier(0)
+    free = image_size is not None and not model.pretrained_cfg.get("fixed_input_size")
+    size = image_size if free and image_size is not None else config["input_size"][-1]
+    channels_last = getattr(model, "output_fmt", None) == "NHWC"
+    prefix = getattr(model, "num_prefix_tokens", None)
+
+    def features(model: Any, x_BCHW: Tensor) -> Tensor:
+        found = model.forward_features(x_BCHW)
+        return found.permute(0, 3, 1, 2) if channels_last and found.ndim == 4 else found
+
+    pooled = PooledModel(model, features, prefix=prefix, has_class_token=getattr(model, "cls_token", None) is not None)
+    return pooled, size, config["mean"], config["std"], _attends(model)
+
+
+def _torchvision(name: str, image_size: int | None, options: Mapping[str, Any], fit: _FitWeights) -> _Made:
+    check_name("torchvision", name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        more = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}  # they warn without
+        model = torchvision.models.get_model(name, weights=None, **more, **options).eval()
+    # the newest of its sets of weights: a table in the library's code, of which only the preprocessing is used
+    newest = torchvision.models.get_model_weights(name)["DEFAULT"].transforms()
+    size = newest.crop_size[0]
+    is_vit = isinstance(model, torchvision.models.VisionTransformer)
+    classifier = "heads" if is_vit else "head" if hasattr(model, "head") else "fc" if hasattr(model, "fc") else "classifier"
+    fit(model, classifier)
+    node = "encoder.ln" if is_vit else _last_map(model, size, classifier)
+    extractor = create_feature_extractor(model, {node: "features"})
+
+    def features(model: Any, x_BCHW: Tensor) -> Tensor:
+        return model(x_BCHW)["features"]
+
+    pooled = PooledModel(extractor, features, prefix=1 if is_vit else 0, has_class_token=is_vit)
+    return pooled, size if is_vit else image_size or size, tuple(newest.mean), tuple(newest.std), _attends(model)
+
+
+@torch.inference_mode()
+def _last_map(model: nn.Module, size: int, classifier: str) -> str:
+    """The node whose output goes into the pooling: the last (B, D, H, W) with more than one place, at the model's own size."""
+    # AlexNet's and VGG's avgpool only brings other sizes to the one that the classifier wants
+    names = [n for n in get_graph_node_names(model)[1] if n != "avgpool" and not n.startswith(classifier)]
+    outputs = create_feature_extractor(model, names)(torch.zeros(1, 3, size, size))
+    maps = [n for n in names if isinstance(outputs[n], Tensor) and outputs[n].ndim == 4 and min(outputs[n].shape[2:]) > 1]
+    if not maps:
+        raise ConfigError("encoder: a torchvision model without a map of features; expected a convnet or a transformer. Choose another.")
+    return maps[-1]
+
+
+def _attends(model: nn.Module) -> bool:
+    """Whether blocks of the model mix places by self-attention (Swin, say, whose output is a map)."""
+    return any("Attention" in type(m).__name__ and "Pool" not in type(m).__name__ for m in model.modules())
+
+
+def _blocks(model: nn.Module) -> Callable[[Tensor], list[Tensor]] | None:
+    """Tokens after each block, class token first, for timm's vision transformers that have one."""
+    if not isinstance(model, timm.models.VisionTransformer) or model.cls_token is None:
+        return None
+
+    def blocks(x_BCHW: Tensor) -> list[Tensor]:
+        found: Any = model.forward_intermediates(x_BCHW, return_prefix_tokens=True, output_fmt="NLC", intermediates_only=True)
+        # distillation tokens and registers are left out: the contract is one class token, then patches
+        return [torch.cat([prefix_BLD[:, :1], patch_BLD], dim=1) for patch_BLD, prefix_BLD in found]
+
+    return blocks
+
+
+def _fit(model: nn.Module, tensors: dict[str, Tensor] | None, classifier: str, where: str, rename: Rename | None) -> None:
+    """Load tensors into a model; names of wrappers before the model's own are taken off, the classifier may be missing or another one."""
+    if tensors is None:
+        return
+    wanted = model.state_dict()
+    body = {n: t for n, t in wanted.items() if not n.startswith(f"{classifier}.") and not n.endswith("num_batches_tracked")}
+    given = without_wrapper(tensors, body, where)
+    given = given if rename is None else rename(model, given)
+    check_fit(given, body, where, ignored=(f"{classifier}.", "fc.", "head.", "heads.", "classifier.", "AuxLogits.", "aux1.", "aux2."))
+    model.load_state_dict({n: given[n] for n in wanted if n in body or (n in given and given[n].shape == wanted[n].shape)}, strict=False)
+
+
+def without_wrapper(tensors: dict[str, Tensor], wanted: Collection[str], where: str) -> dict[str, Tensor]:
+    """The tensors of the one model in a file, without what stands before its own names (``model.``, ``module.encoder.`` and the like).
+
+    Args:
+        wanted: names that the model has, at least one. The wrapper is what stands before the first, where most of the others follow.
+
+    Raises:
+        CheckpointError: no tensor has the first name, or several models in the file have as many of them.
+    """
+    anchor = next(iter(wanted))
+    found = [name.removesuffix(anchor) for name in tensors if name == anchor or name.endswith(f".{anchor}")]
+    if not found:
+        some = ", ".join(list(tensors)[:4])
+        raise CheckpointError(
+            f"weights: {where} has no tensor {anchor!r} (it has {some} ...); expected it. Name the model it was made from."
+        )
+    covers = {prefix: sum(prefix + name in tensors for name in wanted) for prefix in found}
+    best = sorted(prefix for prefix in found if covers[prefix] == max(covers.values()))
+    if len(best) > 1:
+        raise CheckpointError(f"weights: {where} has {len(best)} models, under {best}; expected one. Save the one you mean by itself.")
+    return {name.removeprefix(best[0]): tensor for name, tensor in tensors.items() if name.startswith(best[0])}
+
+
+def check_fit(given: dict[str, Tensor], wanted: dict[str, Tensor], where: str, ignored: tuple[str, ...]) -> None:
+    """Every wanted tensor is there with its shape, and no other but those whose names start with one of ``ignored``.
+
+    Raises:
+        CheckpointError: names the first that does not fit.
+    """
+    for name, tensor in wanted.items():
+        got = tuple(given[name].shape) if name in given else "nothing"
+        if got != tuple(tensor.shape):
+            rule = f"expected shape {tuple(tensor.shape)}"
+            raise CheckpointError(f"weights: {where}: {name}={got}; {rule}. Name the model that the file was made from.")
+    for name in given:
+        if name not in wanted and not name.startswith(ignored) and not name.endswith("num_batches_tracked"):
+            raise CheckpointError(f"weights: {where}: {name} has no place in this model. Name the model that the file was made from.")

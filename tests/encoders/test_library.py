@@ -1,0 +1,151 @@
+"""timm's and torchvision's models as encoders: their own forward pass is the oracle."""
+
+import timm
+import torch
+import torchvision
+from pytest import mark, raises
+from safetensors.torch import save_file
+
+from dpvision.encoders.library import library_encoder
+from dpvision.encoders.open import open_encoder
+from dpvision.errors import CheckpointError, ConfigError
+
+VIT = "vit_tiny_patch16_224"
+
+
+def _pictures(size: int, num: int = 2) -> torch.Tensor:
+    return torch.randn(num, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
+def _weights(model: torch.nn.Module, path, prefix: str = ""):
+    save_file({prefix + n: t.contiguous().clone() for n, t in model.state_dict().items()}, path)
+    return path
+
+
+def test_a_timm_transformer_gives_its_own_tokens_pooled(tmp_path):
+    torch.manual_seed(3)
+    model = timm.create_model(VIT, pretrained=False, num_classes=7).eval()  # a head of another size than the library's
+    encoder = open_encoder(f"timm:{VIT}@{_weights(model, tmp_path / 'w.safetensors')}")
+    x_BCHW = _pictures(224)
+    with torch.no_grad():
+        token_BLD = model.forward_features(x_BCHW)
+        found = encoder.poolings(x_BCHW)
+        blocks = encoder.blocks(x_BCHW)
+        taken = []
+        hooks = [b.register_forward_hook(lambda *a: taken.append(a[2])) for b in model.blocks]
+        model(x_BCHW)
+        for hook in hooks:
+            hook.remove()
+    assert list(found) == ["mean", "2x2", "cls"] and encoder.family == "transformer" and encoder.image_size == 224
+    assert torch.allclose(found["mean"], token_BLD[:, 1:].mean(1), atol=1e-6)
+    assert torch.allclose(found["cls"], token_BLD[:, 0])
+    corner = token_BLD[:, 1:].reshape(2, 14, 14, -1)[:, :7, 7:].mean((1, 2))  # top right: the second quarter
+    assert torch.allclose(found["2x2"][:, 192:384], corner, atol=1e-6)
+    assert len(blocks) == 12 and all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(blocks, taken, strict=True))
+
+
+def test_registers_are_no_patches():
+    encoder = library_encoder("timm", "vit_medium_patch16_reg4_gap_256")
+    assert encoder.blocks is None  # it has no class token
+    model = timm.create_model("vit_medium_patch16_reg4_gap_256", pretrained=False)
+    assert model.num_prefix_tokens == 4
+    encoder = library_encoder("timm", "vit_betwixt_patch16_reg4_gap_256")
+    x_BCHW = _pictures(256, 1)
+    with torch.no_grad():
+        copy = encoder.backbone().eval()
+        token_BLD = copy.model.forward_features(x_BCHW)
+        assert torch.allclose(encoder.poolings(x_BCHW)["mean"], token_BLD[:, 4:].mean(1), atol=1e-6)
+
+
+@mark.parametrize("name", ["alexnet", "resnet18", "squeezenet1_1", "shufflenet_v2_x0_5"])
+def test_a_torchvision_convnet_gives_the_map_before_its_pooling(tmp_path, name):
+    torch.manual_seed(4)
+    more = {"num_classes": 5}
+    model = torchvision.models.get_model(name, weights=None, **more).eval()
+    file = _weights(model, tmp_path / "w.safetensors", prefix="module.")
+    encoder = library_encoder("torchvision", name, file)
+    x_BCHW = _pictures(224)
+    with torch.no_grad():
+        if name in ("alexnet", "squeezenet1_1"):
+            map_BDHW = model.features(x_BCHW)
+        else:
+            taken = []
+            last = model.layer4 if name == "resnet18" else model.conv5
+            last.register_forward_hook(lambda *a: taken.append(a[2]))
+            model(x_BCHW)
+            map_BDHW = taken[0]
+        found = encoder.poolings(x_BCHW)
+    assert list(found) == ["mean", "2x2"] and encoder.family == "convnet" and encoder.blocks is None
+    assert torch.allclose(found["mean"], map_BDHW.mean((2, 3)), atol=1e-5)
+    side = -(-map_BDHW.shape[2] // 2)  # of an odd side both halves have the middle
+    quarter = map_BDHW[:, :, -side:, :side].mean((2, 3))  # bottom left: the third
+    width = map_BDHW.shape[1]
+    assert torch.allclose(found["2x2"][:, 2 * width : 3 * width], quarter, atol=1e-5)
+
+
+def test_preprocessing_is_the_librarys_own():
+    vit, swin = library_encoder("timm", VIT), library_encoder("torchvision", "swin_t")
+    assert vit.mean == timm.models.get_pretrained_cfg(VIT).mean
+    assert (swin.mean, swin.family) == ((0.485, 0.456, 0.406), "transformer")
+    assert library_encoder("timm", f"{VIT}.augreg_in21k").mean == (0.5, 0.5, 0.5)
+
+
+def test_sizes_are_free_where_the_model_lets_them_be():
+    assert library_encoder("timm", VIT, image_size=32).image_size == 224
+    small = library_encoder("torchvision", "resnet18", image_size=32)
+    assert small.image_size == 32 and {n: f.shape for n, f in small.poolings(_pictures(32)).items()} == {"mean": (2, 512)}
+    with raises(ConfigError, match="image_size=32"):
+        library_encoder("torchvision", "alexnet", image_size=32)
+
+
+@mark.parametrize("spec", ["timm:resnet18", "torchvision:resnet18"])
+def test_random_weights_are_the_same_each_time_and_leave_the_global_generator_alone(spec):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first, second = open_encoder(spec, image_size=64), open_encoder(spec, image_size=64)
+    assert torch.equal(before, torch.get_rng_state())
+    x_BCHW = _pictures(64)
+    assert torch.equal(first.poolings(x_BCHW)["mean"], second.poolings(x_BCHW)["mean"])
+    assert "random weights" in first.name
+
+
+@mark.parametrize("spec", ["timm:resnet18", "torchvision:resnet18", f"timm:{VIT}"])
+def test_the_backbone_trains_and_leaves_the_frozen_encoder_as_it_was(spec):
+    encoder = open_encoder(spec, image_size=64)
+    x_BCHW = _pictures(encoder.image_size)
+    before = encoder.poolings(x_BCHW)["mean"]
+    assert not before.requires_grad
+    backbone = encoder.backbone()
+    assert torch.allclose(backbone.eval()(x_BCHW), before, atol=1e-5)
+    optimizer = torch.optim.SGD(backbone.train().parameters(), lr=0.1)
+    backbone(x_BCHW).square().mean().backward()
+    assert all(p.grad is not None for n, p in backbone.named_parameters() if not n.endswith("cls_token"))
+    optimizer.step()
+    assert not torch.allclose(backbone.eval()(x_BCHW), before, atol=1e-5)
+    assert torch.equal(encoder.poolings(x_BCHW)["mean"], before)
+
+
+def test_files_that_do_not_fit_are_refused_with_the_first_tensor(tmp_path):
+    model = torchvision.models.resnet18(weights=None)
+    small = model.state_dict()
+    save_file({n: t for n, t in small.items() if n != "layer2.0.bn1.bias"}, tmp_path / "lacks.safetensors")
+    save_file(small | {"layer4.0.conv1.weight": torch.ones(2)}, tmp_path / "shape.safetensors")
+    save_file(small | {"layer5.0.weight": torch.ones(2)}, tmp_path / "more.safetensors")
+    save_file({f"{p}.{n}": t.clone() for n, t in small.items() for p in "qk"}, tmp_path / "two.safetensors")
+    save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
+    expected = {
+        "lacks": "layer2.0.bn1.bias=nothing", "shape": r"layer4.0.conv1.weight=\(2,\); expected shape \(512, 256, 3, 3\)",
+        "more": "layer5.0.weight has no place", "two": r"2 models, under \['k.', 'q.'\]", 
+        "other": "no tensor 'conv1.weight'",
+    }  # fmt: skip
+    for name, words in expected.items():
+        with raises(CheckpointError, match=words):
+            library_encoder("torchvision", "resnet18", tmp_path / f"{name}.safetensors")
+
+
+def test_unknown_names_are_refused_with_the_closest():
+    for kind, name, close in [("timm", "resnet5O", "resnet50"), ("torchvision", "alexnt", "alexnet"), ("timm", f"{VIT}.no", "known tag")]:
+        with raises(ConfigError, match=close):
+            library_encoder(kind, name)
+    with raises(ConfigError, match="expected one of its"):
+        library_encoder("torchvision", "fcn_resnet50")  # it segments, it does not classify
