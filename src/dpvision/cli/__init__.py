@@ -11,11 +11,13 @@ from dpvision.errors import DPVisionError
 COMMANDS = {
     "plan": ("plan", "what can this data set afford? noise, steps, epsilon, before any compute is spent"),
     "data": ("data", "import pictures into a store; inspect it, split it, make procedural scenes"),
+    "synth": ("synth", "procedural textures for a warm start: look at them, train on them, write them as files"),
     "train": ("train", "run a recipe: private, or not and saying so; resume after a stop or a crash"),
     "evaluate": ("evaluate", "probe an encoder: k-NN and logistic, random weights and raw pixels beside it"),
     "embed": ("embed", "write an encoder's features for a store or a folder of pictures"),
     "ledger": ("ledger", "what a store's records have been charged so far, by run; set the owner's cap"),
     "report": ("report", "the guarantee statement (JSON) and one page to read; the operator's page beside it"),
+    "compare": ("compare", "training curves and scores of several runs on one page, for the operator"),
     "doctor": ("doctor", "can this model be trained privately? the way of each parameter, memory; exactness and price, measured"),
     "demo": ("demo", "the whole way in a few minutes, on procedural scenes or on your own pictures"),
 }

@@ -26,7 +26,7 @@ def report(
         run: Run folder.
         store: The store it was trained on: its ledgers are the truth, and they tell of other runs on the same records. Left
             out: the one the run was started with, where it is still there.
-        public_store: Public store whose pictures the report reconstructs.
+        public_store: Public store whose pictures the report reconstructs and compares.
         tuning: How settings and checkpoint were chosen: "none" (fixed beforehand), "public" (on public pictures only), or
             "not_covered" (by looking at private results: the statement says that the guarantee does not cover the choice).
         json: Print JSON.

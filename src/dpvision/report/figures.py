@@ -17,7 +17,10 @@ from dpvision.report.words import round_up
 
 # Stand-ins that are replaced by the page's CSS variables in the SVG, so that one figure serves both themes.
 INK, MUTED, GRID, ACCENT, SECOND = "#010203", "#010204", "#010205", "#010206", "#010207"
+SERIES = tuple(f"#0103{i:02d}" for i in range(1, 7))
+"""Lines of equal standing: apart from each other for colour-blind readers too, on light and on dark (page.css)."""
 _THEME = {INK: "--ink", MUTED: "--muted", GRID: "--line", ACCENT: "--accent", SECOND: "--second"}
+_THEME |= {color: f"--series-{i}" for i, color in enumerate(SERIES, 1)}
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: selectable, read aloud, in the page's own font
     "font.family": "DejaVu Sans",
@@ -58,7 +61,7 @@ def epsilon_figure(points: Sequence[tuple[int, float]], executed: int, target: f
     spent = float(np.interp(executed, steps, epsilon))
     done = steps <= executed
     alt = f"Epsilon grows from {epsilon[1]:.2f} after {steps[1]:,.0f} steps to {round_up(spent, 2)} after the {executed:,} executed ones"
-    with _figure(alt + (f"; the target is {target:g}." if target else ".")) as (ax, svg):
+    with svg_axes(alt + (f"; the target is {target:g}." if target else ".")) as (ax, svg):
         ax.plot([*steps[done], executed], [*epsilon[done], spent], color=ACCENT)
         ax.fill_between([*steps[done], executed], [*epsilon[done], spent], color=ACCENT, alpha=0.12, linewidth=0)
         if not done.all():
@@ -80,7 +83,7 @@ def epsilon_figure(points: Sequence[tuple[int, float]], executed: int, target: f
         )
         ax.set(xlim=(0, steps[-1]), ylim=(0, 1.13 * top), xlabel="steps", ylabel="epsilon")
         ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        ax.xaxis.set_major_formatter(FuncFormatter(_thousands))
+        ax.xaxis.set_major_formatter(FuncFormatter(thousands))
     return svg[0]
 
 
@@ -89,7 +92,7 @@ def profile_figure(profile: Sequence[Sequence[float]], epsilon: float, delta: fl
     x, y = np.array(profile, dtype=np.float64).T
     ends = f"delta falls from {y[0]:.2f} at epsilon 0 to {y[-1]:.0e} at epsilon {x[-1]:.1f}"
     alt = f"Privacy profile: {ends}; stated is {round_up(epsilon, 2)} at {delta:.1e}."
-    with _figure(alt) as (ax, svg):
+    with svg_axes(alt) as (ax, svg):
         ax.semilogy(x, y, color=ACCENT)
         ax.plot([epsilon, epsilon, 0], [1e-12, delta, delta], color=SECOND, linewidth=1.2, linestyle=(0, (5, 3)))
         ax.plot([epsilon], [delta], "o", color=SECOND, markersize=6, zorder=3)
@@ -100,16 +103,19 @@ def profile_figure(profile: Sequence[Sequence[float]], epsilon: float, delta: fl
     return svg[0]
 
 
-def bars_figure(groups: Sequence[tuple[str, Sequence[tuple[str, float, float, float, bool]]]], chance: float) -> str:
+def bars_figure(
+    groups: Sequence[tuple[str, Sequence[tuple[str, float, float, float, bool]]]], chance: float, pictures: str = "public pictures"
+) -> str:
     """Scores as SVG: horizontal bars with intervals, in groups, and a line where blind guessing stands.
 
     Args:
         groups: (title, bars), a bar being (label, value, low, high, whether it is what the figure is about), shares in [0, 1].
         chance: score of blind guessing.
+        pictures: what they were measured on, for those who cannot see the figure.
     """
     said = [f"{title}: " + ", ".join(f"{name} {value:.1%}" for name, value, *_ in bars) for title, bars in groups]
     rows = sum(len(bars) + 1.4 for _, bars in groups)
-    with _figure(f"Scores on public pictures. {'; '.join(said)}; chance {chance:.1%}.", (_SIZE[0], 0.27 * rows + 0.55)) as (ax, svg):
+    with svg_axes(f"Scores on {pictures}. {'; '.join(said)}; chance {chance:.1%}.", (_SIZE[0], 0.27 * rows + 0.55)) as (ax, svg):
         y, most = 0.0, max(high for _, bars in groups for *_, high, _ in bars)
         for title, bars in groups:
             ax.text(0, y, title, color=INK, weight="bold", va="center")
@@ -150,14 +156,14 @@ def series_figure(
     alt = "; ".join(
         f"{ylabel}, {name}: from {_first(v):.4g} to {_first(v[::-1]):.4g}, median {_median(v):.4g}" for name, v in series.items()
     )
-    with _figure(f"{alt}{f'; {reference[0]} is {reference[1]:.4g}' if reference else ''}.") as (ax, svg):
+    with svg_axes(f"{alt}{f'; {reference[0]} is {reference[1]:.4g}' if reference else ''}.") as (ax, svg):
         for (name, values), color in zip(series.items(), (ACCENT, MUTED), strict=False):
             ax.plot(_thinned(x), _thinned(values), color=color, label=name, linewidth=1.6)
         if reference is not None:
             ax.axhline(reference[1], color=SECOND, linewidth=1.4, linestyle=(0, (5, 3)), label=reference[0])
         if log:
             ax.set_yscale("log")
-            ax.yaxis.set_major_formatter(FuncFormatter(_thousands))
+            ax.yaxis.set_major_formatter(FuncFormatter(thousands))
             ax.yaxis.set_minor_formatter(FuncFormatter(lambda x, _: f"{x:.3g}" if f"{x:.0e}"[0] in "25" else ""))
         if len(series) > 1 or reference is not None:
             ax.legend(
@@ -165,13 +171,18 @@ def series_figure(
             )
         ax.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, x[-1]) if x[-1] > 0 else None, ylim=limits)
         ax.xaxis.set_major_locator(MaxNLocator(5))
-        ax.xaxis.set_major_formatter(FuncFormatter(_thousands))
+        ax.xaxis.set_major_formatter(FuncFormatter(thousands))
     return svg[0]
 
 
 @contextmanager
-def _figure(alt: str, size: tuple[float, float] = _SIZE) -> Iterator[tuple[Axes, list[str]]]:
-    """Axes to draw on; when the block ends, the list holds the SVG."""
+def svg_axes(alt: str, size: tuple[float, float] = _SIZE) -> Iterator[tuple[Axes, list[str]]]:
+    """Axes in the house style to draw on; when the block ends, the list holds the SVG.
+
+    Args:
+        alt: what the figure shows, for those who cannot see it.
+        size: width and height in inches, a text of 10.5 points being the measure.
+    """
     svg: list[str] = []
     # The salt keeps ids (clip paths, markers) of several figures in one page apart.
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": alt}):
@@ -211,5 +222,6 @@ def _first(values: np.ndarray) -> float:
     return float(next((v for v in values if np.isfinite(v)), float("nan")))
 
 
-def _thousands(x: float, position: Any) -> str:
+def thousands(x: float, position: Any = None) -> str:
+    """A tick's number with commas."""
     return f"{x:,.6g}"

@@ -14,6 +14,7 @@ from dpvision.eval.suite import read_scores
 from dpvision.privacy.plan import DPPlan
 from dpvision.report.figures import series_figure
 from dpvision.report.html import render, write_page
+from dpvision.report.neighbours import neighbours_of_run
 from dpvision.report.reconstructions import reconstruct_some
 from dpvision.train.folder import read_run
 
@@ -25,7 +26,7 @@ def make_operator_page(run_dir: str | Path, private_store: str | Path | None = N
 
     Args:
         run_dir: run folder.
-        private_store: store whose pictures are reconstructed on the page; None for no pictures.
+        private_store: store whose pictures are reconstructed and compared on the page; None for no pictures.
 
     Raises:
         CheckpointError: there is no run, or its metrics cannot be read.
@@ -34,7 +35,10 @@ def make_operator_page(run_dir: str | Path, private_store: str | Path | None = N
     base, config, about = read_run(root)
     plan = _read_plan(base / "plan.json")
     metrics = list(_read_metrics(root / "confidential" / "metrics.jsonl"))
-    pictures = None if private_store is None else reconstruct_some(root, Store.open(private_store))
+    pictures = alike = None
+    if private_store is not None:
+        store = Store.open(private_store)
+        pictures, alike = reconstruct_some(root, store), neighbours_of_run(root, store)
     scores = [*read_scores(root / "confidential" / "scores.json"), *([] if base != root else read_scores(base / "scores.json"))]
     html = render(
         "operator_page.html",
@@ -45,6 +49,7 @@ def make_operator_page(run_dir: str | Path, private_store: str | Path | None = N
         figures=_figures(metrics, plan),
         scores=scores,
         pictures=pictures,
+        alike=alike,
     )
     return write_page(root / "confidential" / "operator.html", html)
 

@@ -12,6 +12,7 @@ from dpvision.errors import PrivacyError
 from dpvision.privacy.plan import DPPlan
 from dpvision.report import figures
 from dpvision.report.html import render, setting_rows, write_page
+from dpvision.report.neighbours import neighbours_of_run
 from dpvision.report.reconstructions import reconstruct_some
 from dpvision.report.statement import read_evidence, statement_of
 from dpvision.report.words import Tuning
@@ -26,7 +27,7 @@ def make_report(
 
     Args:
         run_dir: run folder.
-        public_store: public store whose pictures are reconstructed on the page; None for no pictures.
+        public_store: public store whose pictures are reconstructed and compared on the page; None for no pictures.
         store_dir, tuning: as in ``statement.make_statement``.
 
     Raises:
@@ -36,18 +37,19 @@ def make_report(
     root = Path(run_dir)
     evidence = read_evidence(root, None if store_dir is None else Path(store_dir))
     statement = statement_of(evidence, tuning)
-    pictures = None
+    pictures = alike = None
     if public_store is not None:
         store = Store.open(public_store)
         if store.visibility != "public":
             raise PrivacyError(f"report: {public_store} is private; expected a store imported with --public. Leave it out.")
-        pictures = reconstruct_some(root, store)
+        pictures, alike = reconstruct_some(root, store), neighbours_of_run(root, store)
     write_json(root / "statement.json", statement)
     html = render(
         "report_page.html",
         s=statement,
         figures=_figures(evidence.plan, statement, evidence.manifest["config"]["privacy"]["target_epsilon"]),
         pictures=pictures,
+        alike=alike,
         scale=_place_on_scale(statement),
         recompute=recompute_code(evidence.plan, statement),
         settings=setting_rows(statement["settings"]),

@@ -1,52 +1,60 @@
-"""What a masked autoencoder makes of pictures it sees a quarter of: three strips of pictures for a page.
+"""What a masked autoencoder makes of pictures it sees a quarter of, before and after a run: strips of pictures for a page.
 
 Legend: B pictures, L patches, C channels, H height, W width.
 """
 
-import base64
-import io
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
-from torch import Tensor
 
-from dpvision.checkpoint import load_checkpoint
-from dpvision.config import DataConfig, RunConfig, from_dict
+from dpvision.checkpoint import Checkpoint, load_checkpoint
+from dpvision.config import MAEConfig, RunConfig, from_dict
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import pictures
 from dpvision.data.store import Store
-from dpvision.errors import DataError
+from dpvision.errors import CheckpointError, ConfigError, DataError
 from dpvision.models import mae, make_model
 from dpvision.models.layers import unpatchify
+from dpvision.report.strips import pixels_of, strip_of
 
-_GAP = 1 / 16
-_LARGEST_PX = 128
+WARM_START = "the warm start"
+INITIAL = "random initial weights"
+LOST_START = "random initial weights (the warm start it had is not at hand)"
 
 
 @dataclass(frozen=True)
 class Reconstructions:
-    """Three strips of the same pictures, as data: URIs of PNG images."""
+    """Strips of the same pictures, as data: URIs of PNG images."""
 
     seen: str
-    """The patches that the model was shown; the others are transparent."""
-    filled: str
-    """The same, with the model's guess in place of what was hidden."""
+    """The patches that the models were shown; the others are transparent."""
+    fills: dict[str, str]
+    """By the name of a model: the same, with its guess in place of what was hidden. In the order of training."""
     original: str
     count: int
     mask_ratio: float
 
+    @property
+    def filled(self) -> str:
+        """The guess of the last model."""
+        return list(self.fills.values())[-1]
 
-def reconstruct_some(run: Path, store: Store, count: int = 8) -> Reconstructions:
-    """Masked pictures, reconstructions and originals of ``count`` pictures spread over ``store``.
 
-    Which ones, and their masks, depends on the store's size and the pictures' ids only.
+def reconstruct_some(run: str | Path, store: Store, count: int = 8) -> Reconstructions | None:
+    """Pictures of ``store``, masked, and filled in by what the run started from and by what it ended with.
+
+    "Before" is the checkpoint that ``init_from`` names, where it is still the one that the run's lineage tells of; otherwise the weights
+    that the seed initialises. The name of the strip says which.
 
     Args:
-        run: run or checkpoint folder of a masked autoencoder.
+        run: run or checkpoint folder.
         store: its pictures will be in the result.
+
+    Returns:
+        None where the run's model does not fill in pictures.
 
     Raises:
         CheckpointError: there is no checkpoint, or it was altered.
@@ -54,44 +62,71 @@ def reconstruct_some(run: Path, store: Store, count: int = 8) -> Reconstructions
     """
     checkpoint = load_checkpoint(run)
     config = from_dict(RunConfig, checkpoint.manifest["config"], f"{checkpoint.path}: config")
-    model = make_model(config.model, config.seed)
-    assert isinstance(model, mae.MAE)
-    model.load_state_dict(checkpoint.model)
-    model.eval()
+    if not isinstance(config.model, MAEConfig):
+        return None
+    parent = None if config.init_from is None else _parent(checkpoint, config)
+    start = INITIAL if config.init_from is None else LOST_START if parent is None else WARM_START
+    return reconstruct({f"Before: {start}": parent, "After the run": checkpoint}, config, store, count)
+
+
+def reconstruct(models: Mapping[str, Checkpoint | None], config: RunConfig, store: Store, count: int = 8) -> Reconstructions:
+    """The same masked pictures as each of several models fills them in.
+
+    Which pictures, and their masks, depends on the store's size, the pictures' ids and the config's seed only.
+
+    Args:
+        models: one or more; name of a row -> checkpoint, or None for the weights that the config's seed initialises.
+        config: of the masked autoencoder that all of them are.
+        store: ``count`` pictures spread over it will be in the result.
+
+    Raises:
+        ConfigError: the config is not of a masked autoencoder. CheckpointError: a checkpoint is of another architecture.
+        DataError: no picture could be read.
+    """
+    if not isinstance(config.model, MAEConfig):
+        raise ConfigError(f"reconstructions: model.kind={config.model.kind!r}; expected 'mae'. Choose a run of a vip recipe.")
+    patch_size = config.model.encoder.patch_size
     rows = np.unique(np.linspace(0, store.num_records - 1, count).astype(np.int64))
     found = next(pictures(store, rows, config.model.encoder.image_size, config.data, batch_size=len(rows), workers=1), None)
     if found is None:
         raise DataError(f"report: none of {len(rows)} pictures of {store.path} could be read; expected pictures. Import the source again.")
     x_BCHW, row_B, _ = found
     record_id_B = torch.from_numpy(store.index["id"][row_B.numpy()].astype(np.int64))
-    with torch.inference_mode():
-        filled_BCHW, mask_BL = mae.reconstruct(model, x_BCHW, StepKey(config.seed, 0).bits(record_id_B, "report", model.num_patches))
-    patch_numbers = 3 * config.model.encoder.patch_size**2
-    hidden_BCHW = unpatchify(mask_BL[..., None].float().expand(-1, -1, patch_numbers), config.model.encoder.patch_size) > 0.5
-    original = _pixels(x_BCHW, config.data)
-    filled = _pixels(filled_BCHW, config.data)
+    fills = {}
+    for name, checkpoint in models.items():
+        model = _model(config, checkpoint)
+        order_BL = StepKey(config.seed, 0).bits(record_id_B, "report", model.num_patches)
+        filled_BCHW, mask_BL = mae.reconstruct(model, x_BCHW, order_BL)
+        fills[name] = strip_of(pixels_of(filled_BCHW, config.data.mean, config.data.std))
+    hidden_BCHW = unpatchify(mask_BL[..., None].float().expand(-1, -1, 3 * patch_size**2), patch_size) > 0.5
+    original = pixels_of(x_BCHW, config.data.mean, config.data.std)
     alpha = np.where(hidden_BCHW[:, :1].permute(0, 2, 3, 1).numpy(), 0, 255).astype(np.uint8)
     seen = np.concatenate([original, alpha], axis=-1)
-    return Reconstructions(_strip(seen), _strip(filled), _strip(original), len(original), config.model.mask_ratio)
+    return Reconstructions(strip_of(seen), fills, strip_of(original), len(original), config.model.mask_ratio)
 
 
-def _pixels(x_BCHW: Tensor, data: DataConfig) -> np.ndarray:
-    """uint8 (B, H, W, 3) of normalised pictures."""
-    mean, std = torch.tensor(data.mean)[:, None, None], torch.tensor(data.std)[:, None, None]
-    return ((x_BCHW * std + mean).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+def _model(config: RunConfig, checkpoint: Checkpoint | None) -> mae.MAE:
+    model = make_model(config.model, config.seed)
+    assert isinstance(model, mae.MAE)
+    if checkpoint is not None:
+        try:
+            model.load_state_dict(checkpoint.model)
+        except RuntimeError:
+            raise CheckpointError(
+                f"reconstructions: {checkpoint.path} is of another architecture than {config.recipe}'s; expected the same. Leave it out."
+            ) from None
+    return model.eval()
 
 
-def _strip(image_BHWC: np.ndarray) -> str:
-    """One row of pictures with transparent gaps between them, as a data: URI."""
-    B, H, W, C = image_BHWC.shape
-    gap = max(2, round(W * _GAP))
-    strip = np.zeros((H, B * (W + gap) - gap, 4), dtype=np.uint8)
-    for b, image in enumerate(image_BHWC):
-        here = strip[:, b * (W + gap) : b * (W + gap) + W]
-        here[..., :C], here[..., 3] = image, image[..., 3] if C == 4 else 255
-    picture = Image.fromarray(strip)
-    if H > _LARGEST_PX:
-        picture = picture.resize((round(picture.width * _LARGEST_PX / H), _LARGEST_PX), Image.Resampling.LANCZOS)
-    file = io.BytesIO()
-    picture.save(file, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+def _parent(checkpoint: Checkpoint, config: RunConfig) -> Checkpoint | None:
+    """The checkpoint that the run started from, None if it is gone or no longer the one of the run's lineage.
+
+    The lineage also keeps out weights that nobody checked when this run began: what is shown of a store must come from nothing more
+    private than the run itself.
+    """
+    assert config.init_from is not None
+    try:
+        parent = load_checkpoint(config.init_from)
+    except CheckpointError:
+        return None
+    return parent if parent.manifest["lineage"] == checkpoint.manifest["lineage"][:-1] else None

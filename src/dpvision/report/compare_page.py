@@ -1,0 +1,245 @@
+"""Several runs beside each other on one page: losses, what they cost, and how their encoders score.
+
+Losses are functions of the records, so the page is confidential unless every picture that shaped these runs is public (guarantee.md,
+rule 6): ``page_path`` decides where it may lie before anything is read from ``confidential/``.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from dpvision.config import to_dict
+from dpvision.errors import CheckpointError, ConfigError, PrivacyError
+from dpvision.report.compared_run import ComparedRun, made_of_public_pictures, read_compared
+from dpvision.report.curves import Curve, Point, curves_figure, end_value, scaling_figure, size_text
+from dpvision.report.figures import SERIES, bars_figure
+from dpvision.report.html import render, write_page
+from dpvision.train.folder import read_run
+
+_MOST_PANELS = 6
+_Entries = list[tuple[int, dict[str, Any]]]
+
+
+def make_compare_page(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Write the page that compares runs, without scripts or requests to anywhere; gives its path.
+
+    Args:
+        run_dirs: one or more run folders; at most six colours are told apart, a warm and a random start of the same settings sharing one.
+        out: file to write. None: compare.html in the first run's ``confidential/``. Outside of a folder of that name only where all
+            pictures behind the runs are public; then private scores are left out.
+
+    Raises:
+        PrivacyError: ``out`` is not under ``confidential/`` and a run is not of public pictures alone; a ledger was altered.
+        ConfigError: no run, the same run twice, too many, or ``out`` is not an .html file.
+        CheckpointError: there is no run, no loss has been logged, or a file cannot be read or written.
+    """
+    roots = [Path(run) for run in run_dirs]
+    if not roots or len({root.resolve() for root in roots}) < len(roots):
+        raise ConfigError(f"compare: {[str(root) for root in roots]}; expected one or more run folders, each once. Correct the list.")
+    path = page_path(roots, None if out is None else Path(out))
+    is_open = not _is_confidential(path)
+    runs = [read_compared(root, name, public_scores_only=is_open) for root, name in zip(roots, _names(roots), strict=True)]
+    colors = run_colors(runs)
+    html = render(
+        "compare_page.html",
+        runs=runs,
+        rows=[_row(run) for run in runs],
+        is_open=is_open,
+        loss_figures=_loss_figures(runs, colors),
+        differing=_differing(runs),
+        score_figures=_score_figures(runs),
+        scores=_score_table(runs),
+    )
+    _make_folder(path.parent)
+    return write_page(path, html)
+
+
+def page_path(roots: Sequence[Path], out: Path | None) -> Path:
+    """Where the page is written.
+
+    Raises:
+        PrivacyError: outside of a confidential folder, and a run is not of public pictures alone.
+        ConfigError: not an .html file. CheckpointError: there is no run.
+    """
+    if out is None:
+        read_run(roots[0])
+        return roots[0] / "confidential" / "compare.html"
+    if out.suffix != ".html" or out.is_dir():
+        raise ConfigError(f"compare: out={str(out)!r}; expected a file whose name ends in .html. Rename it.")
+    closed = [root for root in roots if not made_of_public_pictures(root)]
+    if closed and not _is_confidential(out):
+        raise PrivacyError(
+            f"compare: out={str(out)!r}; expected a place under a folder named confidential, for losses of {closed[0]} come from private "
+            "pictures. Leave --out away, or put confidential/ into it."
+        )
+    return out
+
+
+def run_colors(runs: Sequence[ComparedRun]) -> list[int]:
+    """A colour for each run: one of its own, but the same for a warm and a random start of the same settings.
+
+    Raises:
+        ConfigError: there are not enough colours.
+    """
+    colors: list[int] = []
+    taken: dict[tuple[Any, ...], dict[str, int]] = {}
+    for run in runs:
+        privacy = run.config.privacy
+        key = (run.config.recipe, run.num_parameters, run.about["store_id"], privacy.expected_batch_size, privacy.steps, privacy.guarantee)
+        starts = taken.setdefault(key, {})
+        if run.start in starts or not starts:
+            color = max(colors, default=-1) + 1
+            starts = taken[key] = {} if run.start in starts else starts
+        else:
+            color = next(iter(starts.values()))
+        starts[run.start] = color
+        colors.append(color)
+    if max(colors) >= len(SERIES):
+        raise ConfigError(
+            f"compare: {max(colors) + 1} kinds of runs; expected at most {len(SERIES)}, which a reader can tell apart (a warm and a random "
+            "start of the same settings count once). Compare fewer at a time."
+        )
+    return colors
+
+
+def _row(run: ComparedRun) -> dict[str, str]:
+    end, deviation, number = end_value(run.loss_N)
+    planned = run.config.privacy.steps
+    return {
+        "name": run.name,
+        "recipe": run.config.recipe,
+        "start": run.start,
+        "parameters": size_text(run.num_parameters),
+        "cost": run.cost,
+        "batch": f"{run.config.privacy.expected_batch_size:,.6g}",
+        "steps": f"{len(run.step_N) if run.steps is None else run.steps:,} of {planned:,}",
+        "gradients": f"{run.gradient_N[-1]:,.0f}",
+        "loss": f"{end:.4f} ± {deviation:.4f}",
+        "averaged": f"{number:,}",
+    }
+
+
+def _loss_figures(runs: Sequence[ComparedRun], colors: Sequence[int]) -> dict[str, Markup]:
+    drawn = {"steps": [Curve(r.label, c, r.start, r.step_N, r.loss_N) for r, c in zip(runs, colors, strict=True)]}
+    if len({run.config.privacy.expected_batch_size * run.config.data.views for run in runs}) > 1:
+        drawn["sample-gradients"] = [Curve(r.label, c, r.start, r.gradient_N, r.loss_N) for r, c in zip(runs, colors, strict=True)]
+    return {name: Markup(curves_figure(curves, xlabel=name)) for name, curves in drawn.items()}
+
+
+def _differing(runs: Sequence[ComparedRun]) -> list[str]:
+    """What makes the losses of these runs hard to compare: settings that change what the loss is of."""
+    kept: dict[str, set[str]] = {}
+    for run in runs:
+        model = to_dict(run.config.model)
+        of_loss = {
+            "store": run.about["store_id"],
+            "kind of model": model.get("kind"),
+            "share of hidden patches": model.get("mask_ratio"),
+            "patch size": model["encoder"].get("patch_size"),
+            "picture size": model["encoder"].get("image_size"),
+            "crop": run.config.data.crop_scale,
+            "normalisation": (run.config.data.mean, run.config.data.std),
+        }
+        for name, value in of_loss.items():
+            kept.setdefault(name, set()).add(str(value))
+    return [name for name, values in kept.items() if len(values) > 1]
+
+
+def _by_protocol(runs: Sequence[ComparedRun]) -> dict[tuple[str, str], _Entries]:
+    """(protocol, data) -> pairs of (index of the run, score), the ones that most runs have first."""
+    found: dict[tuple[str, str], _Entries] = {}
+    for i, run in enumerate(runs):
+        for score in run.scores:
+            test, train = score["test_data"], score["train_data"]
+            found.setdefault((score["protocol"], test if test == train else f"{test}, fitted to {train}"), []).append((i, score))
+    return dict(sorted(found.items(), key=lambda item: -len({i for i, score in item[1] if _of_encoder(score)})))
+
+
+def _score_figures(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
+    """Title, data and SVG: score against size where the runs have several sizes, bars otherwise."""
+    drawn: list[dict[str, Any]] = []
+    for (protocol, data), entries in _by_protocol(runs).items():
+        ours = [(runs[i], score) for i, score in entries if _of_encoder(score)]
+        if not ours or len(drawn) == _MOST_PANELS:
+            continue
+        chance = max(score["chance"] for _, score in entries)
+        private = any(score["visibility"] == "private" for _, score in entries)
+        pictures = f"{'private' if private else 'public'} pictures ({data}), {protocol}"
+        if len({run.num_parameters for run, _ in ours}) > 1:
+            untrained = [(runs[i], score) for i, score in entries if score["name"] == "random weights"]
+            svg = scaling_figure([*_points(ours), *_untrained(untrained)], chance, pictures)
+        else:
+            bars = [(run.name + score["name"].removeprefix("encoder"), *_range(score), True) for run, score in ours]
+            beside = {(score["name"], *_range(score), False): None for _, score in entries if not _of_encoder(score)}
+            svg = bars_figure([("Score", [*bars, *beside])], chance, pictures)
+        drawn.append({"title": protocol, "data": data, "private": private, "svg": Markup(svg)})
+    return drawn
+
+
+def _points(scored: Sequence[tuple[ComparedRun, dict[str, Any]]]) -> list[Point]:
+    """A series for each start and each epsilon that was planned; the epsilon is left out of the name where there is but one."""
+    planned = [run.planned_cost for run, _ in scored]
+    names = [
+        run.start + ("" if len(set(planned)) == 1 else f", {cost}") + score["name"].removeprefix("encoder")
+        for (run, score), cost in zip(scored, planned, strict=True)
+    ]
+    places = {name: i % len(SERIES) for i, name in enumerate(dict.fromkeys(names))}
+    return [
+        Point(name, places[name], run.start, run.num_parameters, *_range(score)) for name, (run, score) in zip(names, scored, strict=True)
+    ]
+
+
+def _untrained(scored: Sequence[tuple[ComparedRun, dict[str, Any]]]) -> list[Point]:
+    """What the architectures give with random weights: one point for each different figure."""
+    points = (Point("random weights", None, "untrained", run.num_parameters, *_range(score)) for run, score in scored)
+    return list(dict.fromkeys(points))
+
+
+def _score_table(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
+    """A row for each protocol, data and kind of features, with a cell for each run."""
+    rows = []
+    for (protocol, data), entries in _by_protocol(runs).items():
+        for name in dict.fromkeys(score["name"] for _, score in entries):
+            cells = [""] * len(runs)
+            for i, score in entries:
+                if score["name"] == name:
+                    cells[i] = f"{score['value']:.1%} ± {(score['high'] - score['low']) / 2:.1%}"
+            private = any(score["visibility"] == "private" for _, score in entries if score["name"] == name)
+            rows.append({"what": name, "how": protocol, "data": data, "cells": cells, "private": private})
+    return rows
+
+
+def _of_encoder(score: dict[str, Any]) -> bool:
+    return str(score["name"]).startswith("encoder")
+
+
+def _range(score: dict[str, Any]) -> tuple[float, float, float]:
+    return score["value"], score["low"], score["high"]
+
+
+def _names(roots: Sequence[Path]) -> list[str]:
+    """Each folder's name, with as much of the path before it as tells them apart."""
+    parts = [root.resolve().parts for root in roots]
+    length = next(n for n in range(1, max(map(len, parts)) + 1) if len({part[-n:] for part in parts}) == len(parts))
+    return ["/".join(part[-length:]) for part in parts]
+
+
+def _is_confidential(path: Path) -> bool:
+    """Whether a file lies in a folder named confidential, links followed."""
+    return "confidential" in path.resolve().parent.parts
+
+
+def _make_folder(folder: Path) -> None:
+    """The folder, and those above it that are missing; a confidential one that is made is its owner's alone.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        for place in reversed(missing):
+            place.mkdir(mode=0o700 if place.name == "confidential" else 0o777)
+    except OSError as error:
+        raise CheckpointError(f"compare: {folder} ({error.strerror}); expected a place for the page. Choose another --out.") from None

@@ -1,0 +1,146 @@
+"""One run as a comparison sees it: settings, epsilon from its ledger, its losses and its scores, and whether these may be shown."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpvision.checkpoint import find_checkpoint, list_checkpoints, read_manifest
+from dpvision.config import RunConfig
+from dpvision.errors import CheckpointError, DataError
+from dpvision.eval.suite import read_scores
+from dpvision.features import trained_in_confidence
+from dpvision.models import count_parameters
+from dpvision.privacy.ledger import LedgerContents, read_ledger
+from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.store_marks import StoreLedgers
+from dpvision.report import words
+from dpvision.report.curves import size_text
+from dpvision.train.folder import read_run
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """What the page knows of one run."""
+
+    name: str
+    """Of its folder; with the folder above where two have the same."""
+    config: RunConfig
+    about: dict[str, Any]
+    num_parameters: int
+    """Of the whole model, the decoder included, as the papers count."""
+    start: str
+    """"warm start" or "random start"."""
+    steps: int | None
+    """Charged in the ledger; None where no ledger is at hand."""
+    planned_epsilon: float | None
+    """Of all planned steps."""
+    epsilon: float | None
+    """Of this run alone, from the ledger; None without a guarantee or a ledger."""
+    step_N: np.ndarray
+    loss_N: np.ndarray
+    scores: tuple[dict[str, Any], ...]
+
+    @property
+    def gradient_N(self) -> np.ndarray:
+        """Sample-gradients computed up to each step: expected, for the realised batch sizes are secret and do not differ by much."""
+        return self.step_N * self.config.privacy.expected_batch_size * self.config.data.views
+
+    @property
+    def cost(self) -> str:
+        """Epsilon as a reader looks for it in a legend."""
+        if self.config.privacy.guarantee != "dp":
+            return "simulated" if self.config.privacy.guarantee == "simulated" else "no guarantee"
+        return "ε unknown" if self.epsilon is None else f"ε {words.round_up(self.epsilon, 2)}"
+
+    @property
+    def planned_cost(self) -> str:
+        """The epsilon that was asked for or follows from the settings, in two digits: runs of one plan have the same."""
+        return "no guarantee" if self.planned_epsilon is None else f"ε {self.planned_epsilon:.2g}"
+
+    @property
+    def label(self) -> str:
+        """Name, size and epsilon."""
+        return f"{self.name}: {size_text(self.num_parameters)}, {self.cost}"
+
+
+def made_of_public_pictures(root: Path) -> bool:
+    """Whether a run's store is public, and whatever shaped the weights that it started from is public or guaranteed.
+
+    Raises:
+        CheckpointError: there is no run, or its newest manifest cannot be read.
+    """
+    base, config, about = read_run(root)
+    if about["store_visibility"] != "public":
+        return False
+    if not list_checkpoints(base):
+        return config.init_from is None  # a lineage that is not written down yet is not known to be public
+    return not trained_in_confidence(read_manifest(find_checkpoint(base)))
+
+
+def read_compared(root: Path, name: str, *, public_scores_only: bool = False) -> ComparedRun:
+    """What the page needs of one run.
+
+    Args:
+        name: as the page prints it.
+        public_scores_only: leave scores on private pictures out.
+
+    Raises:
+        CheckpointError: there is no run, no loss has been logged, or a file cannot be read. PrivacyError: its ledger was altered.
+    """
+    base, config, about = read_run(root)
+    step_N, loss_N = read_losses(root / "confidential" / "metrics.jsonl")
+    if not np.isfinite(loss_N).any():
+        raise CheckpointError(f"compare: {root} has no loss yet; expected confidential/metrics.jsonl with one. Wait for its first steps.")
+    ledger = _ledger(base, config, about)
+    folders = dict.fromkeys([base, root / "confidential"])
+    scores = [entry for folder in folders for entry in read_scores(folder / "scores.json")]
+    return ComparedRun(
+        name=name,
+        config=config,
+        about=about,
+        num_parameters=count_parameters(config.model),
+        start="random start" if config.init_from is None else "warm start",
+        steps=None if ledger is None else ledger.steps,
+        planned_epsilon=_planned_epsilon(base),
+        epsilon=None if ledger is None or ledger.plan.guarantee != "dp" else ledger.plan.spent(ledger.steps).epsilon,
+        step_N=step_N,
+        loss_N=loss_N,
+        scores=tuple(s for s in scores if s["visibility"] == "public" or not public_scores_only),
+    )
+
+
+def read_losses(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and losses of a metrics.jsonl, float64 (N,), ascending; NaN for a batch without records. Lines cut by a crash are left out."""
+    found: dict[int, float] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            entry = json.loads(line)
+            found[int(entry["step"])] = float("nan") if entry["loss"] is None else float(entry["loss"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    steps = sorted(found)
+    return np.array(steps, dtype=np.float64), np.array([found[step] for step in steps], dtype=np.float64)
+
+
+def _planned_epsilon(base: Path) -> float | None:
+    try:
+        return DPPlan.from_dict(json.loads((base / "plan.json").read_bytes())).epsilon
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"compare: {base / 'plan.json'} cannot be read ({error}). Restore it as the run wrote it.") from None
+
+
+def _ledger(base: Path, config: RunConfig, about: dict[str, Any]) -> LedgerContents | None:
+    """The truth beside the store where it is at hand, else the run folder's copy, else nothing."""
+    try:
+        ledgers = None if config.data.store is None else StoreLedgers.of(Path(config.data.store))
+    except DataError:
+        ledgers = None
+    if ledgers is not None and ledgers.store_id == about["store_id"]:
+        truth = ledgers.read_all().get(about["run_id"])
+        if truth is not None:
+            return truth
+    copy = base / "ledger.jsonl"
+    return read_ledger(copy) if copy.exists() else None

@@ -1,0 +1,106 @@
+"""What an encoder takes for alike: a few pictures of a store, each with its nearest neighbours in feature space.
+
+Legend: N candidates, Q queries, K neighbours, D numbers of a feature, B pictures, H height, W width.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dpvision.config import DataConfig
+from dpvision.data.loader import pictures
+from dpvision.data.store import Store
+from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.open import run_encoder
+from dpvision.features import collect_features
+from dpvision.report.strips import pixels_of, strip_of
+
+NUM_CANDIDATES = 500
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """A grid: a row for each query, a group of columns for each encoder. Pictures are data: URIs of PNG images."""
+
+    names: tuple[str, ...]
+    """Of the encoders."""
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
+    """(query, strip of its k nearest by each encoder, nearest first)."""
+    k: int
+    num_candidates: int
+    """Pictures among which neighbours were looked for."""
+    same_class: tuple[float, ...] | None
+    """By encoder: share of the k nearest that are of the picture's own class, over all candidates; None where not all have labels."""
+    chance: float | None
+    """The same share for neighbours chosen blindly."""
+    pooling: str
+
+
+def neighbours_of_run(run: str | Path, store: Store, *, num_queries: int = 6, k: int = 6) -> Neighbours | None:
+    """Nearest neighbours by the features of a run's encoder, and by those of its architecture with initial random weights.
+
+    Args:
+        run: run or checkpoint folder.
+        store: its pictures will be in the result.
+
+    Returns:
+        None where the store has too few pictures to compare.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it was altered. DataError: no picture could be read.
+    """
+    encoders = {"By the encoder": run_encoder(run), "By random weights": run_encoder(run, untrained=True)}
+    return find_neighbours(encoders, store, num_queries=num_queries, k=k)
+
+
+def find_neighbours(encoders: dict[str, FrozenEncoder], store: Store, *, num_queries: int = 6, k: int = 6) -> Neighbours | None:
+    """Nearest neighbours by each of several encoders, among at most 500 pictures spread over ``store``.
+
+    Which candidates and queries depends on the number of pictures only.
+
+    Args:
+        encoders: by the name that the grid prints; of one picture size and one normalisation. Each one's default pooling is taken.
+
+    Returns, raises: as ``neighbours_of_run``.
+    """
+    first = next(iter(encoders.values()))
+    assert all((e.image_size, e.mean, e.std) == (first.image_size, first.mean, first.std) for e in encoders.values())
+    rows = np.unique(np.linspace(0, store.num_records - 1, NUM_CANDIDATES).astype(np.int64))
+    functions = {name: encoder.poolings for name, encoder in encoders.items()}
+    data = DataConfig(mean=first.mean, std=first.std)
+    found, label_N, row_N = collect_features(functions, store, data, first.image_size, rows=rows, workers=1)
+    if len(row_N) < 2:
+        return None
+    pooling = next(pooling for name, pooling in found if name == next(iter(encoders)))
+    k, query_Q = min(k, len(row_N) - 1), np.unique(np.linspace(0, len(row_N) - 1, num_queries + 2)[1:-1].astype(np.int64))
+    nearest = {name: nearest_others(found[name, next(p for n, p in found if n == name)], k) for name in encoders}
+    needed = np.unique(np.concatenate([query_Q, *(near_NK[query_Q].numpy().ravel() for near_NK in nearest.values())]))
+    image_of = _images(store, row_N.numpy()[needed], first, data)
+    picture = dict(zip(needed.tolist(), image_of, strict=True))
+    grid = tuple(
+        (strip_of(picture[q][None]), tuple(strip_of(np.stack([picture[n] for n in near_NK[q].tolist()])) for near_NK in nearest.values()))
+        for q in query_Q.tolist()
+    )
+    shares = chance = None
+    if (label_N >= 0).all():
+        shares = tuple(float((label_N[near_NK] == label_N[:, None]).double().mean()) for near_NK in nearest.values())
+        per_class = torch.bincount(label_N).double()
+        chance = float((per_class * (per_class - 1)).sum() / (len(label_N) * (len(label_N) - 1)))
+    return Neighbours(tuple(encoders), grid, k, len(row_N), shares, chance, pooling)
+
+
+def nearest_others(feature_ND: Tensor, k: int) -> Tensor:
+    """int64 (N, K): for each row the ``k`` < N other rows with the greatest cosine, greatest first."""
+    unit_ND = F.normalize(feature_ND.float(), dim=1)
+    cosine_NN = (unit_ND @ unit_ND.T).fill_diagonal_(-torch.inf)
+    return cosine_NN.topk(k, dim=1).indices
+
+
+def _images(store: Store, rows: np.ndarray, encoder: FrozenEncoder, data: DataConfig) -> np.ndarray:
+    """uint8 (B, H, W, 3) of the rows, as the encoder sees them."""
+    parts = [x for x, _, _ in pictures(store, rows, encoder.image_size, data, batch_size=256, workers=1)]
+    return pixels_of(torch.cat(parts), encoder.mean, encoder.std)

@@ -1,0 +1,41 @@
+"""Rows of pictures for a page: normalised tensors to pixels, pixels to one image in a data: URI.
+
+Legend: B pictures, C channels, H height, W width.
+"""
+
+import base64
+import io
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+_GAP = 1 / 16
+_LARGEST_PX = 128
+
+
+def pixels_of(x_BCHW: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
+    """uint8 (B, H, W, 3) of normalised pictures."""
+    mean_C11, std_C11 = (torch.tensor(values)[:, None, None] for values in (mean, std))
+    return ((x_BCHW * std_C11 + mean_C11).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+
+
+def strip_of(image_BHWC: np.ndarray) -> str:
+    """One row of pictures with transparent gaps between them, at most 128 px high, as a data: URI of a PNG.
+
+    Args:
+        image_BHWC: uint8, C = 3, or 4 with the opacity.
+    """
+    B, H, W, C = image_BHWC.shape
+    gap = max(2, round(W * _GAP))
+    strip = np.zeros((H, B * (W + gap) - gap, 4), dtype=np.uint8)
+    for b, image in enumerate(image_BHWC):
+        here = strip[:, b * (W + gap) : b * (W + gap) + W]
+        here[..., :C], here[..., 3] = image, image[..., 3] if C == 4 else 255
+    picture = Image.fromarray(strip)
+    if H > _LARGEST_PX:
+        picture = picture.resize((round(picture.width * _LARGEST_PX / H), _LARGEST_PX), Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    picture.save(file, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
