@@ -109,6 +109,7 @@ class PrivacyConfig:
 class ViTConfig:
     """A plain vision transformer encoder (pre-LayerNorm, class token, fixed sin-cos positions)."""
 
+    kind: Literal["vit"] = "vit"
     image_size: int = 224
     patch_size: int = 16
     depth: int = 12
@@ -117,6 +118,7 @@ class ViTConfig:
     mlp_ratio: float = 4.0
 
     def __post_init__(self) -> None:
+        _check_choices(self)
         w = "model"
         for name in ("image_size", "patch_size", "depth", "width", "num_heads"):
             _require(getattr(self, name) >= 1, w, name, getattr(self, name), "at least 1", "See docs/models.md for the sizes.")
@@ -137,6 +139,8 @@ class MAEConfig:
     decoder_width: int = 512
     decoder_num_heads: int = 16
     mask_ratio: float = 0.75
+    target: Literal["pixels", "normalised_pixels", "gradients"] = "pixels"
+    """What is predicted of a hidden patch (models/targets.py): ViP's plain pixels, MAE's normalised ones, MaskFeat's oriented gradients."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -146,6 +150,76 @@ class MAEConfig:
         ok = self.decoder_width % self.decoder_num_heads == 0 and self.decoder_width % 4 == 0
         _require(ok, w, "decoder_width", self.decoder_width, "a multiple of 4 and of decoder_num_heads", "Change one.")
         _require(0 < self.mask_ratio < 1, w, "mask_ratio", self.mask_ratio, "strictly between 0 and 1", "ViP: 0.75.")
+        even = self.target != "gradients" or self.encoder.patch_size % 2 == 0
+        _require(even, w, "target", self.target, "an even patch_size with gradients (two cells along a side)", "Use patches of 4 or 16.")
+
+
+@dataclass(frozen=True)
+class ResNetConfig:
+    """A pre-activation residual network without statistics of a batch: GroupNorm or no norm, standardised weights (models/resnet.py)."""
+
+    kind: Literal["resnet"] = "resnet"
+    image_size: int = 32
+    block: Literal["basic", "bottleneck"] = "basic"
+    """Two 3 x 3 convolutions, or 1 x 1, 3 x 3, 1 x 1 with a quarter of the width between."""
+    depths: tuple[int, ...] = (2, 2, 2)
+    """Blocks of each stage; every stage but the first halves the side."""
+    widths: tuple[int, ...] = (64, 128, 256)
+    """Channels that each stage gives (WRN-16-4: 64, 128, 256)."""
+    stem: Literal["3x3", "7x7"] = "3x3"
+    """'3x3' keeps the side (32 px); '7x7' with stride 2 and a max pool divides it by four (224 px)."""
+    stem_width: int = 16
+    norm: Literal["group", "none"] = "group"
+    """'none': norm-free (Brock et al. 2021), scaled standardised convolutions with gains hold the variance instead."""
+    groups: int = 16
+    """Groups of a GroupNorm; unused with norm=none."""
+    weight_standardisation: bool = True
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        w = "model"
+        for name in ("image_size", "stem_width", "groups"):
+            _require(getattr(self, name) >= 1, w, name, getattr(self, name), "at least 1", "See docs/supervised.md for the sizes.")
+        same = 0 < len(self.depths) == len(self.widths)
+        _require(same, w, "widths", self.widths, f"one for each of depths={self.depths}", "WRN-16-4: (2, 2, 2) and (64, 128, 256).")
+        _require(all(d >= 1 for d in self.depths), w, "depths", self.depths, "numbers from 1", "WRN-16-4: (2, 2, 2).")
+        _require(all(v >= 4 and v % 4 == 0 for v in self.widths), w, "widths", self.widths, "multiples of 4", "WRN-16-4: (64, 128, 256).")
+        if self.norm == "group":
+            channels = [self.stem_width, *self.widths, *([v // 4 for v in self.widths] if self.block == "bottleneck" else [])]
+            fits = all(c % self.groups == 0 for c in channels)
+            _require(fits, w, "groups", self.groups, f"a divisor of all numbers of channels {sorted(set(channels))}", "16 or 32 are usual.")
+        ok = self.norm == "group" or self.weight_standardisation
+        _require(ok, w, "weight_standardisation", False, "True with norm=none: nothing else holds the variance", "Leave it on.")
+
+    @property
+    def width(self) -> int:
+        """Numbers of a pooled feature."""
+        return self.widths[-1]
+
+
+@dataclass(frozen=True)
+class ClassifierConfig:
+    """An encoder with a linear head, trained with labels."""
+
+    kind: Literal["classifier"] = "classifier"
+    encoder: ViTConfig | ResNetConfig = field(default_factory=ViTConfig)
+    num_classes: int = 1000
+    """Labels are 0 ... num_classes - 1; a public number."""
+    head_init: Literal["zero", "xavier"] = "zero"
+    """Weights of the head at the start ('xavier': uniform, as of MAE's linear maps); its bias starts at zero."""
+    pooling: Literal["mean", "cls"] = "mean"
+    """What the head sees: the mean of all places, or a transformer's class token."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        w = "model"
+        _require(self.num_classes >= 2, w, "num_classes", self.num_classes, "at least 2", "Count the classes of the store.")
+        ok = self.pooling == "mean" or isinstance(self.encoder, ViTConfig)
+        _require(ok, w, "pooling", self.pooling, "'mean' with a convolutional encoder, which has no class token", "Use mean.")
+
+
+ModelConfig = MAEConfig | ClassifierConfig
+"""In JSON told apart by ``kind``, as are encoders."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +228,8 @@ class DataConfig:
 
     store: str | None = None
     """Folder made by ``dpvision data import``."""
+    pictures: Literal["store", "textures"] = "store"
+    """'textures': where no store is named, ``dpvision train`` makes one of privacy.dataset_size procedural textures."""
     crop_scale: tuple[float, float] = (0.2, 1.0)
     """Area range of the random resized crop (ViP: 0.2 to 1)."""
     horizontal_flip: bool = True
@@ -163,6 +239,7 @@ class DataConfig:
     """Augmented views of a record whose losses are averaged before the clip."""
 
     def __post_init__(self) -> None:
+        _check_choices(self)
         lo, hi = self.crop_scale
         _require(0 < lo <= hi <= 1, "data", "crop_scale", self.crop_scale, "0 < low <= high <= 1", "ViP: (0.2, 1.0).")
         _require(self.views >= 1, "data", "views", self.views, "at least 1", "Use 1.")
@@ -181,12 +258,15 @@ class OptimConfig:
     momentum: float = 0.9
     """For sgd only."""
     weight_decay: float = 0.005
-    """Decoupled, on every trained parameter (ViP)."""
-    schedule: Literal["vip", "constant"] = "vip"
-    """'vip': lr x min((t + 1) / warmup_steps, (1 + cos(pi t / T)) / 2). 'constant': the same warm-up, then level."""
+    """Decoupled."""
+    decayed: Literal["all", "matrices"] = "all"
+    """Which trained parameters decay: all of them (ViP), or those of two dimensions and more (MAE)."""
+    schedule: Literal["vip", "cosine", "constant"] = "vip"
+    """'vip': lr x min((t + 1) / warmup_steps, (1 + cos(pi t / T)) / 2). 'cosine' (MAE): the same warm-up, then a cosine from its end on.
+    'constant': the same warm-up, then level."""
     warmup_steps: int = 0
     ema_decay: float | None = None
-    """Exponential moving average of the weights, kept beside them; None for none (ViP)."""
+    """Exponential moving average of the weights, kept beside them, with a warm-up (optim/ema.py); None for none (ViP)."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -234,7 +314,7 @@ class RunConfig:
     recipe: str
     """Name in ``dpvision.recipes.RECIPES`` that this started from."""
     privacy: PrivacyConfig
-    model: MAEConfig = field(default_factory=MAEConfig)
+    model: ModelConfig = field(default_factory=MAEConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
@@ -277,13 +357,14 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         options = [option for option in get_args(hint) if option is not type(None)]
         if value is None and len(options) < len(get_args(hint)):
             return None
-        assert len(options) == 1, "settings are of one type, or of one type or None"
-        return _value(options[0], value, where)
+        return _value(options[0] if len(options) == 1 else _by_kind(options, value, where), value, where)
     if origin is Literal:
         if value in get_args(hint):
             return value
     elif origin is tuple:
         inner = get_args(hint)
+        if len(inner) == 2 and inner[1] is Ellipsis and isinstance(value, list | tuple):
+            inner = (inner[0],) * len(value)
         if isinstance(value, list | tuple) and len(value) == len(inner):
             return tuple(_value(h, v, where) for h, v in zip(inner, value, strict=True))
     elif dataclasses.is_dataclass(hint):
@@ -293,3 +374,14 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     elif hint in (int, str, bool) and type(value) is hint:
         return value
     raise ConfigError(f"{where}: {value!r}; expected {hint}. Correct it.")
+
+
+def _by_kind(options: list[Any], value: Any, where: str) -> Any:
+    """The class among several whose ``kind`` stands in ``value``; without a kind the first, which older files mean."""
+    kinds = {get_args(get_type_hints(option)["kind"])[0]: option for option in options}
+    kind = value.get("kind", next(iter(kinds))) if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        got = f"{where}.kind: {kind!r}" if isinstance(value, dict) else f"{where}: {value!r}"
+        choices = ", ".join(map(repr, kinds))
+        raise ConfigError(f"{got}; expected kind {choices}. Correct it, or use the version that wrote it.")
+    return kinds[kind]

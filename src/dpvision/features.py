@@ -7,6 +7,7 @@ Legend: B records of a batch, N records in all, C channels, H height, W width, L
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
-from dpvision.config import DataConfig, MAEConfig, RunConfig, from_dict
+from dpvision.config import DataConfig, ModelConfig, RunConfig, from_dict
 from dpvision.data.decode import BadPicture, decode
 from dpvision.data.loader import pictures
 from dpvision.data.sources import open_source
@@ -28,6 +29,9 @@ from dpvision.data.store import Store
 from dpvision.data.transform import Preprocess, preprocess
 from dpvision.errors import CheckpointError, ConfigError, DataError
 from dpvision.models import make_model
+from dpvision.models.classifier import Classifier
+from dpvision.models.mae import MAE
+from dpvision.models.resnet import ResNet
 from dpvision.models.vit import ViT
 
 Pooling = Literal["mean", "2x2"]
@@ -40,29 +44,32 @@ Progress = Callable[[int], None]
 
 
 class Encoder(nn.Module):
-    """A vision transformer that gives one feature vector per picture, from its patch tokens after the final norm.
+    """An encoder that gives one feature vector per picture: of a transformer from the patch tokens after the final norm, of a convolutional
+    network from its last map.
 
-    ``pooling="mean"`` averages all patches (D numbers); ``"2x2"`` averages each quadrant and joins the four (4 D numbers, row by row),
+    ``pooling="mean"`` averages all places (D numbers); ``"2x2"`` averages each quadrant and joins the four (4 D numbers, row by row),
     which keeps where things are.
     """
 
-    def __init__(self, vit: ViT, pooling: Pooling = "mean") -> None:
+    def __init__(self, network: ViT | ResNet, pooling: Pooling = "mean") -> None:
         super().__init__()
         if pooling not in POOLINGS:
             raise ConfigError(f"encoder: pooling={pooling!r}; expected one of {list(POOLINGS)}. Use 'mean' for one token's width.")
-        self.vit, self.pooling = vit, pooling
+        self.network, self.pooling = network, pooling
 
-    def tokens(self, x_BCHW: Tensor) -> Tensor:
-        """All tokens after the final norm, class token first: (B, 1 + L, D)."""
-        return self.vit(x_BCHW)
+    def places(self, x_BCHW: Tensor) -> Tensor:
+        """One vector for each place of the picture, a patch or a place of the last map, in raster order: float32 (B, L, D)."""
+        if isinstance(self.network, ResNet):
+            return self.network(x_BCHW).flatten(2).transpose(1, 2).float()
+        return self.network(x_BCHW)[:, 1:].float()
 
     def poolings(self, x_BCHW: Tensor) -> dict[str, Tensor]:
         """Features by the name of each pooling, from one forward pass."""
-        patch_BLD = self.tokens(x_BCHW)[:, 1:].float()
-        side = self.vit.cfg.image_size // self.vit.cfg.patch_size
-        patch_BDGG = patch_BLD.transpose(1, 2).unflatten(-1, (side, side))
-        quadrant_BDQ = F.adaptive_avg_pool2d(patch_BDGG, 2).flatten(2)
-        return {"mean": patch_BLD.mean(dim=1), "2x2": quadrant_BDQ.transpose(1, 2).flatten(1)}
+        place_BLD = self.places(x_BCHW)
+        side = math.isqrt(place_BLD.shape[1])
+        place_BDGG = place_BLD.transpose(1, 2).unflatten(-1, (side, side))
+        quadrant_BDQ = F.adaptive_avg_pool2d(place_BDGG, 2).flatten(2)
+        return {"mean": place_BLD.mean(dim=1), "2x2": quadrant_BDQ.transpose(1, 2).flatten(1)}
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Features float32 of shape (B, D), or (B, 4 D) for ``pooling="2x2"``."""
@@ -75,7 +82,7 @@ def load(run_or_checkpoint: str | Path, *, ema: bool = False, pooling: Pooling =
     Args:
         run_or_checkpoint: run folder, or one checkpoint folder.
         ema: take the averaged weights instead of the last ones.
-        pooling: how patch tokens become one vector; see ``Encoder``.
+        pooling: how places become one vector; see ``Encoder``.
 
     Returns:
         encoder, on the CPU: normalised pictures float32 (B, 3, H, W) -> features float32 (B, D);
@@ -103,7 +110,7 @@ def load_encoder(checkpoint: Checkpoint, *, ema: bool = False, pooling: Pooling 
     return _frozen(model, pooling), config
 
 
-def initial_encoder(cfg: MAEConfig, seed: int, pooling: Pooling = "mean") -> Encoder:
+def initial_encoder(cfg: ModelConfig, seed: int, pooling: Pooling = "mean") -> Encoder:
     """The encoder of an untrained model: what a run without a parent starts from."""
     return _frozen(make_model(cfg, seed), pooling)
 
@@ -113,10 +120,8 @@ def trained_in_confidence(manifest: dict[str, Any]) -> bool:
     return any(entry["visibility"] == "private" and entry["guarantee"] is None for entry in manifest["lineage"])
 
 
-def _frozen(model: nn.Module, pooling: Pooling) -> Encoder:
-    vit = model.encoder
-    assert isinstance(vit, ViT)
-    return Encoder(vit, pooling).eval().requires_grad_(False)
+def _frozen(model: MAE | Classifier, pooling: Pooling) -> Encoder:
+    return Encoder(model.encoder, pooling).eval().requires_grad_(False)
 
 
 def frozen_features(

@@ -14,7 +14,11 @@ from PIL import Image
 
 from dpvision.cli import main
 from dpvision.data.datasets import DATASETS, dataset_source
+from dpvision.data.importer import import_samples
+from dpvision.data.sources import Sample
+from dpvision.data.split import split_store
 from dpvision.data.store import Store
+from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
 
 from .pictures import SHARED, noise, png, write_folder
@@ -251,3 +255,12 @@ def test_the_command_makes_stores_with_the_classes_in_order(roots, tmp_path, cap
 def test_options_that_do_not_go_together_are_refused(roots, tmp_path, capsys, options, words):
     assert main(["data", "import", str(roots["aircraft"]), str(tmp_path / "s"), *options]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_stores_metric_is_its_data_sets(tmp_path: Path) -> None:
+    """Aircraft is scored per class: evaluation reads it from the store, also from a half of it."""
+    scenes = write_scenes(tmp_path / "scenes", 40, 16)
+    samples = [Sample(f"p{i}", scenes.read(i), {"label": i % 2}) for i in range(40)]
+    store = import_samples(samples, tmp_path / "aircraft", public=True, label_names=["a", "b"], metric="mean_per_class")
+    half, _ = split_store(store.path, tmp_path / "one", tmp_path / "two", 0.5)
+    assert store.meta["metric"] == half.meta["metric"] == DATASETS["aircraft"].metric == "mean_per_class"

@@ -107,5 +107,16 @@ def test_ema_is_the_weighted_sum_of_the_weights_seen() -> None:
     for value in (1.0, 2.0):
         with torch.no_grad():
             model.weight.fill_(value)
-        update_ema(ema, model, 0.9)
+        update_ema(ema, model, 0.9, 1000)
     torch.testing.assert_close(ema["weight"], 0.81 * start + 0.09 * 1.0 + 0.1 * 2.0)
+
+
+def test_ema_forgets_the_start_in_a_short_run() -> None:
+    """150 updates at decay 0.999: the weights that the run began with count for nothing, those of its second half for most."""
+    model = nn.Linear(1, 1)
+    ema = {"weight": torch.full((1, 1), 1000.0), "bias": torch.zeros(1)}
+    for t in range(150):
+        with torch.no_grad():
+            model.weight.fill_(1.0 if t >= 75 else 0.0)
+        update_ema(ema, model, 0.999, t)
+    assert 0.99 < ema["weight"].item() < 1.0

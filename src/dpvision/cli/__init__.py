@@ -13,7 +13,7 @@ COMMANDS = {
     "data": ("data", "import pictures into a store; inspect it, split it, make procedural scenes"),
     "synth": ("synth", "procedural textures for a warm start: look at them, train on them, write them as files"),
     "train": ("train", "run a recipe: private, or not and saying so; resume after a stop or a crash"),
-    "evaluate": ("evaluate", "probe an encoder: k-NN and logistic, random weights and raw pixels beside it"),
+    "evaluate": ("evaluate", "score encoders: k-NN, linear, few-shot; random weights and raw pixels beside them"),
     "embed": ("embed", "write an encoder's features for a store or a folder of pictures"),
     "ledger": ("ledger", "what a store's records have been charged so far, by run; set the owner's cap"),
     "report": ("report", "the guarantee statement (JSON) and one page to read; the operator's page beside it"),

@@ -95,7 +95,8 @@ def _import_dataset(
     found = dataset_source(name, split, root)
     with Console(stderr=True).status("importing") as status:
         made = import_samples(
-            found.samples, store, public=public, label_names=found.label_names, licence=licence or dataset.licence, workers=workers,
+            found.samples, store, public=public, label_names=found.label_names, licence=licence or dataset.licence, metric=dataset.metric,
+            workers=workers,
             progress=lambda n: status.update(f"importing: {n:,} pictures of {dataset.splits[split]:,}"),
         )  # fmt: skip
     _said(made, json, {"dataset": name, "split": split, "pictures_published": dataset.splits[split], "metric": dataset.metric})

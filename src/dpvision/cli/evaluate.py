@@ -1,17 +1,31 @@
-"""``dpvision evaluate``: how good are an encoder's frozen features?"""
+"""``dpvision evaluate``: how good are an encoder's features?"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import tyro
 from rich.console import Console
 
-from dpvision.cli.output import RunPath, emit, parse, table
+from dpvision.cli.output import emit, parse, table
 from dpvision.data.store import Store
-from dpvision.eval.score import Score
+from dpvision.encoders.open import open_encoder
+from dpvision.errors import ConfigError
+from dpvision.eval.few_shot import FewShotSettings
+from dpvision.eval.fine_tune import FineTuneSettings
+from dpvision.eval.lars_probe import LarsSettings
+from dpvision.eval.metric import checked_metric
+from dpvision.eval.protocols import ProtocolSettings, checked_controls, checked_protocols
+from dpvision.eval.score import Score, wilson_interval
+from dpvision.eval.score_file import merge_entries, read_scores, write_scores
 from dpvision.eval.suite import evaluate as run_suite
-from dpvision.eval.suite import write_scores
-from dpvision.train.folder import read_run
+from dpvision.eval.suite import is_run
+from dpvision.train.folder import run_base
+
+Encoders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")]
+_DEFAULTS = ProtocolSettings()
 
 
 def run(argv: Sequence[str]) -> None:
@@ -20,43 +34,98 @@ def run(argv: Sequence[str]) -> None:
 
 
 def evaluate(
-    run: RunPath,
+    encoders: Encoders,
     train: Path,
     test: Path | None = None,
+    protocols: str = "knn,linear",
+    against: str = "random,pixels",
+    metric: str | None = None,
+    shots: tuple[int, ...] = (10,),
+    out: Path | None = None,
     ema: bool = False,
+    no_cache: bool = False,
     batch_size: int = 256,
     workers: int = 2,
+    lars: LarsSettings = _DEFAULTS.lars,
+    few_shot: FineTuneSettings = _DEFAULTS.tune,
+    few_shot_probe: FewShotSettings = _DEFAULTS.probe,
     json: bool = False,
 ) -> None:
-    """Probe an encoder on labelled pictures: k-NN and a logistic probe on frozen features, random weights and raw pixels beside it.
+    """Score encoders on labelled pictures, with random weights and raw pixels beside them.
 
-    Scores from public stores go to the run's scores.json (and into its report), those from private stores to confidential/.
+    An ENCODER is a run folder, random:RUN, timm:NAME or torchvision:NAME (@FILE for weights), vip:FILE, mae:FILE, simclr:FILE, tan:FILE,
+    pixels, hog, scattering or dictionary.
 
       dpvision evaluate runs/first --train stores/pets-train --test stores/pets-test
+      dpvision evaluate runs/a runs/b hog --train stores/pets --protocols ridge,few_shot_probe --shots 5 10 --out scores.json
+      dpvision evaluate runs/first --train stores/pets --protocols linear_lars --lars.epochs 30 --lars.warmup-epochs 3
+
+    Protocols, cheap ones first (docs/evaluation.md has their settings, sources and costs):
+      knn             20 nearest neighbours by cosine similarity
+      ridge           closed-form linear classifier
+      linear          logistic regression, strength chosen on held-out training pictures
+      few_shot_probe  logistic regression on K pictures per class, 20 draws
+      linear_lars     the linear probe of ViP's tables: tokens of the last 12 blocks, LARS, augmented pictures, 90 epochs
+      linear_cls      the same on the class token alone, as in the MAE paper; never compare the two
+      few_shot        the whole network fine-tuned on K pictures per class, 200 epochs, 3 draws
+      own_head        a classifier run's own head, on --test
+
+    A run's scores from public stores go to its scores.json (and into its report), those from private stores to its confidential/.
 
     Args:
-        run: Run folder; its newest checkpoint is taken.
-        train: Store with labels to fit the probe on.
+        encoders: What to score.
+        train: Store with labels to learn the classes from.
         test: Store with labels to score on; left out, a fifth of --train's people is held out.
-        ema: Use the averaged weights.
+        protocols: Names from the list above, with commas.
+        against: What stands beside: random (a run's architecture, untrained), pixels, both with a comma, or none.
+        metric: accuracy or mean_per_class (Caltech-101, Aircraft); left out, what the store declares, else accuracy.
+        shots: Pictures per class for the few-shot protocols; several are allowed.
+        out: Write all scores here too. Scores of private pictures need a path with a folder called confidential in it.
+        ema: Use the averaged weights of runs.
+        no_cache: Neither keep features and scores under STORE/confidential/features nor use what is there.
         batch_size: Pictures in one forward pass.
         workers: Threads that read pictures.
+        lars: Settings of linear_lars and linear_cls; the defaults are the paper's.
+        few_shot: Settings of few_shot; the defaults are the paper's.
+        few_shot_probe: Settings of few_shot_probe.
         json: Print JSON.
     """
-    read_run(run)  # before the work: scores are written beside run.json
-    with Console(stderr=True).status("features") as status:
-        scores = run_suite(
-            run,
-            Store.open(train),
-            Store.open(test) if test is not None else None,
-            ema=ema,
-            batch_size=batch_size,
-            workers=workers,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            progress=lambda n: status.update(f"features: {n:,} pictures"),
-        )
-    written = write_scores(run, scores, train_data=train.name, test_data=(test or train).name)
-    text = scores_table(scores) + "\nwritten to " + ", ".join(map(str, written))
+    if not encoders:
+        raise ConfigError("evaluate: no encoder; expected one or more. E.g. dpvision evaluate runs/first --train STORE.")
+    asked = checked_protocols(_names(protocols))
+    controls = checked_controls([] if against.strip() == "none" else _names(against))
+    measure = checked_metric(metric) if metric is not None else None
+    settings = ProtocolSettings(shots=shots, metric=measure, probe=few_shot_probe, tune=few_shot, lars=lars)
+    train_store, test_store = Store.open(train), Store.open(test) if test is not None else None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # Each is opened before the first is scored: a name that is wrong is said at once, and so is a place that is.
+    confidential = [open_encoder(spec, ema=ema and is_run(spec)).confidential for spec in encoders]
+    private = any(confidential) or "private" in (train_store.visibility, test_store.visibility if test_store else "public")
+    if out is not None:
+        _check_out(out, private)
+    stores = {"train_data": train.name, "test_data": (test or train).name}
+    found: dict[str, list[Score]] = {}
+    written: list[Path] = []
+    with Console(stderr=True).status("reading") as status:
+        for spec in encoders:
+
+            def say(text: str, spec: str = spec) -> None:
+                status.update(f"{spec}: {text}")
+
+            found[spec] = run_suite(
+                spec, train_store, test_store, protocols=asked, against=controls, settings=settings, ema=ema and is_run(spec),
+                batch_size=batch_size, workers=workers, device=device, cache=not no_cache, progress=say,
+            )  # fmt: skip
+            if run_base(Path(spec)) is not None:
+                written += write_scores(spec, found[spec], **stores)
+    scores = _told_apart(found)
+    if out is not None:
+        written.append(merge_entries(out, [score.to_dict() | stores for score in scores]))
+    text = scores_table(scores)
+    if written:
+        text += "\nwritten to " + ", ".join(map(str, written))
+    if any(score.visibility == "private" for score in scores):
+        text += "\nThese scores are functions of private pictures: choosing by them is a selection that no guarantee covers."
     emit({"scores": [score.to_dict() for score in scores], "written": [str(path) for path in written]}, json, text)
 
 
@@ -66,4 +135,38 @@ def scores_table(scores: Sequence[Score]) -> str:
         (s.protocol, s.name, f"{s.value:.1%}", f"{s.low:.1%} to {s.high:.1%}") for s in sorted(scores, key=lambda s: (s.protocol, -s.value))
     ]
     first = scores[0]
-    return table(f"{first.n:,} test records, chance {first.chance:.1%}, {first.visibility}", ("protocol", "features", "score", "95%"), rows)
+    text = table(f"{first.n:,} test records, chance {first.chance:.1%}, {first.visibility}", ("protocol", "features", "score", "95%"), rows)
+    drawn = next((s for s in scores if " draws" in s.protocol), None)
+    if drawn is not None:
+        low, high = wilson_interval(round(drawn.value * drawn.n), drawn.n)
+        half = f"{(high - low) / 2:.1%}"
+        text += f"\nOf scores over draws, the interval is Student's over the draws; Wilson's over test records would be +- {half} or so."
+    return text
+
+
+def _told_apart(found: dict[str, list[Score]]) -> list[Score]:
+    """All scores, a run's under the run's name where there are several encoders; a control that two encoders share stands once."""
+    scores: dict[tuple[str, str, float], Score] = {}
+    for spec, some in found.items():
+        for score in some:
+            name = f"{spec}{score.name.removeprefix('encoder')}" if score.name.startswith("encoder") and len(found) > 1 else score.name
+            scores.setdefault((name, score.protocol, score.value), replace(score, name=name))
+    return list(scores.values())
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _check_out(out: Path, private: bool) -> None:
+    """Refuse a place that will not do before any work is done."""
+    if private and "confidential" not in out.absolute().parent.parts:
+        raise ConfigError(
+            f"evaluate: out={str(out)!r} would hold scores of private pictures; expected a folder called confidential in its path. "
+            f"Use {out.parent / 'confidential' / out.name}."
+        )
+    if out.suffix != ".json" or out.is_dir():
+        raise ConfigError(f"evaluate: out={str(out)!r}; expected a file that ends in .json. Rename it.")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"evaluate: out={str(out)!r}; expected a folder that exists. Make {out.parent}.")
+    read_scores(out)

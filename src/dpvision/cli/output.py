@@ -11,8 +11,8 @@ from rich.table import Table
 
 T = TypeVar("T")
 
-CONFIG = (tyro.conf.FlagCreatePairsOff,)
-"""--flag without a --no-flag beside it."""
+CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
+"""--flag without a --no-flag beside it; a setting of several kinds keeps the recipe's: --model.encoder.width, and no subcommand."""
 
 StorePath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="STORE")]
 RunPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]

@@ -1,5 +1,6 @@
 """``dpvision train``: a recipe on a store."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from dpvision.cli.output import CONFIG, RecipeName, emit, pairs
 from dpvision.cli.recipe import get_recipe
 from dpvision.config import RunConfig
 from dpvision.data.store import Store
-from dpvision.errors import ConfigError
+from dpvision.data.texture_store import write_texture_store
+from dpvision.errors import ConfigError, DataError
 from dpvision.privacy.plan import DPPlan
 from dpvision.train.folder import read_run, run_base
 from dpvision.train.loop import Session, fit
@@ -25,6 +27,7 @@ The plan (noise, steps, epsilon) is made and printed before any compute is spent
 charged before each step. Any setting of the recipe can be overridden: --privacy.target-epsilon 4, --optim.learning-rate 1e-3.
 
   dpvision data import PICTURES stores/mine
+  dpvision train synthetic.vip_micro                     the warm start, on procedural textures: public, costs no privacy
   dpvision train vip.micro --data stores/mine --dry-run
   dpvision train vip.micro --data stores/mine --name first
   dpvision train vip.micro --name first --resume        after a stop or a crash
@@ -36,7 +39,7 @@ class TrainArgs:
     recipe: RecipeName
     """Name of a recipe (dpvision train --help lists them)."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
-    """Store made by `dpvision data import`."""
+    """Store made by `dpvision data import`; synthetic.* recipes need none."""
     name: str | None = None
     """Name of the run's folder; the recipe's name if left out."""
     runs: Path = Path("runs")
@@ -74,8 +77,11 @@ def train(args: TrainArgs) -> None:
     """Make or resume the run, train, and say what was executed."""
     root = args.runs / (args.name or args.recipe)
     config = args.config
-    if args.data is not None:
-        config = replace(config, data=replace(config.data, store=str(args.data)))
+    data = args.data
+    if data is None and config.data.store is None and config.data.pictures == "textures" and not args.resume:
+        data = _texture_store(config.privacy.dataset_size)
+    if data is not None:
+        config = replace(config, data=replace(config.data, store=str(data)))
     main_process = int(os.environ.get("RANK", "0")) == 0
     if args.resume:
         _, saved, _ = read_run(root)
@@ -96,6 +102,15 @@ def train(args: TrainArgs) -> None:
         complete = fit(session, quiet=args.quiet)
         if session.ledger is not None:
             _finish(session, root, complete, args.json)
+
+
+def _texture_store(num: int) -> Path:
+    """The folder of a store of ``num`` textures: a description of a few hundred bytes, made where it is not there yet."""
+    folder = Path("stores") / f"textures-{num}"
+    if not folder.exists():
+        with contextlib.suppress(DataError):  # another rank may be first
+            write_texture_store(folder, num)
+    return folder
 
 
 def _finish(session: Session, root: Path, complete: bool, as_json: bool) -> None:

@@ -86,13 +86,19 @@ def import_samples(
     label_from: str | None = None,
     label_names: list[str] | None = None,
     licence: str | None = None,
+    metric: str | None = None,
     workers: int = 2,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
-    """Store made from any iterable of samples; see ``import_source``. ``label_names`` names integer labels."""
+    """Store made from any iterable of samples; see ``import_source``.
+
+    Args:
+        label_names: names of integer labels.
+        metric: what scores on the labels are, "accuracy" or "mean_per_class"; None: whatever the evaluation is asked for.
+    """
     target = Path(store_dir).resolve()
     with new_folder(target, private=not public) as folder, contextlib.ExitStack() as files:
-        build = _Build(folder, files, unit_from, label_from or "label", label_names, licence)
+        build = _Build(folder, files, unit_from, label_from or "label", label_names, licence, metric)
         done = 0
         for chunk in _checked(samples, build.store_id, workers):
             for sample, problem, record_id in chunk:
@@ -163,11 +169,12 @@ class _Build:
         label_from: str,
         label_names: list[str] | None,
         licence: str | None,
+        metric: str | None,
     ) -> None:
         self.store_id = secrets.token_hex(16)
         self._folder = folder
         self._unit_from, self._label_from = unit_from, label_from
-        self._label_names, self._licence = label_names, licence
+        self._label_names, self._licence, self._metric = label_names, licence, metric
         (folder / "confidential").mkdir(mode=0o700)
         self._text = files.enter_context((folder / "records.jsonl").open("w+b"))
         self._left_out = files.enter_context((folder / "confidential" / "left_out.jsonl").open("w"))
@@ -250,6 +257,7 @@ class _Build:
             label_names=names,
             unit_field=self._unit_from,
             licence=self._licence,
+            metric=self._metric,
         )
         summary = {
             "seen": num_seen,

@@ -68,4 +68,5 @@ def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> 
             unit_field=store.meta.get("unit_field"),
             licence=store.licence,
             split=split,
+            metric=store.meta.get("metric"),
         )

@@ -287,8 +287,9 @@ def write_description(
     unit_field: str | None,
     licence: str | None = None,
     split: dict[str, Any] | None = None,
+    metric: str | None = None,
 ) -> None:
-    """Write index.npy and store.json, the two files that make a folder a store."""
+    """Write index.npy and store.json, the two files that make a folder a store; ``metric`` is what scores on its labels are."""
     with (folder / "index.npy").open("wb") as file:
         np.save(file, index, allow_pickle=False)
         os.fsync(file.fileno())
@@ -303,6 +304,7 @@ def write_description(
         "unit_field": unit_field,
         "licence": licence,
         "split": split,
+        "metric": metric,
     }
     with (folder / "store.json").open("w") as out:
         json.dump(meta, out, indent=1)

@@ -235,14 +235,17 @@ def _blame(loss_fn: LossFn, model: nn.Module, batch: Batch, mixed: Batch, key: S
 
 
 def _row_outputs(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, i: int) -> list[tuple[str, str, Tensor]]:
-    """(name, class, row i of the output) of every layer that returns one row per record, innermost first, in the order of the calls."""
+    """(name, class, the rows of record i) of every layer that returns as many rows for each record, innermost first, in the order of calls.
+
+    Several views of a record are rows side by side.
+    """
     outputs: list[tuple[str, str, Tensor]] = []
     num = len(batch.record_id_B)
 
     def recorder(name: str, kind: str) -> Callable[[nn.Module, tuple[Tensor, ...], object], None]:
         def record(_module: nn.Module, _inputs: tuple[Tensor, ...], output: object) -> None:
-            if isinstance(output, Tensor) and output.ndim and len(output) == num:
-                outputs.append((name or "model", kind, output[i].detach().clone()))
+            if isinstance(output, Tensor) and output.ndim and len(output) and len(output) % num == 0:
+                outputs.append((name or "model", kind, output.unflatten(0, (num, -1))[i].detach().clone()))
 
         return record
 

@@ -10,6 +10,7 @@ from dpvision.checkpoint import load_checkpoint
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import ConfigError
 from dpvision.features import Encoder, initial_encoder, load_encoder, trained_in_confidence
+from dpvision.models.vit import ViT
 
 _FORMS = "a run folder, random:RUN, {timm,torchvision}:NAME, {vip,mae,simclr,tan}:FILE, pixels, hog, scattering or dictionary"
 
@@ -61,6 +62,7 @@ def run_encoder(
     if untrained:
         encoder = initial_encoder(config.model, config.seed)
     encoder = encoder.to(device)
+    network = encoder.network
     name = "random weights" if untrained else "encoder, averaged weights" if ema else "encoder"
     return FrozenEncoder(
         name=name,
@@ -68,9 +70,9 @@ def run_encoder(
         mean=config.data.mean,
         std=config.data.std,
         poolings=encoder.poolings,
-        family="transformer",
+        family="transformer" if isinstance(network, ViT) else "convnet",
         backbone=_copier(encoder),
-        blocks=encoder.vit.forward_blocks,
+        blocks=network.forward_blocks if isinstance(network, ViT) else None,
         confidential=not untrained and trained_in_confidence(checkpoint.manifest),
     )
 

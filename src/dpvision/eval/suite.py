@@ -1,240 +1,268 @@
-"""The score of a run: k-NN and linear probe on frozen features, with raw pixels and random weights always beside the encoder.
+"""The scores of an encoder, whoever made it: one protocol after the other, with random weights and raw pixels always beside it.
 
 Legend: N records, D numbers of a feature.
 """
 
-import json
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from dpvision.checkpoint import load_checkpoint, write_json
-from dpvision.data.keys import StepKey
+from dpvision.config import DataConfig
+from dpvision.data import decode, loader, transform
 from dpvision.data.store import Store
-from dpvision.errors import CheckpointError, ConfigError, DataError
+from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.open import open_encoder
+from dpvision.errors import ConfigError, DataError
+from dpvision.eval import few_shot, fine_tune, knn, lars_probe, linear_probe, metric, ridge
+from dpvision.eval import protocols as protocol_code
 from dpvision.eval.baselines import raw_pixels
-from dpvision.eval.knn import knn_predict
-from dpvision.eval.linear_probe import fit_linear_probe
-from dpvision.eval.score import Score, wilson_interval
-from dpvision.features import FeatureFunction, Progress, collect_features, initial_encoder, load_encoder, trained_in_confidence
-from dpvision.train.folder import run_base
+from dpvision.eval.feature_cache import FeatureCache, code_digest, features_key, fingerprint, score_key
+from dpvision.eval.lars_probe import token_features
+from dpvision.eval.metric import Metric, checked_metric, titled
+from dpvision.eval.own_head import score_own_head
+from dpvision.eval.protocols import (
+    CONTROLS,
+    DEFAULT_PROTOCOLS,
+    ON_FEATURES,
+    Control,
+    Protocol,
+    ProtocolSettings,
+    Visibility,
+    checked_controls,
+    checked_protocols,
+    only,
+    score_draws,
+    score_features,
+)
+from dpvision.eval.records import LabelledFeatures, check_labels, evaluation_rows, units
+from dpvision.eval.score import Score
+from dpvision.eval.score_file import read_scores as read_scores
+from dpvision.eval.score_file import write_scores as write_scores
+from dpvision.features import collect_features
 
-Protocol = Literal["knn", "linear"]
-PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
-TEST_FRACTION = 0.2
-"""Expected share of the units of a single store that are kept for the test."""
-
-
-@dataclass(frozen=True)
-class LabelledFeatures:
-    """Features of the labelled records of one store, by (function's name, feature's name)."""
-
-    features: dict[tuple[str, str], Tensor]
-    """float32 (N, D) each."""
-    label_N: Tensor
-    unit_N: np.ndarray
-    """Records of one person share a number."""
+_ROW = "row"
+"""Under which the cache keeps the rows beside their features."""
 
 
 def evaluate(
-    run_or_checkpoint: str | Path,
+    spec: str | Path,
     train_store: Store,
     test_store: Store | None = None,
     *,
-    protocols: tuple[Protocol, ...] = PROTOCOLS,
+    protocols: Sequence[Protocol] = DEFAULT_PROTOCOLS,
+    against: Sequence[Control] = CONTROLS,
+    settings: ProtocolSettings | None = None,
     ema: bool = False,
-    k: int = 20,
     batch_size: int = 256,
     workers: int = 2,
     device: str | torch.device = "cpu",
-    progress: Progress | None = None,
+    cache: bool = False,
+    progress: Callable[[str], None] | None = None,
 ) -> list[Score]:
-    """Scores of the run's encoder, of the same architecture with the run's initial random weights, and of raw pixels.
+    """Scores of an encoder and of its controls: its architecture with the run's initial random weights, and raw pixels.
 
-    Each protocol is run on both poolings of the tokens ("mean" and "2x2", see ``features.Encoder``).
+    Protocols on features are run on every pooling that the encoder offers; controls go through each protocol that they can.
 
     Args:
+        spec: what ``encoders.open.open_encoder`` takes: a run folder, ``timm:NAME``, ``hog``, ...
         train_store: labelled pictures to learn the classes from.
         test_store: labelled pictures to score on; None: about a fifth of the first store's units, the same ones every time.
-        progress: called with the number of pictures done, over both stores.
+        against: controls. "random" exists for runs only and is left out for other encoders.
+        cache: keep features and scores under the stores' confidential/features/, and take them from there.
+        progress: called with a line on what is being done.
 
     Returns:
-        One Score for each of {encoder, random weights} x poolings and for raw pixels, for each protocol. They are private if a store
-        is, or if the encoder was trained on private pictures without a guarantee.
+        Scores by protocol, the encoder before its controls. They are private if a store is, or if the encoder was trained on private
+        pictures without a guarantee.
 
     Raises:
-        ConfigError: unknown protocol, or ``k`` below 1.
-        DataError: a store has no labels, one class only, or labels that the training store lacks; the stores share records; a feature is
-            not finite.
-        CheckpointError: as in ``features.load``.
+        ConfigError: unknown protocol or control, or a protocol that this encoder cannot go through.
+        DataError: a store has no labels, one class only, or labels that the training store lacks; too few pictures of a class for the
+            shots; the stores share records; a feature is not finite.
+        CheckpointError: the encoder cannot be read.
     """
-    if not k >= 1:
-        raise ConfigError(f"evaluate: k={k!r}; expected at least 1 neighbour. Use 20.")
-    if not protocols or set(protocols) - set(PROTOCOLS):
-        raise ConfigError(f"evaluate: protocols={protocols!r}; expected some of {list(PROTOCOLS)}. Leave it out for both.")
-    checkpoint = load_checkpoint(run_or_checkpoint)
-    encoder, config = load_encoder(checkpoint, ema=ema)
-    untrained = initial_encoder(config.model, config.seed)
-    name = "encoder, averaged weights" if ema else "encoder"
-    functions: dict[str, FeatureFunction] = {
-        name: encoder.to(device).poolings,
-        "random weights": untrained.to(device).poolings,
-        "raw pixels": raw_pixels,
-    }
-    private = "private" in (train_store.visibility, test_store.visibility if test_store else "public")
-    private = private or trained_in_confidence(checkpoint.manifest)
+    checked_protocols(protocols), checked_controls(against)
+    settings = settings or ProtocolSettings()
     train_rows, test_rows = evaluation_rows(train_store, test_store)
-    size, data = config.model.encoder.image_size, config.data
-
-    def labelled(store: Store, rows: np.ndarray, done_before: int) -> LabelledFeatures:
-        report = (lambda done: progress(done_before + done)) if progress is not None else None
-        features, label_N, row_N = collect_features(
-            functions,
-            store,
-            data,
-            size,
-            rows=rows,
-            batch_size=batch_size,
-            workers=workers,
-            device=device,
-            progress=report,
-        )
-        return LabelledFeatures(features, label_N, units(store)[row_N.numpy()])
-
-    train = labelled(train_store, train_rows, 0)
-    test = labelled(test_store or train_store, test_rows, len(train_rows))
-    return score_features(train, test, protocols, k, "private" if private else "public")
-
-
-def score_features(
-    train: LabelledFeatures, test: LabelledFeatures, protocols: tuple[Protocol, ...], k: int, visibility: Literal["private", "public"]
-) -> list[Score]:
-    """One Score for each protocol and each entry of the features.
-
-    Raises:
-        DataError: labels or features are not fit for a classifier.
-    """
-    check_labels(train.label_N, test.label_N)
-    truth = test.label_N.numpy()
-    chance = float(np.bincount(truth).max() / len(truth))
-    scores = []
+    scored_store = test_store or train_store
+    train_labels, test_labels = (torch.from_numpy(s.labels[r]) for s, r in ((train_store, train_rows), (scored_store, test_rows)))
+    check_labels(train_labels, test_labels, train_store.label_names)
+    encoder = open_encoder(str(spec), ema=ema, device=device)
     for protocol in protocols:
-        for (name, pooling), train_ND in train.features.items():
-            test_ND = test.features[name, pooling]
-            for x_ND in (train_ND, test_ND):
-                if not torch.isfinite(x_ND).all():
-                    bad = int((~torch.isfinite(x_ND)).any(dim=1).sum())
-                    raise DataError(f"evaluate: features of {name} are not finite for {bad} records; expected numbers. Train again.")
-            if protocol == "knn":
-                predicted = knn_predict(train_ND, train.label_N, test_ND, k=k).numpy()
-                how = f"k-NN, k={k}, cosine, {pooling}"
-            else:
-                predicted = fit_linear_probe(train_ND.numpy(), train.label_N.numpy(), train.unit_N).predict(test_ND.numpy())
-                how = f"linear probe, {pooling}"
-            correct, n = int((predicted == truth).sum()), len(truth)
-            scores.append(Score(name, correct / n, *wilson_interval(correct, n), n, chance, how, visibility))
-    return scores
+        _check_fits(encoder, protocol, spec, test_store)
+    encoders = [encoder]
+    if "random" in against and is_run(spec):
+        encoders.append(open_encoder(f"random:{spec}", device=device))
+    if "pixels" in against:
+        name, none = "raw pixels", None
+        encoders.append(replace(encoder, name=name, poolings=raw_pixels, family="fixed", backbone=none, blocks=none, confidential=False))
+    private = encoder.confidential or "private" in (train_store.visibility, scored_store.visibility)
+    bench = _Bench(
+        (train_store, train_rows), (scored_store, test_rows), settings, "private" if private else "public",
+        checked_metric(settings.metric or train_store.meta.get("metric") or "accuracy"),
+        batch_size, workers, device, progress or (lambda text: None), cache,
+    )  # fmt: skip
+    pairs = [(p, e) for p in protocols if p != "own_head" for e in encoders if e is encoder or _fits(e, p)]
+    prints = {e.name: bench.fingerprint(e) for e in encoders}
+    scores = {(p, e.name): bench.kept(p, prints[e.name]) for p, e in pairs}
+    missing = [e for e in encoders if any(scores[p, e.name] is None for p, other in pairs if other is e and p in ON_FEATURES)]
+    train, test = bench.features(missing, prints) if missing else (None, None)
+    for protocol, e in pairs:
+        if scores[protocol, e.name] is None:
+            found = bench.score(protocol, e, train, test)
+            bench.keep(protocol, prints[e.name], found)
+            scores[protocol, e.name] = found
+    result = [score for p, e in pairs for score in scores[p, e.name] or ()]
+    if "own_head" in protocols:
+        assert test_store is not None
+        result += _own_head(spec, test_store, ema, batch_size, workers, device, bench.say)
+    return result
 
 
-def check_labels(train_label_N: Tensor, test_label_N: Tensor) -> None:
-    """Raise DataError unless the training labels have two classes or more and cover those of the test."""
-    known, asked = set(train_label_N.tolist()), set(test_label_N.tolist())
-    if len(known) < 2:
-        raise DataError(f"evaluate: {len(known)} class among the training labels; expected two or more. Add pictures of another class.")
-    if asked - known:
-        raise DataError(
-            f"evaluate: the test store has labels {sorted(asked - known)[:5]} that the training store lacks; expected the same classes. "
-            "Import both with the same --label-from and the same class folders."
-        )
+def is_run(spec: str | Path) -> bool:
+    """Whether ``spec`` is a run or checkpoint folder, as opposed to the name of some other encoder."""
+    return Path(spec).is_dir()
 
 
-def evaluation_rows(train_store: Store, test_store: Store | None) -> tuple[np.ndarray, np.ndarray]:
-    """Labelled rows to train and to test on; one store is split by units with keyed coins, as ``data split`` does.
-
-    Raises:
-        DataError: a store has no labels, their classes have other names, they share records, or one is too small to split.
-    """
-    train_rows = _labelled_rows(train_store)
-    if test_store is None:
-        coin_N = StepKey(0, 0).uniform_numpy(units(train_store)[train_rows], "evaluation test", 1)[:, 0]
-        train_part, test_part = train_rows[coin_N >= TEST_FRACTION], train_rows[coin_N < TEST_FRACTION]
-        if not len(train_part) or not len(test_part):
-            raise DataError(f"evaluate: {train_store.path} has {len(train_rows)} labelled records; expected more. Give a test store.")
-        return train_part, test_part
-    names, test_names = train_store.label_names, test_store.label_names
-    if names is not None and test_names is not None and names != test_names:
-        raise DataError(
-            f"evaluate: classes of the stores differ ({names[:3]}... and {test_names[:3]}...); expected the same names in the same order. "
-            "Import both with the same --label-from and the same class folders."
-        )
-    # Two halves of one store may be given, the same records twice may not. Ids of different stores do not tell (they are keyed).
-    same = train_store.store_id == test_store.store_id
-    if same and len(np.intersect1d(train_store.index["id"], test_store.index["id"])):
-        raise DataError(f"evaluate: {test_store.path} shares records with the training store. Give one store only, and it is split.")
-    return train_rows, _labelled_rows(test_store)
+def _fits(encoder: FrozenEncoder, protocol: Protocol) -> bool:
+    if protocol == "linear_cls":
+        return encoder.blocks is not None
+    return protocol != "few_shot" or encoder.backbone is not None
 
 
-def units(store: Store) -> np.ndarray:
-    """int64 (N,): the unit of each record, its own id where it has none."""
-    return np.where(store.index["unit"] >= 0, store.index["unit"], store.index["id"]).astype(np.int64)
+def _check_fits(encoder: FrozenEncoder, protocol: Protocol, spec: str | Path, test_store: Store | None) -> None:
+    """Say what an encoder cannot go through before any work is done."""
+    if protocol == "linear_cls":
+        token_features(encoder, "cls")
+    elif protocol == "few_shot" and encoder.backbone is None:
+        raise ConfigError(f"few_shot: {encoder.name} has nothing to train; expected a network. Use --protocols few_shot_probe.")
+    elif protocol == "own_head" and not is_run(spec):
+        raise ConfigError(f"own_head: {str(spec)!r} has no head; expected the run folder of a classifier. Use --protocols linear.")
+    elif protocol == "own_head" and test_store is None:
+        raise ConfigError("own_head: no test store; expected --test STORE, pictures that the head was not trained on. Name one.")
 
 
-def _labelled_rows(store: Store) -> np.ndarray:
-    rows = np.flatnonzero(store.labels >= 0)
-    if not len(rows):
-        raise DataError(f"evaluate: {store.path} has no labels; expected a class for each picture. Import it with --label-from FIELD.")
-    return rows
+def _own_head(
+    spec: str | Path,
+    test_store: Store,
+    ema: bool,
+    batch_size: int,
+    workers: int,
+    device: str | torch.device,
+    say: Callable[[str], None],
+) -> list[Score]:
+    def report(done: int) -> None:
+        say(f"own head: {done:,} test pictures")
+
+    return score_own_head(spec, test_store, ema=ema, batch_size=batch_size, workers=workers, device=device, progress=report)
 
 
-def write_scores(run_dir: str | Path, scores: list[Score], *, train_data: str, test_data: str) -> list[Path]:
-    """Merge scores into the run's scores.json, private ones into confidential/scores.json.
+@dataclass(frozen=True)
+class _Bench:
+    """Two stores with everything that an encoder is measured by on them."""
 
-    An entry is replaced by a new one of the same (name, protocol, train_data, test_data).
+    train: tuple[Store, np.ndarray]
+    test: tuple[Store, np.ndarray]
+    settings: ProtocolSettings
+    visibility: Visibility
+    metric: Metric
+    batch_size: int
+    workers: int
+    device: str | torch.device
+    say: Callable[[str], None]
+    cache: bool
 
-    Args:
-        train_data, test_data: names of the stores, e.g. of their folders.
+    def fingerprint(self, encoder: FrozenEncoder) -> str | None:
+        """What the cache knows an encoder by; None: its results are not kept."""
+        # What a confidential encoder makes of public pictures is private, and the public store's folder is not the place for it.
+        stays = not encoder.confidential or {self.train[0].visibility, self.test[0].visibility} == {"private"}
+        return fingerprint(encoder, self.device) if self.cache and stays else None
 
-    Returns:
-        The files written.
+    def features(self, encoders: list[FrozenEncoder], prints: dict[str, str | None]) -> tuple[LabelledFeatures, LabelledFeatures]:
+        """Features of the training and of the test records by all encoders, each store read once at most."""
+        return self._of_store(self.train, encoders, prints, "training"), self._of_store(self.test, encoders, prints, "test")
 
-    Raises:
-        CheckpointError: ``run_dir`` holds no run, or a file there cannot be read or written.
-    """
-    root = Path(run_dir)
-    base = run_base(root)
-    if base is None:
-        raise CheckpointError(f"scores: {root} holds no run; expected a run folder. Correct the path.")
-    written = []
-    for visibility, folder in (("public", base), ("private", root / "confidential")):
-        new = [s.to_dict() | {"train_data": train_data, "test_data": test_data} for s in scores if s.visibility == visibility]
+    def _of_store(
+        self, part: tuple[Store, np.ndarray], encoders: list[FrozenEncoder], prints: dict[str, str | None], name: str
+    ) -> LabelledFeatures:
+        (store, rows), cache = part, FeatureCache(part[0].path)
+        keys = {e.name: features_key(mark, store, rows) for e in encoders if (mark := prints[e.name]) is not None}
+        kept = {encoder: cache.load(key) for encoder, key in keys.items()}
+        found = {(e.name, pooling): x for e in encoders for pooling, x in (kept.get(e.name) or {}).items() if pooling != _ROW}
+        row_N = next((tensors[_ROW] for tensors in kept.values() if tensors is not None), None)
+        new = [e for e in encoders if kept.get(e.name) is None]
         if new:
-            path = folder / "scores.json"
-            merged = {_key(entry): entry for entry in [*read_scores(path), *new]}
-            write_json(path, list(merged.values()))
-            written.append(path)
-    return written
+            first = new[0]
+            computed, _, row_N = collect_features(
+                {e.name: e.poolings for e in new}, store, DataConfig(mean=first.mean, std=first.std), first.image_size, rows=rows,
+                batch_size=self.batch_size, workers=self.workers, device=self.device,
+                progress=lambda n: self.say(f"features of {name} pictures: {n:,} of {len(rows):,}"),
+            )  # fmt: skip
+            found |= computed
+            for e in new:
+                if e.name in keys:
+                    own = {pooling: x for (encoder, pooling), x in computed.items() if encoder == e.name}
+                    cache.save(keys[e.name], own | {_ROW: row_N})
+        assert row_N is not None
+        row = row_N.numpy()
+        return LabelledFeatures(found, torch.from_numpy(store.labels[row]), units(store)[row])
 
+    def score(
+        self, protocol: Protocol, encoder: FrozenEncoder, train: LabelledFeatures | None, test: LabelledFeatures | None
+    ) -> list[Score]:
+        """Scores of one encoder by one protocol."""
+        if protocol in ON_FEATURES:
+            assert train is not None and test is not None
+            train, test = only(train, encoder.name), only(test, encoder.name)
+            return score_features(
+                train, test, (protocol,), self.settings, self.visibility, self.metric, self.train[0].label_names, self.say
+            )
+        unit_N = units(self.train[0])[self.train[1]]
+        shared: dict[str, Any] = {"batch_size": self.batch_size, "workers": self.workers, "device": self.device, "progress": self.say}
+        if protocol == "few_shot":
+            scores = []
+            for k in self.settings.shots:
+                tuned = fine_tune.fine_tune(encoder, self.train, self.test, unit_N, k, self.settings.tune, **shared)
+                how = f"{titled(f'{k}-shot fine-tuning', self.metric)}, {self.settings.tune.words(encoder, k)}"
+                scores.append(score_draws(encoder.name, tuned.predicted, tuned.label_M, how, self.visibility, self.metric))
+            return scores
+        tokens: lars_probe.Tokens = "cls" if protocol == "linear_cls" else "blocks"
+        feature_of, what = token_features(encoder, tokens, self.settings.lars.num_blocks)
+        data = DataConfig(mean=encoder.mean, std=encoder.std)
+        lars = self.settings.lars
+        probed = lars_probe.lars_probe(feature_of, self.train, self.test, unit_N, data, encoder.image_size, lars, **shared)
+        how = f"{titled('LARS probe', self.metric)}, {lars.words(len(self.train[1]))}, {what}"
+        return [score_draws(encoder.name, [probed.predicted_M], probed.label_M, how, self.visibility, self.metric)]
 
-def read_scores(path: Path) -> list[dict]:
-    """Entries of a scores.json (fields of Score, train_data, test_data); none when there is no file.
+    def kept(self, protocol: Protocol, mark: str | None) -> list[Score] | None:
+        """Scores that an earlier evaluation left."""
+        entries = None if mark is None else self._score_cache.load_json(self._key(protocol, mark))
+        try:
+            return None if entries is None else [replace(Score.from_dict(entry), visibility=self.visibility) for entry in entries]
+        except (DataError, TypeError):
+            return None
 
-    Raises:
-        CheckpointError: the file is not what ``write_scores`` wrote.
-    """
-    if not path.exists():
-        return []
-    try:
-        entries = json.loads(path.read_text())
-        for entry in entries:
-            _key(entry)
-        return entries
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"scores: {path} cannot be read ({error!r}). Move it away and evaluate again.") from None
+    def keep(self, protocol: Protocol, mark: str | None, scores: list[Score]) -> None:
+        """Leave scores to the next evaluation."""
+        if mark is not None:
+            self._score_cache.save_json(self._key(protocol, mark), [score.to_dict() for score in scores])
 
+    @property
+    def _score_cache(self) -> FeatureCache:
+        (train, _), (test, _) = self.train, self.test
+        return FeatureCache((test if test.visibility == "private" else train).path)
 
-def _key(entry: dict) -> tuple[str, str, str, str]:
-    return entry["name"], entry["protocol"], entry["train_data"], entry["test_data"]
+    def _key(self, protocol: Protocol, mark: str) -> str:
+        s = self.settings
+        knobs = {
+            "knn": s.k, "few_shot_probe": [s.shots, repr(s.probe)], "few_shot": [s.shots, repr(s.tune)],
+            "linear_lars": repr(s.lars), "linear_cls": repr(s.lars),
+        }.get(protocol)  # fmt: skip
+        stores = [features_key(mark, *part) for part in (self.train, self.test)]
+        labels = [store.labels[rows].tolist() for store, rows in (self.train, self.test)]
+        code = code_digest(decode, loader, transform, few_shot, fine_tune, knn, lars_probe, linear_probe, metric, protocol_code, ridge)
+        return score_key(protocol, knobs, self.metric, stores, labels, code)

@@ -1,13 +1,22 @@
 """Networks from a config: they know no data, no privacy and no device."""
 
+from typing import overload
+
 import torch
 
-from dpvision.config import MAEConfig
+from dpvision.config import ClassifierConfig, MAEConfig, ModelConfig
+from dpvision.models.classifier import Classifier, init_classifier
 from dpvision.models.layers import init_weights
 from dpvision.models.mae import MAE
 
 
-def make_model(cfg: MAEConfig, seed: int) -> MAE:
+@overload
+def make_model(cfg: MAEConfig, seed: int) -> MAE: ...
+@overload
+def make_model(cfg: ClassifierConfig, seed: int) -> Classifier: ...
+@overload
+def make_model(cfg: ModelConfig, seed: int) -> MAE | Classifier: ...
+def make_model(cfg: ModelConfig, seed: int) -> MAE | Classifier:
     """The network of a config with the paper's initialisation, a function of ``seed`` alone; float32, on the CPU.
 
     The global random state is neither used nor moved.
@@ -17,17 +26,25 @@ def make_model(cfg: MAEConfig, seed: int) -> MAE:
     """
     # The constructors of torch's layers draw from the global state; what they draw is replaced.
     with torch.random.fork_rng(devices=[]):
-        model = MAE(cfg)
-    init_weights(model, torch.Generator().manual_seed(seed))
+        model = _build(cfg)
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(model, Classifier):
+        init_classifier(model, generator)
+    else:
+        init_weights(model, generator)
     return model
 
 
-def make_model_on_meta(cfg: MAEConfig) -> MAE:
+def make_model_on_meta(cfg: ModelConfig) -> MAE | Classifier:
     """The network's structure without memory for its weights: for counting and for planning."""
     with torch.device("meta"):
-        return MAE(cfg)
+        return _build(cfg)
 
 
-def count_parameters(cfg: MAEConfig) -> int:
+def count_parameters(cfg: ModelConfig) -> int:
     """Number of trained parameters of a config's network."""
     return sum(p.numel() for p in make_model_on_meta(cfg).parameters() if p.requires_grad)
+
+
+def _build(cfg: ModelConfig) -> MAE | Classifier:
+    return Classifier(cfg) if isinstance(cfg, ClassifierConfig) else MAE(cfg)

@@ -1,6 +1,9 @@
 """Masked autoencoder (He et al. 2022) in ViP's form: pixel targets not normalised per patch, a loss of masked patches only.
 
-Legend: B records, L patches, S kept patches, M = L - S masked patches, D encoder width, E numbers in a patch, C channels, H, W.
+Other targets than ViP's are there by ``MAEConfig.target``.
+
+Legend: B records, L patches, S kept patches, M = L - S masked patches, D encoder width, E numbers in a patch, T in a target, C channels, H,
+W.
 """
 
 import torch
@@ -9,11 +12,12 @@ from torch import Tensor, nn
 from dpvision.config import MAEConfig
 from dpvision.errors import ConfigError
 from dpvision.models.layers import NORM_EPS, Block, patchify, sincos_positions, unpatchify
+from dpvision.models.targets import make_targets, target_size, to_pixels
 from dpvision.models.vit import CHANNELS, ViT
 
 
 class MAE(nn.Module):
-    """Encoder of the visible patches, a small decoder that predicts the pixels of the masked ones.
+    """Encoder of the visible patches, a small decoder that predicts the pixels (or other targets) of the masked ones.
 
     Raises:
         ConfigError: the mask leaves no patch to see.
@@ -35,7 +39,7 @@ class MAE(nn.Module):
         self.mask_token = nn.Parameter(torch.zeros(width))
         self.decoder_blocks = nn.ModuleList(Block(width, cfg.decoder_num_heads, cfg.encoder.mlp_ratio) for _ in range(cfg.decoder_depth))
         self.decoder_norm = nn.LayerNorm(width, eps=NORM_EPS)
-        self.head = nn.Linear(width, CHANNELS * cfg.encoder.patch_size**2)
+        self.head = nn.Linear(width, target_size(cfg.target, cfg.encoder.patch_size, CHANNELS))
         grid = cfg.encoder.image_size // cfg.encoder.patch_size
         self.register_buffer("decoder_position_LD", sincos_positions(grid, width), persistent=False)
 
@@ -50,7 +54,7 @@ class MAE(nn.Module):
         return int(self.num_patches * (1 - self.cfg.mask_ratio))
 
     def forward(self, patch_BLE: Tensor, order_BL: Tensor) -> Tensor:
-        """Predicted pixels of the masked patches.
+        """Predicted targets of the masked patches.
 
         The decoder's tokens stand in the order class, visible, masked, each with the position of its patch: blocks do not
         depend on the order of tokens, so nothing has to be put back into place.
@@ -60,7 +64,7 @@ class MAE(nn.Module):
             order_BL: permutation of the patches; the first ``num_visible`` are seen.
 
         Returns:
-            prediction_BME, row m for patch ``order_BL[:, num_visible + m]``.
+            prediction_BMT, row m for patch ``order_BL[:, num_visible + m]``.
         """
         S = self.num_visible
         seen_BS, masked_BM = order_BL[:, :S], order_BL[:, S:]
@@ -75,7 +79,7 @@ class MAE(nn.Module):
 
 
 def losses(model: MAE, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
-    """Reconstruction loss of each picture: mean squared error over the pixels of its masked patches.
+    """Reconstruction loss of each picture: mean squared error over the targets of its masked patches.
 
     Args:
         x_BCHW: normalised pictures.
@@ -86,10 +90,11 @@ def losses(model: MAE, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
     """
     patch_BLE = patchify(x_BCHW, model.cfg.encoder.patch_size)
     order_BL = order_BL.argsort(dim=1)
-    prediction_BME = model(patch_BLE, order_BL)
-    target_BME = patch_BLE.take_along_dim(order_BL[:, model.num_visible :, None], dim=1)
-    error_BME = prediction_BME.to(torch.promote_types(target_BME.dtype, torch.float32)) - target_BME
-    return error_BME.square().mean(dim=(1, 2))
+    prediction_BMT = model(patch_BLE, order_BL)
+    target_BLT = make_targets(x_BCHW, model.cfg.encoder.patch_size, model.cfg.target)
+    target_BMT = target_BLT.take_along_dim(order_BL[:, model.num_visible :, None], dim=1)
+    error_BMT = prediction_BMT.to(torch.promote_types(target_BMT.dtype, torch.float32)) - target_BMT
+    return error_BMT.square().mean(dim=(1, 2))
 
 
 @torch.no_grad()
@@ -101,11 +106,17 @@ def reconstruct(model: MAE, x_BCHW: Tensor, order_BL: Tensor) -> tuple[Tensor, T
 
     Returns:
         (prediction_BCHW, normalised like the pictures, visible patches unchanged; mask_BL bool, True where masked).
+
+    Raises:
+        ConfigError: the model predicts gradients, which are no picture.
     """
+    if model.cfg.target == "gradients":
+        raise ConfigError("reconstruct: target='gradients'; expected a model that predicts pixels. Leave the reconstructions out.")
     patch_BLE = patchify(x_BCHW, model.cfg.encoder.patch_size)
     order_BL = order_BL.argsort(dim=1)
     masked_BM = order_BL[:, model.num_visible :]
-    prediction_BME = model(patch_BLE, order_BL).to(patch_BLE.dtype)
+    hidden_BME = patch_BLE.take_along_dim(masked_BM[..., None], dim=1)
+    prediction_BME = to_pixels(model(patch_BLE, order_BL).to(patch_BLE.dtype), hidden_BME, model.cfg.target)
     filled_BLE = patch_BLE.scatter(1, masked_BM[..., None].expand_as(prediction_BME), prediction_BME)
     mask_BL = torch.zeros_like(order_BL, dtype=torch.bool).scatter(1, masked_BM, True)
     return unpatchify(filled_BLE, model.cfg.encoder.patch_size), mask_BL

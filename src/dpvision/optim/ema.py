@@ -5,13 +5,18 @@ from torch import Tensor, nn
 
 
 @torch.no_grad()
-def update_ema(ema: dict[str, Tensor], model: nn.Module, decay: float) -> dict[str, Tensor]:
-    """ema <- decay x ema + (1 - decay) x weights, in place; returns ``ema``.
+def update_ema(ema: dict[str, Tensor], model: nn.Module, decay: float, updates: int) -> dict[str, Tensor]:
+    """ema <- d x ema + (1 - d) x weights with d = min(decay, (1 + t) / (10 + t)), in place; returns ``ema``.
+
+    The warm-up (De et al. 2022, TAN) forgets the initial weights whatever the length of the run; without it 150 steps of decay 0.999 would
+    keep 86% of them.
 
     Args:
         ema: float tensors by the names of ``model.state_dict()``.
         decay: in (0, 1).
+        updates: t, updates made before this one.
     """
+    decay = min(decay, (1 + updates) / (10 + updates))
     for name, value in model.state_dict().items():
         ema[name].lerp_(value.to(ema[name].dtype), 1 - decay)
     return ema

@@ -11,20 +11,19 @@ from dpvision.errors import CheckpointError, PrivacyError
 class Optimizer:
     """torch.optim's AdamW or SGD over the trained parameters, with its state as a flat dict of named tensors.
 
-    Weight decay is decoupled and acts on every trained parameter (ViP, appendix A.2).
+    Weight decay is decoupled and acts on every trained parameter (ViP, appendix A.2), or on matrices only (``decayed``).
     """
 
     def __init__(self, config: OptimConfig, model: nn.Module) -> None:
         self._params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         values = list(self._params.values())
-        self._decay = 0.0
+        # The same for both: torch's SGD couples the decay with the gradient.
+        self._decay = {p: config.weight_decay if config.decayed == "all" or p.ndim >= 2 else 0.0 for p in values}
         if config.name == "adamw":
             self._torch: torch.optim.Optimizer = torch.optim.AdamW(
-                values, lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+                values, lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=0.0
             )
         else:
-            # torch's SGD couples the decay with the gradient; ours is decoupled, as AdamW's.
-            self._decay = config.weight_decay
             self._torch = torch.optim.SGD(values, lr=config.learning_rate, momentum=config.momentum)
 
     @torch.no_grad()
@@ -46,8 +45,8 @@ class Optimizer:
             group["lr"] = learning_rate
         for name, parameter in self._params.items():
             parameter.grad = gradient.grads[name].to(parameter.device, parameter.dtype)
-            if self._decay:
-                parameter.mul_(1 - learning_rate * self._decay)
+            if decay := self._decay[parameter]:
+                parameter.mul_(1 - learning_rate * decay)
         self._torch.step()
         self._torch.zero_grad(set_to_none=True)
 

@@ -8,7 +8,8 @@ from dpvision.config import OptimConfig
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     """Rate of logical step ``step`` of ``steps``.
 
-    'vip' is lr(t) = lr x min((t + 1) / warmup_steps, (1 + cos(pi t / T)) / 2); 'constant' drops the cosine.
+    'vip' is lr(t) = lr x min((t + 1) / W, (1 + cos(pi t / T)) / 2), W the warm-up; 'cosine' (MAE) is the same warm-up, then
+    lr x (1 + cos(pi (t - W) / (T - W))) / 2 from t = W on; 'constant' drops the cosine.
 
     Args:
         step: t in [0, steps).
@@ -21,5 +22,9 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     0.1
     """
     warmup = (step + 1) / config.warmup_steps if config.warmup_steps else 1.0
-    level = (1 + math.cos(math.pi * step / steps)) / 2 if config.schedule == "vip" else 1.0
+    level = 1.0
+    if config.schedule == "vip":
+        level = (1 + math.cos(math.pi * step / steps)) / 2
+    elif config.schedule == "cosine" and step >= config.warmup_steps:
+        level = (1 + math.cos(math.pi * (step - config.warmup_steps) / max(1, steps - config.warmup_steps))) / 2
     return config.learning_rate * min(1.0, warmup, level)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from dpvision.config import RunConfig
-from dpvision.recipes import demo, vip
+from dpvision.recipes import demo, supervised, synthetic, vip, vip_variations
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     "vip.nano": vip.nano,
@@ -11,10 +11,25 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "vip.small": vip.small,
     "vip.base": vip.base,
     "vip.large": vip.large,
-    "vip.base_eps4": vip.base_eps4,
-    "vip.base_eps2": vip.base_eps2,
-    "vip.base_non_private": vip.base_non_private,
+    **vip_variations.recipe_functions(),
     "vip.micro": vip.micro,
+    "vip.micro_random_start": vip.micro_random_start,
     "vip.micro_non_private": vip.micro_non_private,
+    "synthetic.vip_nano": synthetic.vip_nano,
+    "synthetic.vip_tiny": synthetic.vip_tiny,
+    "synthetic.vip_small": synthetic.vip_small,
+    "synthetic.vip_base": synthetic.vip_base,
+    "synthetic.vip_large": synthetic.vip_large,
+    "synthetic.vip_base_20_epochs": synthetic.vip_base_20_epochs,
+    "synthetic.vip_base_900_epochs": synthetic.vip_base_900_epochs,
+    "synthetic.vip_base_decoder1": synthetic.vip_base_decoder1,
+    "synthetic.vip_base_decoder2": synthetic.vip_base_decoder2,
+    "synthetic.vip_base_decoder8": synthetic.vip_base_decoder8,
+    "synthetic.vip_micro": synthetic.vip_micro,
+    "vip.dp_finetune": supervised.vip_dp_finetune,
+    "vip.micro_finetune": supervised.vip_micro_finetune,
+    "supervised.tan": supervised.tan,
+    "supervised.dp_nfnet": supervised.dp_nfnet,
+    "supervised.micro": supervised.micro,
     "demo": demo.demo,
 }

@@ -12,6 +12,7 @@ def demo() -> RunConfig:
     return replace(
         config,
         recipe="demo",
+        init_from=None,
         privacy=replace(config.privacy, dataset_size=40_000, expected_batch_size=2000, steps=60),
         model=MAEConfig(
             encoder=ViTConfig(image_size=32, patch_size=4, depth=4, width=64, num_heads=4),

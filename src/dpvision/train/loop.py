@@ -93,7 +93,7 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
             gradient = privatize(total, plan, step, secrets.noise)
             session.optimizer.step(gradient, learning_rate(session.config.optim, step, plan.steps))
             if session.ema is not None and session.config.optim.ema_decay is not None:
-                update_ema(session.ema, session.model, session.config.optim.ema_decay)
+                update_ema(session.ema, session.model, session.config.optim.ema_decay, session.updates)
             session.updates += 1
             if log is not None:
                 log.step(step, metrics)

@@ -1,6 +1,7 @@
 """From a config to a session ready to train: every check that can refuse comes before the first step is charged."""
 
 import contextlib
+import copy
 import json
 import math
 from collections.abc import Iterator
@@ -8,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
 from dpvision.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, write_json
-from dpvision.config import RunConfig
+from dpvision.config import ClassifierConfig, MAEConfig, ModelConfig, RunConfig, to_dict
 from dpvision.data.keys import StepKey
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn
@@ -52,6 +55,31 @@ def check_store(plan: DPPlan, store: Store, num_rows: int) -> None:
             f"store: {num_rows} records in {store.store_id[:8]}; expected the declared dataset_size={declared} (within 1%). "
             f"Say --privacy.dataset-size {num_rows}, and adjust the batch, for a new plan."
         )
+
+
+def check_labels(store: Store, rows: np.ndarray, num_classes: int) -> None:
+    """Refuse a store that a classifier cannot be trained on.
+
+    Labels are private where the pictures are: the message is for whoever holds them, and stands in no file of the run. During a step
+    nothing is raised (``models.classifier.losses``).
+
+    Args:
+        rows: int64 rows that take part.
+
+    Raises:
+        DataError: a record has no label, a label is no class of the model, or all have the same.
+    """
+    label_N = store.labels[rows]
+    where = f"store: {store.path}"
+    if (missing := int((label_N < 0).sum())) > 0:
+        raise DataError(f"{where}: {missing} of {len(label_N)} records have no label; expected one each. Import with --label-from FIELD.")
+    if (outside := int((label_N >= num_classes).sum())) > 0:
+        raise DataError(
+            f"{where}: label={int(label_N.max())} in {outside} records is outside the range; expected 0 to {num_classes - 1}. "
+            f"Say --model.num-classes {int(label_N.max()) + 1}, or import with the right classes."
+        )
+    if len(label_N) and (label_N == label_N[0]).all():
+        raise DataError(f"{where}: one class only, label={int(label_N[0])}; expected two or more. Add pictures of another class.")
 
 
 def check_run(config: RunConfig) -> tuple[DPPlan, Store, int]:
@@ -136,19 +164,22 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None) -> 
     store = Store.open(Path(config.data.store))
     rows = store.eligible_rows(plan.max_records_per_unit, config.seed)
     check_store(plan, store, len(rows))
+    if isinstance(config.model, ClassifierConfig):
+        check_labels(store, rows, config.model.num_classes)
     model = make_model(config.model, config.seed)
     lineage: list[dict[str, Any]] = []
     if checkpoint is not None:
         lineage = checkpoint.manifest["lineage"][:-1]
         load_weights(model, checkpoint)
     elif config.init_from is not None:
-        parent = load_checkpoint(config.init_from)
+        parent = load_checkpoint(_parent_path(config.init_from))
         lineage = inherit(parent.manifest, store, plan.guarantee)
-        load_weights(model, parent)
+        start_from(model, config.model, parent)
     loss_fn = loss_function(config)
     if plan.guarantee == "dp":
-        check_separable(loss_fn, model, example_batch(config), StepKey(config.seed, 0))
-        check_exact(loss_fn, model, example_batch(config), StepKey(config.seed, 0))
+        awake = _awake(model)
+        check_separable(loss_fn, awake, example_batch(config), StepKey(config.seed, 0))
+        check_exact(loss_fn, awake, example_batch(config), StepKey(config.seed, 0))
     group = distributed.join(config.hardware.device)
     model.to(group.device)
     if config.hardware.compile:
@@ -190,6 +221,58 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"checkpoint: {checkpoint.path} is of another model ({first}). Use the recipe that it was trained with."
         ) from None
+
+
+def start_from(model: nn.Module, cfg: ModelConfig, parent: Checkpoint) -> None:
+    """Put a parent run's weights into a new run's ``model``.
+
+    A classifier takes the encoder, of whatever kind of run, and the head too where the parent is a classifier of as many classes; otherwise
+    its head stays as ``head_init`` made it. Every other model takes all weights. Pictures may have another size: positions are no weights.
+
+    Raises:
+        CheckpointError: the encoders differ in size, or a name or shape differs.
+    """
+    theirs = parent.manifest["config"].get("model", {})
+    wanted = {f"encoder.{name}": value for name, value in to_dict(cfg.encoder).items() if name != "image_size"}
+    found = {f"encoder.{name}": value for name, value in theirs.get("encoder", {}).items()}
+    if isinstance(cfg, MAEConfig):
+        wanted |= {"decoder_num_heads": cfg.decoder_num_heads, "target": cfg.target}
+        found |= theirs
+    for name, value in wanted.items():
+        # attention heads and targets leave no trace in the shapes: weights of others would load, and mean something else
+        if (got := found.get(name, value)) != value:
+            raise CheckpointError(
+                f"checkpoint: {parent.path} is of another size: {name}={got!r}; expected {value!r}, as this run has it. "
+                f"Start from another checkpoint, or change --model.{name.replace('_', '-')}."
+            )
+    if isinstance(cfg, ClassifierConfig) and (theirs.get("kind"), theirs.get("num_classes")) != (cfg.kind, cfg.num_classes):
+        head = {name: value for name, value in model.state_dict().items() if name.startswith("head.")}
+        encoder = {name: value for name, value in parent.model.items() if name.startswith("encoder.")}
+        parent = replace(parent, model=encoder | head)
+    load_weights(model, parent)
+
+
+def _parent_path(init_from: str) -> str:
+    """``init_from``; where nothing is there, say how to make it or do without it."""
+    if not Path(init_from).exists():
+        name = Path(init_from).name
+        make = f"Make it with `dpvision train {name}`" if name.startswith("synthetic.") else "Correct --init-from"
+        raise CheckpointError(
+            f"run: init_from={init_from!r} is not there; expected the run that this one starts from. "
+            f"{make}, or say --init-from None for random weights."
+        )
+    return init_from
+
+
+def _awake(model: nn.Module) -> nn.Module:
+    """A copy with small values where a parameter starts as zeros: behind a head of zeros every gradient is zero, any sum of them exact."""
+    copied = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            if not parameter.any():
+                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return copied
 
 
 def _open_ledger(session: Session, run_id: str, *, resume: bool) -> Ledger:

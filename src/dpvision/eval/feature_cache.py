@@ -1,0 +1,130 @@
+"""Features and scores kept beside the store that they were computed from, so that a second evaluation does not pay for them again.
+
+Features of private pictures are as private as the pictures: they lie under STORE/confidential/features/, readable by the owner only. A
+file's name is a digest of all that decides its content: the encoder (weights, and what it makes of fixed noise), the way from bytes to
+pixels (settings, our source, versions of the libraries), the store and its rows. Another name is another file; nothing is ever updated.
+
+Legend: N records, D numbers of a feature, B pictures, C channels, H height, W width.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import PIL
+import sklearn
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dpvision import features
+from dpvision.data import decode, loader, transform
+from dpvision.data.store import Store
+from dpvision.encoders.base import FrozenEncoder
+
+MAX_BYTES = 4 << 30
+"""A store's cache is kept below this: what was used longest ago goes first."""
+
+
+class FeatureCache:
+    """The cache of one store. A disk that refuses (full, read-only) or a damaged file costs time, not the evaluation."""
+
+    def __init__(self, store_dir: Path, max_bytes: int = MAX_BYTES) -> None:
+        self.folder, self.max_bytes = store_dir / "confidential" / "features", max_bytes
+
+    def load(self, key: str) -> dict[str, Tensor] | None:
+        """The tensors kept under ``key``, or None."""
+        path = self.folder / f"{key}.safetensors"
+        try:
+            tensors = load_file(path)
+            os.utime(path)
+            return tensors
+        except (OSError, SafetensorError):
+            return None
+
+    def save(self, key: str, tensors: dict[str, Tensor]) -> None:
+        """Keep tensors under ``key``, unless they are larger than the cache."""
+        if sum(t.numel() * t.element_size() for t in tensors.values()) <= self.max_bytes:
+            self._write(f"{key}.safetensors", lambda path: save_file({k: t.contiguous().clone() for k, t in tensors.items()}, path))
+
+    def load_json(self, key: str) -> Any:
+        """The value kept under ``key``, or None."""
+        try:
+            return json.loads((self.folder / f"{key}.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    def save_json(self, key: str, value: Any) -> None:
+        """Keep a JSON value under ``key``."""
+        self._write(f"{key}.json", lambda path: path.write_text(json.dumps(value, allow_nan=False)))
+
+    def _write(self, name: str, write: Any) -> None:
+        partial = self.folder / f".{name}.partial-{os.getpid()}"
+        try:
+            # Each level on its own: mkdir's mode does not reach the parents that it makes on the way.
+            for folder in (self.folder.parent, self.folder):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            write(partial)
+            partial.replace(self.folder / name)
+            self._make_room()
+        except OSError:
+            pass
+        except SafetensorError:  # how safetensors reports a full disk
+            pass
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+    def _make_room(self) -> None:
+        files = sorted(((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path) for entry in os.scandir(self.folder)), reverse=True)
+        total = 0
+        for _, size, path in files:
+            total += size
+            if total > self.max_bytes:
+                os.unlink(path)
+
+
+@torch.inference_mode()
+def fingerprint(encoder: FrozenEncoder, device: str | torch.device = "cpu") -> str:
+    """Digest of an encoder: its preprocessing, its weights, and its features of four pictures of fixed noise.
+
+    The noise tells apart what has no weights to look at (a learned dictionary), the weights what noise might not show.
+    """
+    digest = _digest([encoder.name, encoder.family, encoder.image_size, encoder.mean, encoder.std])
+    if encoder.backbone is not None:
+        for name, value in encoder.backbone().state_dict().items():
+            digest.update(name.encode() + value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    noise_BCHW = torch.randn(4, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0))
+    for name, x_BD in encoder.poolings(noise_BCHW.to(device)).items():
+        digest.update(name.encode() + x_BD.float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def features_key(encoder: str, store: Store, rows: np.ndarray) -> str:
+    """Name of the features of ``rows`` by the encoder with this fingerprint."""
+    digest = _digest([encoder, store.store_id, code_digest(decode, loader, transform, features)])
+    digest.update(store.index["id"][rows].tobytes())
+    return digest.hexdigest()[:40]
+
+
+def score_key(*parts: Any) -> str:
+    """Name of a score that ``parts`` (JSON values) decide."""
+    return _digest(list(parts)).hexdigest()[:40]
+
+
+def code_digest(*modules: ModuleType) -> str:
+    """Digest of our modules' source and of the versions of the libraries below them: a change of either is a change of the result."""
+    digest = _digest([torch.__version__, PIL.__version__, np.__version__, sklearn.__version__])
+    for module in modules:
+        digest.update(Path(module.__file__ or "").read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(value: Any) -> Any:
+    return hashlib.sha256(json.dumps(value).encode())

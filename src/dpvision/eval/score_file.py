@@ -1,0 +1,68 @@
+"""Files of scores: scores.json of a run, and confidential/scores.json for what only its operator may see."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dpvision.checkpoint import write_json
+from dpvision.errors import CheckpointError
+from dpvision.eval.score import Score
+from dpvision.train.folder import run_base
+
+
+def write_scores(run_dir: str | Path, scores: list[Score], *, train_data: str, test_data: str) -> list[Path]:
+    """Merge scores into the run's scores.json, private ones into confidential/scores.json.
+
+    An entry is replaced by a new one of the same (name, protocol, train_data, test_data).
+
+    Args:
+        train_data, test_data: names of the stores, e.g. of their folders.
+
+    Returns:
+        The files written.
+
+    Raises:
+        CheckpointError: ``run_dir`` holds no run, or a file there cannot be read or written.
+    """
+    root = Path(run_dir)
+    base = run_base(root)
+    if base is None:
+        raise CheckpointError(f"scores: {root} holds no run; expected a run folder. Correct the path.")
+    written = []
+    for visibility, folder in (("public", base), ("private", root / "confidential")):
+        new = [s.to_dict() | {"train_data": train_data, "test_data": test_data} for s in scores if s.visibility == visibility]
+        if new:
+            written.append(merge_entries(folder / "scores.json", new))
+    return written
+
+
+def merge_entries(path: Path, entries: list[dict[str, Any]]) -> Path:
+    """Add entries (fields of Score, train_data, test_data) to a file of scores, in the place of those with the same key.
+
+    Raises:
+        CheckpointError: the file cannot be read or written.
+    """
+    merged = {_key(entry): entry for entry in [*read_scores(path), *entries]}
+    write_json(path, list(merged.values()))
+    return path
+
+
+def read_scores(path: Path) -> list[dict]:
+    """Entries of a scores.json (fields of Score, train_data, test_data); none when there is no file.
+
+    Raises:
+        CheckpointError: the file is not what ``write_scores`` wrote.
+    """
+    if not path.exists():
+        return []
+    try:
+        entries = json.loads(path.read_text())
+        for entry in entries:
+            _key(entry)
+        return entries
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"scores: {path} cannot be read ({error!r}). Move it away and evaluate again.") from None
+
+
+def _key(entry: dict) -> tuple[str, str, str, str]:
+    return entry["name"], entry["protocol"], entry["train_data"], entry["test_data"]

@@ -1,0 +1,85 @@
+"""Recipes as documents: their numbers are the paper's, and give the epsilon that the paper prints (by RDP, which it used)."""
+
+from dataclasses import replace
+
+import pytest
+
+from dpvision.config import MAEConfig
+from dpvision.models import count_parameters
+from dpvision.privacy.plan import make_plan
+from dpvision.recipes import RECIPES, vip_variations
+
+# Paper's printed epsilon; how far ours is by RDP: rounding of a printed noise multiplier, and steps that a row does not state.
+PRINTED = {
+    "vip.base": (8, 0.01),
+    "vip.base_eps4": (4, 0.01),
+    "vip.base_eps2": (2, 0.01),
+    "vip.base_23m": (8, 0.2),
+    "vip.base_2m": (8, 0.05),
+    "vip.base_batch8k": (8, 0.3),
+    "vip.base_batch32k": (8, 0.2),
+    "vip.base_dedup": (8, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_settings_give_the_printed_epsilon(name: str) -> None:
+    epsilon, margin = PRINTED[name]
+    plan = make_plan(RECIPES[name]().privacy)
+    assert plan.epsilon_rdp == pytest.approx(epsilon, abs=margin)
+    assert plan.epsilon is not None and plan.epsilon < plan.epsilon_rdp, "the bound that is stated is the tighter one"
+
+
+def test_batch_sizes_keep_the_number_of_sample_gradients() -> None:
+    base = RECIPES["vip.base"]().privacy
+    for name in ("vip.base_batch8k", "vip.base_batch32k"):
+        privacy = RECIPES[name]().privacy
+        ratio = privacy.expected_batch_size * privacy.steps / (base.expected_batch_size * base.steps)
+        assert ratio == pytest.approx(1, abs=1e-4)
+
+
+def test_a_variation_differs_from_its_base_in_what_it_names() -> None:
+    for name, row in vip_variations.VARIATIONS.items():
+        made, base = RECIPES[name](), row.of()
+        rest = replace(made, recipe=base.recipe, privacy=base.privacy, model=base.model, optim=base.optim, init_from=base.init_from)
+        assert rest == base and made != base and made.recipe == name
+        for part, changes in (("privacy", row.privacy), ("model", row.model), ("optim", row.optim)):
+            assert replace(getattr(made, part), **{key: getattr(getattr(base, part), key) for key in changes}) == getattr(base, part)
+
+
+def test_every_private_start_has_a_recipe_that_makes_it() -> None:
+    """runs/NAME is where `dpvision train NAME` puts a run; start and run have the same network."""
+    started = {name: config for name, make in RECIPES.items() if (config := make()).init_from is not None}
+    assert {"vip.base", "vip.micro", "vip.base_decoder8"} <= set(started)
+    for name, config in started.items():
+        parent = config.init_from.removeprefix("runs/")
+        assert parent in RECIPES, f"{name} starts from {config.init_from}, which no recipe makes"
+        start = RECIPES[parent]()
+        assert start.recipe == parent
+        if isinstance(config.model, MAEConfig) and isinstance(start.model, MAEConfig):
+            assert replace(start.model, mask_ratio=config.model.mask_ratio) == config.model
+
+
+def test_warm_starts_are_public_and_of_the_papers_length() -> None:
+    warm = {name: make() for name, make in RECIPES.items() if name.startswith("synthetic.")}
+    assert all(c.data.pictures == "textures" and c.privacy.guarantee == "none" and c.init_from is None for c in warm.values())
+    base, short = warm["synthetic.vip_base"], warm["synthetic.vip_base_20_epochs"]
+    assert base.privacy.steps * 4096 / 1_300_000 == pytest.approx(1000, abs=0.01) and short.privacy.steps * 50 == pytest.approx(
+        base.privacy.steps, rel=0.001
+    )
+    assert base.optim.learning_rate == pytest.approx(2.4e-3) and base.optim.warmup_steps / base.privacy.steps == pytest.approx(
+        0.04, abs=1e-4
+    )
+
+
+def test_names_are_the_keys() -> None:
+    assert all(make().recipe == name for name, make in RECIPES.items())
+
+
+def test_variations_keep_the_size_but_for_the_decoder() -> None:
+    base = count_parameters(RECIPES["vip.base"]().model)
+    for name in ("vip.base_mask25", "vip.base_2m", "vip.base_random_start"):
+        assert count_parameters(RECIPES[name]().model) == base
+    assert count_parameters(RECIPES["vip.base_decoder8"]().model) - base == 2 * (
+        base - count_parameters(RECIPES["vip.base_decoder2"]().model)
+    )
