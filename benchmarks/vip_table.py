@@ -1,7 +1,7 @@
 """ViP in miniature: what the warm start gives, what private training adds to it, and controls of equal counts, by probes on photographs.
 
     python benchmarks/vip_table.py --work DIR --train STORE --probe STORE --test STORE [--arms A,B] [--seeds 0,1,2] [--gradients N]
-                                   [--warm N] [--set FIELD=VALUE ...] [--json FILE]
+                                   [--warm N] [--textures STORE] [--set ARGUMENT ...] [--json FILE]
 
 Runs the product itself: `dpvision train` recipes in DIR, each arm of a seed from that seed's warm start, with N sample-gradients:
 
@@ -11,7 +11,7 @@ Runs the product itself: `dpvision train` recipes in DIR, each arm of a seed fro
     pictures          on the private pictures without privacy (as textures: small batches)
     private_eps8      vip.micro, epsilon 8
     private_eps2      vip.micro, epsilon 2
-    random_eps8       vip.micro at epsilon 8 from random weights
+    random_eps8       vip.micro_random_start, epsilon 8
 
 STOREs are imported from CIFAR-10 or the like: --train is trained on, --probe and --test have labels. A run that is complete in DIR is not
 run again, so several processes may share the work by --arms or --seeds. Scores: ridge probes, and few-shot probes of 5, 10 and 30 per class
@@ -52,9 +52,12 @@ def command(arm: str, seed: int, args: argparse.Namespace) -> list[str]:
     if arm in ("warm", "textures"):
         count = args.warm if arm == "warm" else args.gradients
         start = [] if arm == "warm" else ["--init-from", warm]
+        if args.textures is not None:
+            start += ["--data", str(args.textures), "--privacy.dataset-size", str(Store.open(args.textures).num_records)]
         return ["synthetic.vip_micro", *start, *steps(count, WARM_BATCH), *warmup(count, WARM_BATCH), *common]
     data = ["--data", str(args.train), "--privacy.dataset-size", str(Store.open(args.train).num_records)]
     start = ["--init-from", "None" if arm == "random_eps8" else warm]
+    private = "vip.micro_random_start" if arm == "random_eps8" else "vip.micro"
     if arm == "pictures":
         recipe = Path(warm, "config.json")  # the warm start's optimizer: the best this arm can do
         optim = json.loads(recipe.read_text())["optim"]
@@ -70,7 +73,7 @@ def command(arm: str, seed: int, args: argparse.Namespace) -> list[str]:
         return ["vip.micro_non_private", *data, *start, *sizes, *same, *common]
     epsilon = arm.split("_eps")[1]
     sizes = [*steps(args.gradients, PRIVATE_BATCH), *warmup(args.gradients, PRIVATE_BATCH)]
-    return ["vip.micro", *data, *start, "--privacy.target-epsilon", epsilon, *sizes, *common]
+    return [private, *data, *start, "--privacy.target-epsilon", epsilon, *sizes, *common]
 
 
 def train(arm: str, seed: int, args: argparse.Namespace) -> Path:
@@ -123,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("work", "train", "probe", "test"):
         parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--textures", type=Path, help="store of textures, e.g. of files; left out: new looks at 200,000 in each step")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--gradients", type=int, default=100_000)

@@ -243,7 +243,9 @@ class DataConfig:
         lo, hi = self.crop_scale
         _require(0 < lo <= hi <= 1, "data", "crop_scale", self.crop_scale, "0 < low <= high <= 1", "ViP: (0.2, 1.0).")
         _require(self.views >= 1, "data", "views", self.views, "at least 1", "Use 1.")
-        _require(all(0 < s < math.inf for s in self.std), "data", "std", self.std, "positive numbers", "Use the ImageNet constants.")
+        scale = "Pixels run from 0 to 1 here: divide constants for 0 to 255 by 255, or leave the ImageNet ones."
+        _require(all(0 <= m <= 1 for m in self.mean), "data", "mean", self.mean, "three numbers from 0 to 1", scale)
+        _require(all(0 < s <= 1 for s in self.std), "data", "std", self.std, "three numbers above 0, at most 1", scale)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ def demo() -> RunConfig:
         privacy=replace(config.privacy, dataset_size=40_000, expected_batch_size=2000, steps=60),
         model=MAEConfig(
             encoder=ViTConfig(image_size=32, patch_size=4, depth=4, width=64, num_heads=4),
-            decoder_depth=1, decoder_width=64, decoder_num_heads=4,
+            decoder_depth=1, decoder_width=64, decoder_num_heads=4,  # plain pixels: the report shows what it fills in
         ),
         data=DataConfig(crop_scale=(0.6, 1.0)),
         optim=replace(config.optim, learning_rate=2e-3, warmup_steps=5),

@@ -22,8 +22,8 @@ def tan() -> RunConfig:
     Batch 32,768, noise 2.5, 18,000 steps, delta 8e-7, clip norm 1, 8 views, SGD without momentum or decay: the released code's README
     and defaults. Learning rate 32 is a default too, which the README's command leaves as it is; the paper's run may have had another.
     Departures: views are there shifts by up to 20 px over reflected borders, flips, and colour jitter with probability 0.3; here crops of
-    83 to 100% of the area, and flips. The last gains of branches start there at 0, the head at N(0, 0.01); here at 1 and at zeros. Test pictures are
-    scored there by an average over views too, here by one centre crop.
+    83 to 100% of the area, and flips. The last gains of branches start there at 0, the head at N(0, 0.01); here at 1 and at zeros. Test
+    pictures are scored there by an average over views too, here by one centre crop.
     """
     return RunConfig(
         recipe="supervised.tan",
@@ -40,8 +40,8 @@ def dp_nfnet() -> RunConfig:
     """De et al. 2022 on ImageNet-1K, "DP-NFNet" in ViP: NF-ResNet-50, 25,557,032 parameters; top-1 32.4% in ViP's Table 5.
 
     Batch 16,384, noise 2.5, 71,589 steps, delta 8e-7, clip norm 1, 4 views, SGD without momentum or decay at rate 4: the released
-    configuration of the run from scratch at epsilon 8. Departures: views are there shifts and flips; here crops of 83 to 100% of the area, and flips. The
-    head starts there at N(0, 0.01), here at zeros.
+    configuration of the run from scratch at epsilon 8. Departures: views are there shifts and flips; here crops of 83 to 100% of the area,
+    and flips. The head starts there at N(0, 0.01), here at zeros.
     """
     config = tan()
     return replace(

@@ -174,6 +174,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None) -> 
     elif config.init_from is not None:
         parent = load_checkpoint(_parent_path(config.init_from))
         lineage = inherit(parent.manifest, store, plan.guarantee)
+        _check_constants(config, parent)
         start_from(model, config.model, parent)
     loss_fn = loss_function(config)
     if plan.guarantee == "dp":
@@ -250,6 +251,17 @@ def start_from(model: nn.Module, cfg: ModelConfig, parent: Checkpoint) -> None:
         encoder = {name: value for name, value in parent.model.items() if name.startswith("encoder.")}
         parent = replace(parent, model=encoder | head)
     load_weights(model, parent)
+
+
+def _check_constants(config: RunConfig, parent: Checkpoint) -> None:
+    """Weights know pictures by the constants that they were normalised with: others would be pictures of another kind to them."""
+    theirs = parent.manifest["config"].get("data", {})
+    for name in ("mean", "std"):
+        mine = list(getattr(config.data, name))
+        if (got := list(theirs.get(name, mine))) != mine:
+            raise ConfigError(
+                f"data: {name}={mine}; expected {got}, with which {parent.path} was trained. Say --data.{name} {' '.join(map(str, got))}."
+            )
 
 
 def _parent_path(init_from: str) -> str:

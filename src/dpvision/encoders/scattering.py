@@ -1,0 +1,187 @@
+"""Scattering transform in two dimensions (Bruna & Mallat 2013; Oyallon & Mallat 2015): wavelets, modulus, average, twice over.
+
+    S0 = x * phi,   S1(j, l) = |x * psi_jl| * phi,   S2(j1, l1, j2, l2) = ||x * psi_j1l1| * psi_j2l2| * phi   with j2 > j1,
+
+each at every 2^J-th pixel. psi_jl are Morlet wavelets of J scales and L directions, phi a Gaussian as wide as the largest of them. At
+every resolution |phi|^2 + 1/2 sum (|psi(w)|^2 + |psi(-w)|^2) <= 1 holds for the filters' Fourier transforms as they are used
+(Littlewood-Paley), so that no layer expands distances. Pictures are continued by mirroring, which shows a pixel at most four times; taking
+every 2^J-th pixel of an average leaves about a share 4^-J of its energy. With J >= 2 that makes ||S(x) - S(y)|| <= ||x - y||.
+
+Legend: B pictures, N their channels, C channels, H height, W width, P paths, J scales, L directions, R resolutions, S side of a padded
+picture.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dpvision.errors import ConfigError
+
+_CENTRE = 0.75 * math.pi  # frequency of the finest wavelet, radians per pixel
+_WIDTH = 0.8  # of its Gaussian envelope, pixels
+
+
+@dataclass(frozen=True)
+class Scattering:
+    """Filters for one picture size. Made by ``make_scattering``."""
+
+    side_px: int
+    num_scales: int
+    num_directions: int
+    low_RS: tuple[Tensor, ...]
+    """Fourier transform of phi along one axis (a Gaussian is the same along both) at each resolution r: float32 (S / 2^r,)."""
+    waves_LSS: dict[tuple[int, int], Tensor]
+    """Of the wavelets of scale j used at resolution r, by (j, r), all directions: real values as complex64 (L, S / 2^r, S / 2^r)."""
+
+    @property
+    def num_paths(self) -> int:
+        """1 + J L + L^2 J (J - 1) / 2."""
+        scales, directions = self.num_scales, self.num_directions
+        return 1 + scales * directions + directions**2 * scales * (scales - 1) // 2
+
+    def __call__(self, x_BCHW: Tensor, *, log: bool = False) -> Tensor:
+        """Coefficients (B, C, P, H / 2^J, W / 2^J) float32: order 0, then order 1 by (j, l), then order 2 by (j1, l1, j2, l2) with j2 > j1.
+
+        Args:
+            x_BCHW: float32 on the filters' device, ``side_px`` high and wide.
+            log: log(S + 1e-3) for orders 1 and 2, for pixels from 0 to 1. Then nothing is said about distances.
+        """
+        x_NHW = F.pad(x_BCHW, (self.pad_px,) * 4, mode="reflect").flatten(0, 1)
+        freq_NSS = torch.fft.fft2(x_NHW)
+        first, second = [], []
+        for j1 in range(self.num_scales):
+            # |x * psi| varies no faster than every 2^j-th pixel shows: from here on the path lives on the coarser grid.
+            u_NLSS = _modulus(_fold_product(freq_NSS[:, None], self.waves_LSS[j1, 0], 1 << j1))
+            first.append(self._average(u_NLSS, j1))
+            if j1 + 1 < self.num_scales:
+                freq_NLSS = torch.fft.fft2(u_NLSS)[:, :, None]
+                deeper = [
+                    self._average(_modulus(_fold_product(freq_NLSS, self.waves_LSS[j2, j1], 1 << (j2 - j1))), j2)
+                    for j2 in range(j1 + 1, self.num_scales)
+                ]
+                second.append(torch.stack(deeper, dim=2).flatten(1, 3))  # l1, then j2, then l2
+        paths_NPHW = torch.cat([self._average(x_NHW[:, None], 0), *first, *second], dim=1)
+        if log:
+            paths_NPHW[:, 1:] = (paths_NPHW[:, 1:].clamp(min=0) + 1e-3).log()
+        return paths_NPHW.unflatten(0, x_BCHW.shape[:2])
+
+    @property
+    def pad_px(self) -> int:
+        """Pixels by which a picture is continued on each side: what the widest filters see."""
+        return 2 << self.num_scales
+
+    def _average(self, u: Tensor, resolution: int) -> Tensor:
+        """Convolution with phi at every 2^J-th pixel of the picture itself: (..., H / 2^J, W / 2^J)."""
+        kernel_S = torch.fft.ifft(self.low_RS[resolution]).real
+        step, pad = (1 << self.num_scales) >> resolution, self.pad_px >> resolution
+        place = pad + step * torch.arange(self.side_px >> self.num_scales, device=u.device)
+        matrix_HS = kernel_S[(place[:, None] - torch.arange(len(kernel_S), device=u.device)) % len(kernel_S)]
+        return matrix_HS @ u @ matrix_HS.T
+
+
+def make_scattering(side_px: int, num_scales: int = 2, num_directions: int = 8, device: str | torch.device = "cpu") -> Scattering:
+    """Filters for square pictures of ``side_px`` pixels.
+
+    Args:
+        side_px: a multiple of 2^num_scales, more than 2^(num_scales + 1) (mirroring needs that many pixels).
+        num_scales: J, 1 or more. Coefficients are nearly invariant to shifts well below 2^J pixels.
+
+    Raises:
+        ConfigError: the side does not fit the scales.
+    """
+    if not (num_scales >= 1 and side_px % (1 << num_scales) == 0 and side_px > 2 << num_scales):
+        step = 1 << max(num_scales, 1)
+        raise ConfigError(
+            f"scattering: side_px={side_px} with {num_scales} scales; expected a multiple of {step} above {2 * step}. "
+            "Take fewer scales, or another image size."
+        )
+    padded = side_px + (4 << num_scales)
+    low = [_gaussian(padded >> r, r, _WIDTH * 2 ** (num_scales - 1)) for r in range(num_scales)]
+    angles = [math.pi * i / num_directions for i in range(num_directions)]
+    waves = {
+        (j, r): torch.stack([_morlet(padded >> r, r, j, angle, num_directions) for angle in angles])
+        for r in range(num_scales)
+        for j in range(r + 1 if r else 0, num_scales)
+    }
+    # One factor for all wavelets, the largest that keeps the sum at or below one at every resolution and frequency.
+    room = 1.0
+    for r in {r for _, r in waves}:
+        energy_SS = _energy(waves, r)
+        seen = energy_SS > 1e-12
+        room = min(room, float(((1 - low[r].outer(low[r]).square())[seen] / energy_SS[seen]).min()))
+    return Scattering(
+        side_px,
+        num_scales,
+        num_directions,
+        tuple(low_S.float().to(device) for low_S in low),
+        {key: (math.sqrt(room) * wave_LSS).to(device, torch.complex64) for key, wave_LSS in waves.items()},
+    )
+
+
+def littlewood_paley(bank: Scattering, resolution: int) -> Tensor:
+    """|phi|^2 + 1/2 sum (|psi(w)|^2 + |psi(-w)|^2) over the filters used at a resolution: (S / 2^r, S / 2^r), at most 1."""
+    low_S = bank.low_RS[resolution]
+    return low_S.outer(low_S).square() + _energy({key: wave_LSS.real for key, wave_LSS in bank.waves_LSS.items()}, resolution)
+
+
+def _energy(waves_LSS: dict[tuple[int, int], Tensor], resolution: int) -> Tensor:
+    """1/2 sum (|psi(w)|^2 + |psi(-w)|^2) of real transforms: a real picture has the same energy at w and -w. 0 without wavelets."""
+    one_way = sum(wave_LSS.square().sum(dim=0) for (_, r), wave_LSS in waves_LSS.items() if r == resolution)
+    if not isinstance(one_way, Tensor):
+        return torch.zeros(())
+    return (one_way + one_way.flip(0, 1).roll((1, 1), (0, 1))) / 2
+
+
+def _frequencies(side: int, resolution: int) -> tuple[Tensor, Tensor]:
+    """Radians per pixel of the full picture, float64, of a grid of every 2^r-th pixel: (3, 3, side, side) with what aliases onto it."""
+    base = 2 * math.pi * torch.fft.fftfreq(side, dtype=torch.float64) / 2**resolution
+    # The filters used at a resolution are below 1e-7 beyond the next repetition of its band.
+    alias = 2 * math.pi / 2**resolution * torch.arange(-1, 2, dtype=torch.float64)
+    line = alias[:, None] + base
+    return line[:, None, :, None].expand(3, 3, side, side), line[None, :, None, :].expand(3, 3, side, side)
+
+
+def _gaussian(side: int, resolution: int, width_px: float) -> Tensor:
+    """Fourier transform of a Gaussian of standard deviation ``width_px`` along one axis, 1 at frequency 0: (side,)."""
+    row = _frequencies(side, resolution)[0][:, 0, :, 0]
+    envelope_S = (-((row * width_px) ** 2) / 2).exp().sum(dim=0)
+    return envelope_S / envelope_S[0]
+
+
+def _morlet(side: int, resolution: int, scale: int, angle: float, num_directions: int) -> Tensor:
+    """Fourier transform of a Morlet wavelet: a Gaussian at frequency xi, less as much of one at 0 as makes its mean zero."""
+    row, column = _frequencies(side, resolution)
+    along, across = math.cos(angle) * column + math.sin(angle) * row, -math.sin(angle) * column + math.cos(angle) * row
+    width_px, slant = _WIDTH * 2**scale, 4 / num_directions
+    centre = _CENTRE / 2**scale
+
+    def envelope(shift: float) -> Tensor:
+        return (-(((along - shift) * width_px) ** 2 + (across * width_px / slant) ** 2) / 2).exp().sum(dim=(0, 1))
+
+    wave, plain = envelope(centre), envelope(0.0)
+    return wave - wave[0, 0] / plain[0, 0] * plain
+
+
+def _fold_product(freq: Tensor, waves_LSS: Tensor, factor: int) -> Tensor:
+    """Fourier transform of a convolution at every ``factor``-th pixel: the mean of the parts of the product that alias onto each other.
+
+    Part by part, because the whole product would be ``factor`` squared times as large as what is kept (twelve times as slow, measured).
+    """
+    side = freq.shape[-1] // factor
+    parts = [slice(i * side, (i + 1) * side) for i in range(factor)]
+    total: Tensor | None = None
+    for rows in parts:
+        for columns in parts:
+            piece, wave = freq[..., rows, columns], waves_LSS[:, rows, columns]
+            total = piece * wave if total is None else total.addcmul_(piece, wave)
+    assert total is not None
+    return total.div_(factor * factor) if factor > 1 else total
+
+
+def _modulus(freq: Tensor) -> Tensor:
+    """Absolute value of what ``freq`` is the Fourier transform of, float32."""
+    wave = torch.fft.ifft2(freq)
+    return (wave.real * wave.real).addcmul_(wave.imag, wave.imag).sqrt_()
