@@ -1,18 +1,20 @@
 """What a warm start on procedural pictures is worth: probes on real photographs, against controls at equal counts.
 
-    python benchmarks/warm_start.py --cifar DIR [--sources A,B] [--seeds N] [--pictures N] [--steps N] [--batch N] [--quick] [--json FILE]
+    python benchmarks/warm_start.py --cifar DIR [--sources A,B] [--seeds N] [--pictures N] [--steps N] [--batch N] [--target T] [--probe N]
+                                    [--quick] [--json FILE]
 
 A small masked autoencoder (the network of vip.micro) is trained without privacy on N pictures of one source for the same number of
-steps, then its frozen encoder is probed (ridge on the mean token and on quadrants) on CIFAR-10: 50,000 to fit, 10,000 to test. DIR holds
-train.parquet and test.parquet. Sources: textures (our generator), dead_leaves (discs of power-law radii, one colour each), noise (1/f noise
-in correlated colours), cifar (the training photographs themselves, which no private run may use so); "random" is the untrained network. All
-sources see the same crops, flips, masks, batches and learning rates of a seed.
+steps, under bfloat16 autocast, then its frozen encoder is probed (ridge on the mean token and on quadrants) on CIFAR-10: --probe pictures
+to fit, 10,000 to test. DIR holds train.parquet and test.parquet. Sources: textures (our generator), dead_leaves (discs of power-law
+radii, one colour each), noise (1/f noise in correlated colours), cifar (the training photographs themselves, which no private run may use
+so); "random" is the untrained network. All sources see the same crops, flips, masks, batches and learning rates of a seed.
 """
 
 import argparse
 import io
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,21 +24,18 @@ from common import row, write_result
 from PIL import Image
 from torch import Tensor
 
-from dpvision.config import MAEConfig, ViTConfig
+from dpvision.config import MAEConfig
 from dpvision.eval.ridge import fit_ridge
 from dpvision.features import Encoder
 from dpvision.models import mae, make_model
+from dpvision.recipes import vip
 from dpvision.synthetic.textures import textures
 
 SIZE = 32
 STORED = 40
 MEAN, STD = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.225))
-MICRO = MAEConfig(
-    encoder=ViTConfig(image_size=SIZE, patch_size=4, depth=4, width=128, num_heads=4),
-    decoder_depth=1,
-    decoder_width=64,
-    decoder_num_heads=4,
-)
+MICRO = vip.micro().model
+assert isinstance(MICRO, MAEConfig)
 
 
 def cifar(folder: str, split: str) -> tuple[Tensor, np.ndarray]:
@@ -89,11 +88,10 @@ def normalised(x: Tensor) -> Tensor:
     return (x.float() / 255 - MEAN[:, None, None]) / STD[:, None, None]
 
 
-def train(pictures: Tensor, steps: int, batch: int, seed: int, init: dict[str, Tensor] | None = None, rate: float = 1e-3) -> mae.MAE:
+def train(pictures: Tensor, steps: int, batch: int, seed: int, target: str, rate: float = 1e-3) -> mae.MAE:
     """AdamW (0.9, 0.95), weight decay 0.05, a tenth of warm-up and a cosine, random places and mirrors."""
-    model = make_model(MICRO, seed)
-    if init is not None:
-        model.load_state_dict(init)
+    model = make_model(replace(MICRO, target=target), seed)
+    assert isinstance(model, mae.MAE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.05)
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
@@ -106,7 +104,9 @@ def train(pictures: Tensor, steps: int, batch: int, seed: int, init: dict[str, T
         for group in optimizer.param_groups:
             group["lr"] = rate * min((step + 1) / (0.1 * steps), 0.5 * (1 + math.cos(math.pi * step / steps)))
         optimizer.zero_grad()
-        mae.losses(model, x, order).mean().backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = mae.losses(model, x, order).mean()
+        loss.backward()
         optimizer.step()
     return model
 
@@ -128,14 +128,17 @@ def main() -> None:
     parser.add_argument("--sources", default="random,textures,dead_leaves,noise")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--pictures", type=int, default=12_000)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=640)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--target", default=MICRO.target, help="what the model predicts; default: as vip.micro")
+    parser.add_argument("--probe", type=int, default=20_000, help="training pictures of the probe")
     parser.add_argument("--quick", action="store_true", help="one seed, 20 steps")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.steps = 1, 20
     (train_x, train_y), (test_x, test_y) = cifar(args.cifar, "train"), cifar(args.cifar, "test")
+    train_x, train_y = train_x[: args.probe], train_y[: args.probe]
     found: dict[tuple[str, str], list[float]] = {}
     for seed in range(args.seeds):
         for source in args.sources.split(","):
@@ -143,7 +146,7 @@ def main() -> None:
             if source == "random":
                 model = make_model(MICRO, seed)
             else:
-                model = train(make_pictures(source, args.pictures, seed, args.cifar), args.steps, args.batch, seed)
+                model = train(make_pictures(source, args.pictures, seed, args.cifar), args.steps, args.batch, seed, args.target)
             took = time.monotonic() - start
             fit, test = features(model, train_x), features(model, test_x)
             for pooling in fit:

@@ -12,7 +12,7 @@ from PIL import Image
 from dpvision.config import DataConfig
 from dpvision.data.inspect import contact_sheet, inspect_store, texture_sheet
 from dpvision.data.keys import StepKey
-from dpvision.data.loader import physical_batches, pictures
+from dpvision.data.loader import _texture_batches, physical_batches, pictures
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_textures
@@ -60,6 +60,17 @@ def test_training_sees_a_new_look_in_each_step_and_view(store: Store) -> None:
     assert not torch.equal(batch(1, rows), x) and not torch.equal(x[:, 0], x[:, 1])
     seen = textures(torch.tensor([1003]), 32, instance_N=StepKey(0, 0).bits(torch.tensor([1003]), "look.1", 1)[:, 0])[0] / 255
     assert torch.allclose(x[0, 1], seen, atol=1e-6)
+
+
+def test_pictures_made_on_a_device_are_those_made_by_threads(store: Store) -> None:
+    """The way that a GPU takes, run on the CPU: same records, same pixels, whatever the physical batch."""
+    rows, key, data = np.arange(0, 90, 4), StepKey(3, 2), replace(DataConfig(), views=2)
+    threads = list(physical_batches(store, rows, key, data, 24, physical_batch_size=10, workers=2))
+    device = list(_texture_batches(store, rows, key, data, 24, 10, torch.device("cpu")))
+    assert len(threads) == len(device) == 3
+    for a, b in zip(threads, device, strict=True):
+        assert torch.equal(a.record_id_B, b.record_id_B) and torch.equal(a.valid_B, b.valid_B) and b.label_B is None
+        torch.testing.assert_close(a.image_BVCHW, b.image_BVCHW, rtol=1e-5, atol=1e-5)
 
 
 def test_the_rest_of_the_program_takes_it_as_a_store(store: Store) -> None:

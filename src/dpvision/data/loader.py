@@ -32,7 +32,15 @@ _Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def physical_batches(
-    store: Store, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, *, physical_batch_size: int, workers: int
+    store: Store,
+    rows: np.ndarray,
+    key: StepKey,
+    data: DataConfig,
+    image_size: int,
+    *,
+    physical_batch_size: int,
+    workers: int,
+    device: str | torch.device = "cpu",
 ) -> Iterator[Batch]:
     """Augmented batches of the given rows, in their order; the last one may be smaller, and no rows give no batch.
 
@@ -45,6 +53,7 @@ def physical_batches(
         key: seed and step.
         physical_batch_size: records in a batch, at least 1.
         workers: threads, at least 1. Neither of the last two changes a bit of any record.
+        device: textures are made where they are needed; other pictures come on the CPU whatever it is.
 
     Yields:
         Batch with image_BVCHW float32 of size ``image_size``, normalised, and label_B (-1 where there is none; None if the store has none).
@@ -53,6 +62,10 @@ def physical_batches(
         DataError: a row is not in the store, or a shard cannot be read.
     """
     rows = _checked_rows(store, rows)
+    device = torch.device(device)
+    if isinstance(store, TextureStore) and device.type != "cpu":
+        yield from _texture_batches(store, rows, key, data, image_size, physical_batch_size, device)
+        return
     has_labels = bool((store.index["label"] >= 0).any()) if len(rows) else False
 
     def augmented(part: np.ndarray) -> _Arrays:
@@ -87,6 +100,19 @@ def pictures(
         if valid.any():
             kept = part[valid]
             yield torch.from_numpy(x_BCHW[valid]), torch.from_numpy(kept), torch.from_numpy(store.index["label"][kept].astype(np.int64))
+
+
+def _texture_batches(
+    store: TextureStore, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, physical_batch_size: int, device: torch.device
+) -> Iterator[Batch]:
+    """Looks at textures, made on ``device``: a GPU makes them faster than threads could hand them over."""
+    mean, std = (torch.tensor(v, device=device)[:, None, None] for v in (data.mean, data.std))
+    for start in range(0, len(rows), physical_batch_size):
+        part = rows[start : start + physical_batch_size]
+        x_BVCHW = store.looks(part, key, data.views, image_size, device)
+        valid_B = torch.ones(len(part), dtype=torch.bool, device=device)
+        record_id_B = torch.from_numpy(store.index["id"][part].astype(np.int64)).to(device)
+        yield Batch(record_id_B=record_id_B, valid_B=valid_B, image_BVCHW=(x_BVCHW.float() / 255 - mean) / std)
 
 
 def _checked_rows(store: Store, rows: np.ndarray) -> np.ndarray:
@@ -128,7 +154,8 @@ def _augment(store: Store, rows: np.ndarray, key: StepKey, data: DataConfig, ima
     record_id = store.index["id"][rows].astype(np.int64)
     if isinstance(store, TextureStore):  # a look is a crop already
         valid = np.ones(len(rows), dtype=bool)
-        return record_id, valid, _normalised(store.looks(rows, key, data.views, image_size), valid, data)
+        pixels = store.looks(rows, key, data.views, image_size).permute(0, 1, 3, 4, 2).numpy()
+        return record_id, valid, _normalised(pixels, valid, data)
     views = range(data.views)
     crops = [key.uniform_numpy(record_id, f"crop.{v}", CROP_NUMBERS).tolist() for v in views]
     flips = [(key.uniform_numpy(record_id, f"flip.{v}", 1)[:, 0] < 0.5 if data.horizontal_flip else [False] * len(rows)) for v in views]

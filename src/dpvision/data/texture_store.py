@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from dpvision.data.keys import StepKey
 from dpvision.data.store import TEXTURES_FORMAT, Record, Store
@@ -52,11 +53,11 @@ class TextureStore(Store):
         number_B = torch.from_numpy(self.index["id"][np.asarray(rows)])
         return [_png(x) for x in textures(number_B, self.size_px).permute(0, 2, 3, 1).numpy()]
 
-    def looks(self, rows: np.ndarray, key: StepKey, views: int, image_size: int) -> np.ndarray:
-        """uint8 (B, V, H, W, 3): the looks of this step at the textures of ``rows``, a function of (seed, step, view, number)."""
+    def looks(self, rows: np.ndarray, key: StepKey, views: int, image_size: int, device: str | torch.device = "cpu") -> Tensor:
+        """uint8 (B, V, 3, H, W) on ``device``: this step's looks at the textures of ``rows``, functions of (seed, step, view, number)."""
         number_B = torch.from_numpy(self.index["id"][rows])
-        seen = [textures(number_B, image_size, instance_N=key.bits(number_B, f"look.{v}", 1)[:, 0]) for v in range(views)]
-        return torch.stack(seen, dim=1).permute(0, 1, 3, 4, 2).numpy()
+        looks = [key.bits(number_B, f"look.{v}", 1)[:, 0] for v in range(views)]
+        return torch.stack([textures(number_B, image_size, instance_N=look_B, device=device) for look_B in looks], dim=1)
 
     def captions(self, row: int) -> tuple[str, ...]:
         """None."""

@@ -50,7 +50,7 @@ def step_sum(
     total = ClippedSum.zeros(model, plan.max_grad_norm)
     batches = physical_batches(
         store, mine, key, config.data, config.model.encoder.image_size,
-        physical_batch_size=hardware.physical_batch_size, workers=hardware.workers,
+        physical_batch_size=hardware.physical_batch_size, workers=hardware.workers, device=group.device,
     )  # fmt: skip
     with autocast(hardware.precision, group.device):
         scale = _loss_scale(config, model, loss_fn, key, group) if hardware.precision == "float16" else 1.0
