@@ -45,3 +45,14 @@ def test_no_signal_figure_without_noise() -> None:
     report = what_if(PrivacyConfig(dataset_size=100, expected_batch_size=10, steps=5, guarantee="none"))
     assert report["signal"] is None and report["epsilon"] is None and report["noise_batch_ratio"] == 0.0
     assert not any(isinstance(v, float) and not math.isfinite(v) for v in report.values())
+
+
+def test_few_records_and_weak_signals_get_an_honest_word() -> None:
+    small = what_if(PrivacyConfig(dataset_size=50_000, expected_batch_size=5000, steps=200, noise_multiplier=1.13))
+    assert "50,000 records are few" in small["advice"] and "dictionary" in small["advice"]
+    paper = PrivacyConfig(dataset_size=233_804_767, expected_batch_size=98304, steps=6100, noise_multiplier=0.48)
+    assert what_if(paper, num_parameters=99_000_000)["advice"] is None
+    drowned = what_if(PrivacyConfig(dataset_size=2_000_000, expected_batch_size=2000, steps=10, noise_multiplier=2.0), num_parameters=10**9)
+    assert "noise" in drowned["advice"] and "few" not in drowned["advice"]
+    free = PrivacyConfig(dataset_size=50_000, expected_batch_size=5000, steps=200, guarantee="none")
+    assert what_if(free)["advice"] is None

@@ -25,7 +25,6 @@ from dpvision.train.start import new_session
 # Scene numbers: the private part and the public parts are different scenes of the same kind.
 _FIRST_PRIVATE, _FIRST_TRAIN, _FIRST_TEST = 0, 10_000_000, 20_000_000
 _NUM_TRAIN, _NUM_TEST = 4000, 2000
-_SMALL_SIGNAL = 0.1
 
 
 def run(argv: Sequence[str]) -> None:
@@ -67,8 +66,7 @@ def demo(data: Path | None = None, stores: Path = Path("stores"), runs: Path = P
     with new_session(config, root) as session:
         plan = session.plan
         say(f"     epsilon {plan.epsilon:.4g} at delta {plan.delta:.2g}: noise multiplier {plan.noise_multiplier:.4g}, {plan.steps} steps")
-        word = _honest_word(config, sum(p.numel() for p in session.model.parameters()))
-        if word:
+        if word := what_if(config.privacy, num_parameters=sum(p.numel() for p in session.model.parameters()))["advice"]:
             say(f"     {word}")
         say("3/5  Private training (stop it with Ctrl-C or kill it: the ledger stays true)")
         fit(session)
@@ -108,17 +106,6 @@ def _fitted(config: RunConfig, store: Store) -> RunConfig:
     num = store.num_records
     privacy = replace(config.privacy, dataset_size=num, expected_batch_size=min(config.privacy.expected_batch_size, max(1, num // 4)))
     return replace(config, privacy=privacy, data=replace(config.data, store=str(store.path)))
-
-
-def _honest_word(config: RunConfig, num_parameters: int) -> str | None:
-    """What to expect where the data set is too small for its noise (the planner's heuristic)."""
-    signal = what_if(config.privacy, num_parameters=num_parameters)["signal"]
-    if not signal or signal["rho_star_planned"] < _SMALL_SIGNAL:
-        return None
-    return (
-        f"Honestly: {config.privacy.dataset_size:,} records are few for {num_parameters:,} parameters at this epsilon (rho* "
-        f"{signal['rho_star_planned']:.2f}). Private pre-training will hardly beat public features; a private head on them would."
-    )
 
 
 def _verdict(scores: list[Score]) -> str:

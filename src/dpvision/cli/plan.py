@@ -106,6 +106,8 @@ def _text(r: dict[str, Any]) -> str:
     if r["signal"]:
         lines.append("signal (a heuristic: docs/privacy.md)")
         lines.append(pairs({name.replace("_", " "): value for name, value in r["signal"].items()}))
+    if r["advice"]:
+        lines.append(r["advice"])
     if r["refused"]:
         lines.append(f"Training with this plan would be refused: {r['refused']}")
     return "\n".join(lines)

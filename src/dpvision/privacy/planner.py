@@ -10,6 +10,10 @@ from dpvision.privacy import accountant
 from dpvision.privacy.plan import DPPlan, draft_plan, refusal
 
 ATTACK_FPRS = (0.001, 0.01)
+PRETRAINING_PAYS_FROM = 1_000_000
+"""Records below which private pre-training is not known to beat features that cost nothing (docs/features_free.md, docs/log.md)."""
+LARGE_RHO_STAR = 0.1
+"""A common direction this strong, in clip norms, is rare among the gradients of pictures: weaker ones drown."""
 
 
 def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[str, Any]:
@@ -22,7 +26,8 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
     Returns:
         A dict ready for JSON: the settings; epsilon (PLD) and its companions, None without a guarantee; n_times_delta;
         "sample_gradients" = steps x expected_batch_size; "noise_batch_ratio" = noise_multiplier / expected_batch_size, the noise
-        on the mean gradient in units of max_grad_norm; "signal" (see ``signal``); "privacy_profile" and "attack_tpr".
+        on the mean gradient in units of max_grad_norm; "signal" (see ``signal``); "advice" (see ``advice``); "privacy_profile" and
+        "attack_tpr".
 
     Raises:
         PrivacyError: the target cannot be reached, or delta is below what the accountant resolves.
@@ -32,6 +37,7 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
     spent = plan.spent(plan.steps)
     event = plan.event(plan.steps)
     private = plan.guarantee == "dp"
+    strength = signal(plan, num_parameters)
     return {
         "guarantee": plan.guarantee,
         "sampling": plan.sampling,
@@ -51,11 +57,31 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "value_discretization_interval": plan.value_discretization_interval,
         "sample_gradients": plan.steps * plan.expected_batch_size,
         "noise_batch_ratio": plan.noise_multiplier / plan.expected_batch_size,
-        "signal": signal(plan, num_parameters),
+        "signal": strength,
+        "advice": advice(plan, strength) if private else None,
         "privacy_profile": accountant.privacy_profile(event) if private else None,
         "attack_tpr": {str(f): accountant.attack_tpr(event, f) for f in ATTACK_FPRS} if private else None,
         "refused": refusal(plan),
     }
+
+
+def advice(plan: DPPlan, strength: dict[str, float] | None) -> str | None:
+    """An honest word where private pre-training is unlikely to pay: too few records, or a signal below the noise; else None.
+
+    Args:
+        strength: as ``signal`` gives it; without rho_star only the number of records counts.
+    """
+    reasons = []
+    if plan.dataset_size < PRETRAINING_PAYS_FROM:
+        reasons.append(f"{plan.dataset_size:,} records are few")
+    if strength and (rho := strength.get("rho_star_planned")) is not None and rho >= LARGE_RHO_STAR:
+        reasons.append(f"a direction must be {rho:.2f} clip norms strong to be found in the noise")
+    if not reasons:
+        return None
+    return (
+        f"Honestly: {', and '.join(reasons)}. At this size private pre-training is not known to beat features that cost no budget: compare "
+        "with `dpvision evaluate dictionary`, and spend epsilon on a head."
+    )
 
 
 def signal(plan: DPPlan, num_parameters: int | None) -> dict[str, float] | None:
