@@ -82,15 +82,16 @@ def test_ema_unnoised(new_run: NewRun) -> None:
         with new_run() as session:
             decay = session.config.optim.ema_decay
             expected = state_tensors(session.model)["mask_token"].clone()
-            apply = session.optimizer.step
+            apply, updates = session.optimizer.step, 0
 
             def follow(gradient, learning_rate):
-                nonlocal expected
+                nonlocal expected, updates
                 before = session.model.mask_token.detach().clone()
                 apply(gradient, learning_rate)
                 after = session.model.mask_token.detach()
                 torch.testing.assert_close(after, before - learning_rate * gradient.grads["mask_token"])
-                expected = decay * expected + (1 - decay) * after
+                kept = min(decay, (1 + updates) / (10 + updates))
+                expected, updates = kept * expected + (1 - kept) * after, updates + 1
 
             session.optimizer.step = follow
             fit(session, quiet=True)
@@ -103,15 +104,15 @@ def test_ema_unnoised(new_run: NewRun) -> None:
         noise.update({n: gradient.grads[n] - value / plan.expected_batch_size for n, value in total.grads.items()})
         return gradient
 
-    def of_clean_weights(ema, model, decay):
+    def of_clean_weights(ema, model, decay, updates):
         clean = copy.deepcopy(model)
         with torch.no_grad():
             for name, p in clean.named_parameters():
                 p += 0.1 * noise[name]  # takes back what the learning rate of 0.1 made of the noise
-        return update_ema(ema, clean, decay)
+        return update_ema(ema, clean, decay, updates)
 
-    def twice_a_step(ema, model, decay):
-        return update_ema(update_ema(ema, model, decay), model, decay)
+    def twice_a_step(ema, model, decay, updates):
+        return update_ema(update_ema(ema, model, decay, updates), model, decay, updates)
 
     privatize = loop.privatize
     check()

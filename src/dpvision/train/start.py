@@ -91,6 +91,7 @@ def check_run(config: RunConfig) -> tuple[DPPlan, Store, int]:
     Raises:
         DPVisionError: what ``new_session`` would raise.
     """
+    _check_paths(config)
     plan = make_plan(config.privacy)
     session = _prepare(config, plan, None)
     distributed.leave()
@@ -104,6 +105,7 @@ def new_session(config: RunConfig, root: Path) -> Iterator[Session]:
     Raises:
         DPVisionError: anything that makes the run impossible or unsafe; no step has been charged then.
     """
+    _check_paths(config)
     plan = make_plan(config.privacy)
     session = _prepare(config, plan, None)
     with contextlib.ExitStack() as stack:
@@ -159,8 +161,7 @@ def resumed_session(root: Path, hardware: dict[str, Any] | None = None) -> Itera
 
 def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None) -> Session:
     """Store, model, optimizer and lineage, on this process's device; the same on all ranks."""
-    if config.data.store is None:
-        raise ConfigError("data: store=None; expected a folder made by `dpvision data import`. Say --data STORE.")
+    assert config.data.store is not None, "_check_paths refused that"
     store = Store.open(Path(config.data.store))
     rows = store.eligible_rows(plan.max_records_per_unit, config.seed)
     check_store(plan, store, len(rows))
@@ -172,7 +173,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None) -> 
         lineage = checkpoint.manifest["lineage"][:-1]
         load_weights(model, checkpoint)
     elif config.init_from is not None:
-        parent = load_checkpoint(_parent_path(config.init_from))
+        parent = load_checkpoint(config.init_from)
         lineage = inherit(parent.manifest, store, plan.guarantee)
         _check_constants(config, parent)
         start_from(model, config.model, parent)
@@ -264,16 +265,20 @@ def _check_constants(config: RunConfig, parent: Checkpoint) -> None:
             )
 
 
-def _parent_path(init_from: str) -> str:
-    """``init_from``; where nothing is there, say how to make it or do without it."""
-    if not Path(init_from).exists():
+def _check_paths(config: RunConfig) -> None:
+    """Refuse what is not there before the plan is made: calibrating its noise can take half a minute."""
+    if config.data.store is None:
+        raise ConfigError("data: store=None; expected a folder made by `dpvision data import`. Say --data STORE.")
+    if not Path(config.data.store).exists():
+        Store.open(Path(config.data.store))  # says what is missing
+    init_from = config.init_from
+    if init_from is not None and not Path(init_from).exists():
         name = Path(init_from).name
         make = f"Make it with `dpvision train {name}`" if name.startswith("synthetic.") else "Correct --init-from"
         raise CheckpointError(
             f"run: init_from={init_from!r} is not there; expected the run that this one starts from. "
             f"{make}, or say --init-from None for random weights."
         )
-    return init_from
 
 
 def _awake(model: nn.Module) -> nn.Module:
