@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
@@ -105,8 +106,13 @@ def test_another_protocol_or_setting_takes_the_features_and_not_the_scores(
 
 def test_changed_weights_are_scored_anew(make_run: MakeRun, tmp_path: Path) -> None:
     run, stores = make_run(), _stores(tmp_path)
-    last = evaluate(run, *stores, protocols=("ridge",), workers=1, cache=True)
-    assert evaluate(run, *stores, protocols=("ridge",), ema=True, workers=1, cache=True)[0].value != last[0].value
+    kept = stores[0].path / "confidential" / "features"
+    evaluate(run, *stores, protocols=("ridge",), against=(), workers=1, cache=True)
+    before = set(kept.glob("*.safetensors"))
+    averaged = evaluate(run, *stores, protocols=("ridge",), against=(), ema=True, workers=1, cache=True)
+    assert averaged == evaluate(run, *stores, protocols=("ridge",), against=(), ema=True, workers=1, cache=False)
+    (old,), (new,) = before, set(kept.glob("*.safetensors")) - before
+    assert not torch.equal(load_file(old)["mean"], load_file(new)["mean"])
 
 
 def test_what_a_confidential_encoder_makes_of_public_pictures_is_not_kept(make_run: MakeRun, tmp_path: Path) -> None:
