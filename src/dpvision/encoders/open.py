@@ -30,7 +30,7 @@ def open_encoder(spec: str, *, ema: bool = False, device: str | torch.device = "
     """
     kind, _, rest = spec.partition(":")
     if kind in ("timm", "torchvision"):
-        from dpvision.encoders.library import library_encoder
+        from dpvision.encoders.packaged import library_encoder
 
         name, _, file = rest.partition("@")
         return library_encoder(kind, name, Path(file) if file else None, image_size=image_size, device=device)

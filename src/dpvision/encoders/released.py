@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpvision.config import ViTConfig
 from dpvision.encoders.base import FrozenEncoder
-from dpvision.encoders.library import check_fit, encoder_from, without_wrapper
+from dpvision.encoders.packaged import check_fit, encoder_from, without_wrapper
 from dpvision.encoders.unpickle import load_weights
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.features import Encoder
