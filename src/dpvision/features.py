@@ -98,6 +98,12 @@ def load(run_or_checkpoint: str | Path, *, ema: bool = False, pooling: Pooling =
 
 def load_encoder(checkpoint: Checkpoint, *, ema: bool = False, pooling: Pooling = "mean") -> tuple[Encoder, RunConfig]:
     """Like ``load``, from a checkpoint in memory, with the whole config of its run."""
+    model, config = load_model(checkpoint, ema=ema)
+    return _frozen(model, pooling), config
+
+
+def load_model(checkpoint: Checkpoint, *, ema: bool = False) -> tuple[MAE | Classifier, RunConfig]:
+    """The whole network of a checkpoint in memory, decoder or head included, and the config of its run; raises as ``load``."""
     config = from_dict(RunConfig, checkpoint.manifest["config"], f"{checkpoint.path}: config")
     weights = checkpoint.ema if ema else checkpoint.model
     if weights is None:
@@ -107,7 +113,7 @@ def load_encoder(checkpoint: Checkpoint, *, ema: bool = False, pooling: Pooling 
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointError(f"checkpoint: {checkpoint.path} does not fit its config ({error}). Use the version that wrote it.") from None
-    return _frozen(model, pooling), config
+    return model, config
 
 
 def initial_encoder(cfg: ModelConfig, seed: int, pooling: Pooling = "mean") -> Encoder:

@@ -1,6 +1,6 @@
 import torch
 
-from dpvision.eval.baselines import raw_pixels
+from dpvision.encoders.fixed import raw_pixels
 
 
 def test_small_pictures_are_kept_pixel_by_pixel() -> None:

@@ -22,6 +22,7 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import CheckpointError
 from dpvision.models import make_model
+from dpvision.report.html import render
 from dpvision.report.neighbours import find_neighbours, nearest_others, neighbours_of_run
 from dpvision.report.operator_page import make_operator_page
 from dpvision.report.page import make_report
@@ -179,3 +180,23 @@ def test_checkpoints_of_two_architectures_are_refused_in_one_figure(child_and_pa
     )
     with pytest.raises(CheckpointError, match="another architecture"):
         reconstruct({"other": load_checkpoint(other)}, _config(child), scenes, 2)
+
+
+@pytest.mark.parametrize("target", ["pixels", "normalised_pixels", "gradients"])
+def test_other_targets_are_shown_for_what_they_are(tmp_path: Path, scenes: Store, target: str) -> None:
+    """Gradients fill in no picture, so the report has none; lent brightness and contrast are named as lent."""
+    run = make_run(tmp_path / "run", _store_of(tmp_path))
+    folder = find_checkpoint(run)
+    manifest = read_manifest(folder)
+    manifest["config"]["model"]["target"] = target
+    save_checkpoint(folder, manifest, make_model(replace(MODEL, target=target), 3).state_dict())
+    made = reconstruct_some(run, scenes, 2)
+    assert (made is None) == (target == "gradients")
+    if made is not None:
+        assert made.borrowed == (target == "normalised_pixels")
+        assert ("lent from the originals" in render("strips_part.html", pictures=made)) == made.borrowed
+
+
+def _store_of(folder: Path) -> Path:
+    make_store(folder / "store", "public")
+    return folder / "store"

@@ -35,7 +35,7 @@ from dpvision.privacy.sampling import derive_rng
 from dpvision.recipes import RECIPES
 from dpvision.train import loop, start
 from dpvision.train.loop import Secrets, fit
-from dpvision.train.start import new_session, resumed_session
+from dpvision.train.start import new_session, resumed_session, start_from
 from dpvision.train.step import step_sum
 
 KEYS = Secrets(b"d" * 32, b"n" * 32)
@@ -222,6 +222,16 @@ def test_fine_tuning_takes_the_encoder_of_an_autoencoder_and_nothing_else(config
     lineage = load_checkpoint(tmp_path / "tuned").manifest["lineage"]
     assert [entry["guarantee"]["steps"] for entry in lineage] == [4, 4]
     assert lineage[0]["store_id"] == lineage[1]["store_id"], "the statement adds them up"
+
+
+def test_weights_that_predict_something_else_are_refused_though_shapes_agree(config: RunConfig, tmp_path: Path) -> None:
+    """A parent from before there were targets predicts plain pixels, whatever its config leaves unsaid."""
+    parent = load_checkpoint(train(config, tmp_path / "mae"))
+    del parent.manifest["config"]["model"]["target"]
+    normalised = replace(config.model, target="normalised_pixels")
+    start_from(make_model(config.model, 1), config.model, parent)
+    with pytest.raises(CheckpointError, match="target='pixels'; expected 'normalised_pixels'"):
+        start_from(make_model(normalised, 1), normalised, parent)
 
 
 def test_the_pixel_head_of_an_autoencoder_is_never_taken_for_a_class_head(config: RunConfig, tmp_path: Path) -> None:

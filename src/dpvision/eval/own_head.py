@@ -9,13 +9,12 @@ import numpy as np
 import torch
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.config import ClassifierConfig, RunConfig, from_dict
+from dpvision.config import ClassifierConfig, RunConfig
 from dpvision.data.loader import pictures
 from dpvision.data.store import Store
-from dpvision.errors import CheckpointError, ConfigError, DataError
+from dpvision.errors import ConfigError, DataError
 from dpvision.eval.score import Score, wilson_interval
-from dpvision.features import Progress, trained_in_confidence
-from dpvision.models import make_model
+from dpvision.features import Progress, load_model, trained_in_confidence
 
 
 @torch.inference_mode()
@@ -46,19 +45,11 @@ def score_own_head(
         DataError: no readable picture with a label, a label that the head does not have, or pictures that the run was trained on.
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
-    config = from_dict(RunConfig, checkpoint.manifest["config"], f"{checkpoint.path}: config")
+    model, config = load_model(checkpoint, ema=ema)
     if not isinstance(config.model, ClassifierConfig):
         raise ConfigError(
             f"own_head: {checkpoint.path} is of model kind {config.model.kind!r}; expected 'classifier'. Use --protocols knn, linear."
         )
-    weights = checkpoint.ema if ema else checkpoint.model
-    if weights is None:
-        raise CheckpointError(f"checkpoint: {checkpoint.path} has no averaged weights; expected ema.safetensors. Leave ema out.")
-    model = make_model(config.model, config.seed)
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CheckpointError(f"checkpoint: {checkpoint.path} does not fit its config ({error}). Use the version that wrote it.") from None
     model.to(device).eval()
     _check_unseen(config, test_store)
     rows = _labelled_rows(test_store, config.model.num_classes)

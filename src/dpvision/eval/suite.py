@@ -15,11 +15,11 @@ from dpvision.config import DataConfig
 from dpvision.data import decode, loader, transform
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.fixed import raw_pixels
 from dpvision.encoders.open import open_encoder
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval import few_shot, fine_tune, knn, lars_probe, linear_probe, metric, ridge
 from dpvision.eval import protocols as protocol_code
-from dpvision.eval.baselines import raw_pixels
 from dpvision.eval.feature_cache import FeatureCache, code_digest, features_key, fingerprint, score_key
 from dpvision.eval.lars_probe import token_features
 from dpvision.eval.metric import Metric, checked_metric, titled

@@ -36,6 +36,8 @@ class Reconstructions:
     original: str
     count: int
     mask_ratio: float
+    borrowed: bool = False
+    """The model predicts normalised pixels: brightness and contrast of each hidden patch are the original's."""
 
     @property
     def filled(self) -> str:
@@ -62,7 +64,7 @@ def reconstruct_some(run: str | Path, store: Store, count: int = 8) -> Reconstru
     """
     checkpoint = load_checkpoint(run)
     config = from_dict(RunConfig, checkpoint.manifest["config"], f"{checkpoint.path}: config")
-    if not isinstance(config.model, MAEConfig):
+    if not isinstance(config.model, MAEConfig) or config.model.target == "gradients":
         return None
     parent = None if config.init_from is None else _parent(checkpoint, config)
     start = INITIAL if config.init_from is None else LOST_START if parent is None else WARM_START
@@ -102,7 +104,8 @@ def reconstruct(models: Mapping[str, Checkpoint | None], config: RunConfig, stor
     original = pixels_of(x_BCHW, config.data.mean, config.data.std)
     alpha = np.where(hidden_BCHW[:, :1].permute(0, 2, 3, 1).numpy(), 0, 255).astype(np.uint8)
     seen = np.concatenate([original, alpha], axis=-1)
-    return Reconstructions(strip_of(seen), fills, strip_of(original), len(original), config.model.mask_ratio)
+    borrowed = config.model.target != "pixels"
+    return Reconstructions(strip_of(seen), fills, strip_of(original), len(original), config.model.mask_ratio, borrowed)
 
 
 def _model(config: RunConfig, checkpoint: Checkpoint | None) -> mae.MAE:

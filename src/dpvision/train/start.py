@@ -239,7 +239,7 @@ def start_from(model: nn.Module, cfg: ModelConfig, parent: Checkpoint) -> None:
     found = {f"encoder.{name}": value for name, value in theirs.get("encoder", {}).items()}
     if isinstance(cfg, MAEConfig):
         wanted |= {"decoder_num_heads": cfg.decoder_num_heads, "target": cfg.target}
-        found |= theirs
+        found |= {"target": "pixels"} | theirs  # runs from before there were other targets name none
     for name, value in wanted.items():
         # attention heads and targets leave no trace in the shapes: weights of others would load, and mean something else
         if (got := found.get(name, value)) != value:
