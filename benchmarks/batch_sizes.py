@@ -10,12 +10,11 @@ curves with `dpvision compare DIR/batch-*`.
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 from common import row, write_result
+from runs import trained
 
 from dpvision.data.store import Store
 from dpvision.train.folder import run_base
@@ -23,17 +22,13 @@ from dpvision.train.folder import run_base
 
 def losses(batch: int, args: argparse.Namespace) -> np.ndarray:
     """Smoothed loss of every step."""
-    name = f"batch-{batch}"
-    if not (args.work / name).exists():
-        line = ["dpcap.micro", "--name", name, "--runs", str(args.work), "--data", str(args.scenes), "--init-from", str(args.warm)]
-        line += ["--data.tokenizer", str(args.tokenizer), "--privacy.dataset-size", str(Store.open(args.scenes).num_records)]
-        line += ["--privacy.guarantee", "simulated", "--privacy.target-epsilon", "None"]
-        line += ["--privacy.expected-batch-size", str(batch), "--privacy.noise-multiplier", str(args.ratio * batch)]
-        line += ["--privacy.steps", str(args.steps), "--optim.warmup-steps", str(max(1, args.steps // 10)), *args.set]
-        done = subprocess.run([sys.executable, "-m", "dpvision", "train", *line, "--quiet"], capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-    base = run_base(args.work / name)
+    line = ["dpcap.micro", "--data", str(args.scenes), "--init-from", str(args.warm)]
+    line += ["--data.tokenizer", str(args.tokenizer), "--privacy.dataset-size", str(Store.open(args.scenes).num_records)]
+    line += ["--privacy.guarantee", "simulated", "--privacy.target-epsilon", "None"]
+    line += ["--privacy.expected-batch-size", str(batch), "--privacy.noise-multiplier", str(args.ratio * batch)]
+    line += ["--privacy.steps", str(args.steps), "--optim.warmup-steps", str(max(1, args.steps // 10)), *args.set]
+    root = trained(args.work / f"batch-{batch}", line)
+    base = run_base(root)
     assert base is not None
     file = next(base.rglob("metrics.jsonl"))
     loss = np.array([json.loads(line)["loss"] for line in file.read_text().splitlines()])

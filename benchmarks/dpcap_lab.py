@@ -24,39 +24,32 @@ import argparse
 import io
 import json
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import torch
 from common import row, write_result
 from PIL import Image
+from runs import trained
+from scene_probes import FIRST_FIT, FIRST_TEST, attribute_probes, pixels, scenes
 
-from dpvision.checkpoint import load_checkpoint, read_manifest
-from dpvision.config import DataConfig
+from dpvision.checkpoint import load_checkpoint
 from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
-from dpvision.data.transform import normalise
-from dpvision.errors import CheckpointError
 from dpvision.eval.choice import answer_choices, choice_scores
 from dpvision.eval.cider import cider_d
 from dpvision.eval.label_sets import load_label_set
 from dpvision.eval.open_captioner import OpenCaptioner, open_captioner
-from dpvision.eval.ridge import fit_ridge
 from dpvision.eval.scene_choices import scene_compositional
 from dpvision.eval.zero_shot import ZeroShotSettings, zero_shot_scores
 from dpvision.features import Encoder, load_model
 from dpvision.models import make_model
 from dpvision.models.generate import GenerateSettings, generate
 from dpvision.recipes import RECIPES
-from dpvision.synthetic.scenes import ATTRIBUTES, Scene, make_scene
+from dpvision.synthetic.scenes import ATTRIBUTES, Scene
 
 SIZE = RECIPES["dpcap.micro"]().model.encoder.image_size
 ARMS = ("random", "warm", "private_eps8", "non_private", "vip_eps8")
-FIRST_FIT, FIRST_TEST = 10_000_000, 20_000_000
 COLOURS, SHAPES = ATTRIBUTES["colour"], ATTRIBUTES["shape"]
 
 
@@ -86,59 +79,7 @@ def train(arm: str, args: argparse.Namespace) -> Path:
     """Run an arm unless it is there; returns its run folder."""
     if arm == "warm" and args.warm is not None:
         return args.warm
-    root = args.work / arm
-    if not complete(root):
-        line = [*command(arm, args), "--name", arm, "--runs", str(args.work), "--quiet", "--json"]
-        line += ["--resume"] if root.exists() else []
-        start = time.monotonic()
-        done = subprocess.run([sys.executable, "-m", "dpvision", "train", *line], capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{arm}: {done.stderr[-2000:]}")
-        result = json.loads(done.stdout)
-        print(f"{arm}: {result['steps']} steps in {time.monotonic() - start:.0f} s, epsilon {result['epsilon']}", flush=True)
-    return root
-
-
-def complete(root: Path) -> bool:
-    try:
-        manifest = read_manifest(load_checkpoint(root).path)
-    except CheckpointError:
-        return False
-    return manifest["ledger_steps"] == manifest["plan"]["steps"]
-
-
-def scenes(first: int, num: int) -> list[Scene]:
-    return [make_scene(i, SIZE) for i in range(first, first + num)]
-
-
-def pixels(made: list[Scene]) -> torch.Tensor:
-    x = np.empty((len(made), 3, SIZE, SIZE), dtype=np.float32)
-    normalise(np.stack([scene.image for scene in made]), DataConfig().mean, DataConfig().std, x)
-    return torch.from_numpy(x)
-
-
-def attribute_probes(encoder: Encoder, fit: list[Scene], test: list[Scene]) -> dict[str, float]:
-    """Accuracy in percent of every attribute and their mean, by pooling."""
-    with torch.inference_mode():
-        features = [{name: torch.cat(parts).numpy() for name, parts in _poolings(encoder, pixels(made)).items()} for made in (fit, test)]
-    found = {}
-    for pooling in features[0]:
-        values = []
-        for name in ATTRIBUTES:
-            fit_N, test_N = (np.array([scene.attributes[name] for scene in made]) for made in (fit, test))
-            probe = fit_ridge(features[0][pooling], fit_N)
-            values.append(100 * float((probe.predict(features[1][pooling]) == test_N).mean()))
-            found[f"{name}, {pooling}"] = values[-1]
-        found[f"mean of attributes, {pooling}"] = float(np.mean(values))
-    return found
-
-
-def _poolings(encoder: Encoder, x_BCHW: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-    parts: dict[str, list[torch.Tensor]] = {}
-    for part in x_BCHW.split(500):
-        for name, x_BD in encoder.poolings(part).items():
-            parts.setdefault(name, []).append(x_BD)
-    return parts
+    return trained(args.work / arm, command(arm, args))
 
 
 def single_objects(args: argparse.Namespace) -> Store:
@@ -150,7 +91,7 @@ def single_objects(args: argparse.Namespace) -> Store:
 
     def samples() -> list[Sample]:
         found = []
-        for scene in scenes(FIRST_TEST, 8 * args.num_test):
+        for scene in scenes(FIRST_TEST, 8 * args.num_test, SIZE):
             if len(scene.objects) == 1 and len(found) < args.num_test:
                 file = io.BytesIO()
                 Image.fromarray(scene.image).save(file, "PNG")
@@ -193,14 +134,14 @@ def captioner_scores(ready: OpenCaptioner, args: argparse.Namespace) -> dict[str
     test = scene_compositional(range(FIRST_TEST, FIRST_TEST + args.num_test), SIZE)
     for score in choice_scores(test, answer_choices(ready, test, workers=1), ready.name, "public"):
         found[f"{score.protocol}"] = 100 * score.value
-    return found | said(ready, scenes(FIRST_TEST, args.num_test))
+    return found | said(ready, scenes(FIRST_TEST, args.num_test, SIZE))
 
 
 def measure(arm: str, args: argparse.Namespace) -> dict[str, float]:
     """All figures of an arm, kept in DIR."""
     kept = args.work / f"{arm}.scores.json"
     if not kept.exists():
-        fit, test = scenes(FIRST_FIT, args.num_fit), scenes(FIRST_TEST, args.num_test)
+        fit, test = scenes(FIRST_FIT, args.num_fit, SIZE), scenes(FIRST_TEST, args.num_test, SIZE)
         if arm == "random":
             config = RECIPES["dpcap.micro"]()
             model = make_model(config.model, config.seed)

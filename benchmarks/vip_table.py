@@ -20,16 +20,12 @@ run again, so several processes may share the work by --arms or --seeds. Scores:
 
 import argparse
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 from common import row, write_result
+from runs import trained
 
-from dpvision.checkpoint import read_manifest
 from dpvision.data.store import Store
-from dpvision.errors import CheckpointError
 from dpvision.eval.protocols import ProtocolSettings
 from dpvision.eval.suite import evaluate
 
@@ -78,29 +74,7 @@ def command(arm: str, seed: int, args: argparse.Namespace) -> list[str]:
 
 def train(arm: str, seed: int, args: argparse.Namespace) -> Path:
     """Run an arm unless it is there; returns its run folder."""
-    root = args.work / f"{arm}-{seed}"
-    if not complete(root):
-        line = [*command(arm, seed, args), "--runs", str(args.work), "--name", root.name, "--quiet", "--json"]
-        if (root / "config.json").exists():
-            line.append("--resume")
-        start = time.monotonic()
-        done = subprocess.run([sys.executable, "-m", "dpvision", "train", *line], capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{root.name}: {done.stderr[-2000:]}")
-        result = json.loads(done.stdout)
-        print(f"{root.name}: {result['steps']} steps in {time.monotonic() - start:.0f} s, epsilon {result['epsilon']}", flush=True)
-    return root
-
-
-def complete(root: Path) -> bool:
-    try:
-        newest = max((root / "checkpoints").glob("step-*"), default=None)
-        if newest is None:
-            return False
-        manifest = read_manifest(newest)
-        return manifest["ledger_steps"] == manifest["plan"]["steps"]
-    except CheckpointError:
-        return False
+    return trained(args.work / f"{arm}-{seed}", command(arm, seed, args))
 
 
 def scores(arm: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
