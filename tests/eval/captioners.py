@@ -5,13 +5,15 @@ from pathlib import Path
 
 import torch
 
-from dpvision.checkpoint import save_checkpoint, state_tensors, write_json
+from dpvision.checkpoint import write_json
 from dpvision.config import CaptionerConfig, CrossDecoderConfig, DataConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
 from dpvision.data.tokenizer import CaptionTokenizer, train_tokenizer
 from dpvision.eval.open_captioner import OpenCaptioner
 from dpvision.models import make_model
 from dpvision.models.captioner import Captioner
 from dpvision.synthetic.scenes import make_scene
+
+from ..captioners import lineage, write_checkpoint
 
 VOCAB_SIZE = 330
 
@@ -57,11 +59,8 @@ def write_captioner_run(root: Path, *, guarantee: bool = True, with_tokenizer: b
     )
     base = root if guarantee else root / "confidential"
     (root / "confidential").mkdir(parents=True)
-    manifest = {
-        "run_id": "r", "ledger_steps": 4, "updates": 4, "config": to_dict(config), "plan": {}, "ledger_digest": "d",
-        "lineage": [{"store_id": "s", "visibility": "private", "run_id": "r", "guarantee": {"epsilon": 8.0} if guarantee else None}],
-    }  # fmt: skip
-    files = {"tokenizer.json": words_of_scenes().to_bytes()} if with_tokenizer else None
-    save_checkpoint(base / "checkpoints" / "step-00000004", manifest, state_tensors(make_captioner()), files=files)
+    history = lineage("private", {"epsilon": 8.0} if guarantee else None)
+    folder, words = base / "checkpoints" / "step-00000004", words_of_scenes() if with_tokenizer else None
+    write_checkpoint(folder, make_captioner(), history=history, tokenizer=words, config=config)
     write_json(base / "config.json", to_dict(config))
     return root
