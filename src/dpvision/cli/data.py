@@ -28,10 +28,14 @@ def run(argv: Sequence[str]) -> None:
         "scenes": scenes,
         "tokenizer": tokenizer,
     }
+    if not argv or argv[0] in ("overlap", "-h", "--help"):
+        from dpvision.cli.overlap import overlap  # it brings torch along, which the others start without
+
+        commands["overlap"] = overlap
     tyro.extras.subcommand_cli_from_dict(
         commands,
         prog="dpvision data",
-        description="Stores: import, look into, split; make procedural scenes; train a tokenizer.",
+        description="Stores: import, look into, split; make procedural scenes; train a tokenizer; find what two stores have in common.",
         args=list(argv),
         config=CONFIG,
     )

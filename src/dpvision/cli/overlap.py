@@ -1,0 +1,135 @@
+"""``dpvision data overlap``: which public pictures are among the private ones."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+
+from dpvision.checkpoint import load_checkpoint, write_json
+from dpvision.cli.output import emit, pairs
+from dpvision.data.overlap import HOWS, RADIUS, check_out, find_matches, signatures, write_pairs, write_without
+from dpvision.data.perceptual import SECOND_RADIUS
+from dpvision.data.store import Store
+from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.open import open_encoder
+from dpvision.encoders.overlap import find_feature_matches, measure_threshold
+from dpvision.errors import ConfigError
+from dpvision.report.overlap_page import write_overlap_page
+
+PublicPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PUBLIC")]
+PrivatePath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PRIVATE")]
+
+
+def overlap(
+    public: PublicPath,
+    private: PrivatePath,
+    encoder: str | None = None,
+    radius: int = RADIUS,
+    threshold: float | None = None,
+    exact: bool = False,
+    out: Path | None = None,
+    workers: int = 2,
+    batch_size: int = 256,
+    json: bool = False,
+) -> None:
+    """Find pictures of a public store that are in a private one too, exactly or nearly.
+
+    An encoder that is trained on the public store without privacy must not have seen the private pictures: else scores on them say little,
+    and what it shows of them is in no epsilon.
+
+      dpvision data overlap stores/public stores/mine
+      dpvision data overlap stores/public stores/mine --encoder timm:vit_small_patch16_224@FILE --out stores/public-clean
+
+    Looks for identical files, identical pixels, near perceptual hashes (mirrored too) and, with --encoder, near features: crops and shifts.
+    Which pairs were found is written under PRIVATE/confidential/overlap-NAME/, with a page that shows them side by side. --out writes the
+    public store without them; the private store is never changed. docs/overlap.md says what may leave: not the number of matches.
+
+    Args:
+        public: Store imported with --public.
+        private: The other store.
+        encoder: Compare features of this encoder too; takes what `dpvision evaluate` takes.
+        radius: Bits of 64 by which perceptual hashes may differ, 0 to 11; by another hash 10 may always.
+        threshold: Cosine of features above which two pictures count as one; left out, measured on copies of public pictures.
+        exact: Identical files and pixels only.
+        out: New folder beside PUBLIC, for a store of the public pictures without a match.
+        workers: Threads that read pictures.
+        batch_size: Pictures in one forward pass of the encoder.
+        json: Print JSON.
+    """
+    if threshold is not None and encoder is None:
+        raise ConfigError(f"overlap: threshold={threshold} without an encoder; expected --encoder. Name one, or leave it out.")
+    if exact and (encoder is not None or radius != RADIUS):
+        raise ConfigError("overlap: --exact with --encoder or --radius, which find what is near; expected one or the other. Drop --exact.")
+    ours, theirs = Store.open(public), Store.open(private)
+    if ours.visibility != "public":
+        raise ConfigError(f"overlap: {public} is private; expected the public store first. Swap them, or import it with --public.")
+    if out is not None:
+        check_out(ours, out)
+    if threshold is not None and not -1 <= threshold < 1:
+        raise ConfigError(f"overlap: threshold={threshold}; expected a cosine from -1 to 1. Leave it out: it is then measured.")
+    opened = open_encoder(encoder) if encoder is not None else None
+    methods = ["identical bytes", "identical pixels"]
+    result: dict[str, Any] = {"public": str(public), "private": str(private)}
+    with Console(stderr=True).status("reading") as status:
+        signed = [
+            signatures(s, workers=workers, progress=lambda n, s=s: status.update(f"{s.path.name}: {n:,} of {s.num_records:,} pictures"))  # type: ignore[misc]
+            for s in (ours, theirs)
+        ]
+        found = find_matches(signed[0], signed[1], radius=None if exact else radius)
+        if not exact:
+            methods.append(f"perceptual hashes within {radius} and {SECOND_RADIUS} of 64 bits, mirror images too")
+        if opened is not None:
+            measured = measure_threshold(opened, ours, say=status.update)
+            result["recall_on_public_copies"] = measured.recall
+            if threshold is not None:
+                measured = replace(measured, cosine=threshold)
+            result["threshold"] = measured.cosine
+            near = find_feature_matches(opened, ours, theirs, measured, batch_size=batch_size, workers=workers, say=status.update)
+            found = found.joined(near)
+            methods.append(f"features of {_named(encoder, opened)} with a cosine above {measured.cosine:.3f}, mirror images too")
+    folder = theirs.path / "confidential" / f"overlap-{ours.path.name}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    counts = {how: int((found.how_M == i).sum()) for i, how in enumerate(HOWS)}
+    result |= {
+        "public_pictures": ours.num_records,
+        "public_pictures_with_a_match": len(found.public_M),
+        "by": counts,
+        "private_pictures_matched": len(np.unique(found.private_M)),
+        "methods": methods,
+    }
+    write_pairs(folder / "pairs.jsonl", ours, theirs, found)
+    result["page"] = str(write_overlap_page(folder / "overlap.html", ours, theirs, found, methods))
+    write_json(folder / "summary.json", result)
+    if out is not None:
+        write_without(ours, out, found.public_M, theirs, methods)
+        result["out"] = str(out)
+    emit(result, json, _text(result, ours, out))
+
+
+def _named(spec: str | None, opened: FrozenEncoder) -> str:
+    """An encoder as a statement may name it: without a path of this machine."""
+    if spec is None or not Path(spec).is_dir():
+        return opened.name
+    return f"run {load_checkpoint(spec).manifest['run_id'][:8]}"
+
+
+def _text(result: dict[str, Any], public: Store, out: Path | None) -> str:
+    count = result["public_pictures_with_a_match"]
+    lines = [f"{count:,} of {public.num_records:,} public pictures have a match among the private ones."]
+    lines.append(pairs({f"by {how}": number for how, number in result["by"].items()}))
+    if "threshold" in result:
+        lines.append(
+            f"Features count as alike above a cosine of {result['threshold']:.3f}; it finds these shares of copied public pictures:"
+        )
+        lines.append(pairs({name: f"{share:.0%}" for name, share in result["recall_on_public_copies"].items()}))
+    lines.append(f"Side by side: {result['page']}")
+    lines.append("Matches and their number depend on private pictures: they must not leave.")
+    if out is not None:
+        lines.append(
+            f"Without them: {out}, readable by you only. What is missing there tells who is in the private store: do not hand it on."
+        )
+        lines.append(f"Next: dpvision train ... --data {out} --privacy.dataset-size {public.num_records}, the public number, if within 1%.")
+    return "\n".join(lines)

@@ -1,0 +1,212 @@
+"""Which pictures of a public store are in a private one too: identical bytes, identical pixels, near perceptual hashes.
+
+Each reason holds for two pictures whatever other pictures there are, so that a private picture without a public twin changes nothing.
+
+Each store is read once; of a picture 64 bytes stay in memory. What is found names private pictures and is as confidential as they are.
+``docs/overlap.md`` says what may be done with it, and decision 0018 why.
+
+Legend: N pictures of a store, M matches.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from dpvision.data.decode import BadPicture, decode
+from dpvision.data.importer import new_folder
+from dpvision.data.ordered import ordered_map
+from dpvision.data.perceptual import nearest_within, perceptual_hashes
+from dpvision.data.store import Store, write_description
+from dpvision.data.texture_store import TextureStore
+from dpvision.errors import DataError
+
+How = Literal["bytes", "pixels", "perceptual", "features"]
+HOWS: tuple[How, ...] = get_args(How)
+"""Strongest first: of several reasons for a match the first stands."""
+RADIUS = 6
+_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Signatures:
+    """What is kept of the pictures of a store, in the order of its rows."""
+
+    bytes_N: np.ndarray
+    """uint64: of the file."""
+    pixels_N: np.ndarray
+    """uint64: of the decoded picture, its size included."""
+    hash_N22: np.ndarray
+    """uint64: perceptual hashes of the picture and of its mirror image (``perceptual``)."""
+    readable_N: np.ndarray
+    """False where the picture does not decode: then only its bytes count."""
+    hashed_N: np.ndarray
+    """False also where it is of one colour: then only bytes and pixels count."""
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Pictures of the public store with one of the private store that each is alike to; at most one each."""
+
+    public_M: np.ndarray
+    """int64 rows, ascending."""
+    private_M: np.ndarray
+    how_M: np.ndarray
+    """int64 positions in ``HOWS``."""
+    distance_M: np.ndarray
+    """float64: 0 for bytes and pixels; bits that differ; 1 - cosine."""
+
+    def joined(self, other: "Matches") -> "Matches":
+        """Both; of two reasons for the same public picture the stronger, then the nearer."""
+        parts = [np.concatenate(pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True)]
+        public, private, how, distance = parts
+        order = np.lexsort((distance, how, public))
+        first = np.r_[True, np.diff(public[order]) != 0][: len(order)]
+        return Matches(*(part[order[first]] for part in (public, private, how, distance)))
+
+
+def signatures(store: Store, *, workers: int = 2, progress: Callable[[int], None] | None = None) -> Signatures:
+    """Signatures of all pictures of a store, read once.
+
+    Raises:
+        DataError: the store holds textures, or a shard cannot be read. ConfigError: imagehash is not installed.
+    """
+    _check_pictures(store)
+    chunks = (np.arange(at, min(at + _CHUNK, store.num_records)) for at in range(0, store.num_records, _CHUNK))
+    parts = []
+    for part in ordered_map(lambda rows: _signed(store, rows), chunks, workers=workers, ahead=2 * workers):
+        parts.append(part)
+        if progress is not None:
+            progress(min(len(parts) * _CHUNK, store.num_records))
+    table = np.concatenate(parts) if parts else np.zeros((0, 8), dtype=np.uint64)
+    return Signatures(table[:, 0], table[:, 1], table[:, 2:6].reshape(-1, 2, 2), table[:, 6] == 1, table[:, 7] == 1)
+
+
+def _check_pictures(store: Store) -> None:
+    if isinstance(store, TextureStore):
+        raise DataError(f"overlap: {store.path} holds textures, which no picture is like; expected pictures. Leave it out.")
+
+
+def _signed(store: Store, rows: np.ndarray) -> np.ndarray:
+    table = np.zeros((len(rows), 8), dtype=np.uint64)
+    for b, data in enumerate(store.read_many(rows)):
+        table[b, 0] = _digest(data)
+        try:
+            pixels_HWC = decode(data)
+        except BadPicture:
+            continue
+        table[b, 1], table[b, 6] = _digest(np.array(pixels_HWC.shape).tobytes() + pixels_HWC.tobytes()), 1
+        hashes = perceptual_hashes(pixels_HWC)
+        if hashes is not None:
+            table[b, 2:6], table[b, 7] = hashes.ravel(), 1
+    return table
+
+
+def _digest(data: bytes) -> int:
+    """64 bits: among a million million pairs of pictures, one chance in ten million that two that differ look the same."""
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+def find_matches(public: Signatures, private: Signatures, *, radius: int | None = RADIUS) -> Matches:
+    """Matches by bytes, pixels and perceptual hashes.
+
+    Args:
+        radius: bits by which perceptual hashes may differ, 0 to 11; None: only what is identical counts. A mirror image counts as alike.
+
+    Raises:
+        ConfigError: the radius is out of range.
+    """
+    found = _equal(public.bytes_N, private.bytes_N, np.ones_like(public.readable_N), np.ones_like(private.readable_N), "bytes")
+    found = found.joined(_equal(public.pixels_N, private.pixels_N, public.readable_N, private.readable_N, "pixels"))
+    if radius is None:
+        return found
+    ours, theirs = np.flatnonzero(public.hashed_N), np.flatnonzero(private.hashed_N)
+    for mirrored in (0, 1):
+        near, bits = nearest_within(public.hash_N22[ours, mirrored], private.hash_N22[theirs, 0], radius)
+        hit = near >= 0
+        found = found.joined(matches_of(ours[hit], theirs[near[hit]], "perceptual", bits[hit]))
+    return found
+
+
+def _equal(public_N: np.ndarray, private_N: np.ndarray, public_ok: np.ndarray, private_ok: np.ndarray, how: How) -> Matches:
+    ours, theirs = np.flatnonzero(public_ok), np.flatnonzero(private_ok)
+    value, first = np.unique(private_N[theirs], return_index=True)
+    if not len(value):
+        return matches_of(ours[:0], ours[:0], how, np.zeros(0))
+    at = np.minimum(np.searchsorted(value, public_N[ours]), len(value) - 1)
+    hit = value[at] == public_N[ours]
+    return matches_of(ours[hit], theirs[first[at[hit]]], how, np.zeros(int(hit.sum())))
+
+
+def matches_of(public_M: np.ndarray, private_M: np.ndarray, how: How, distance_M: np.ndarray) -> Matches:
+    """Matches of one kind."""
+    how_M = np.full(len(public_M), HOWS.index(how), dtype=np.int64)
+    return Matches(public_M.astype(np.int64), private_M.astype(np.int64), how_M, distance_M.astype(np.float64))
+
+
+def write_pairs(path: Path, public: Store, private: Store, found: Matches) -> None:
+    """One JSON line for each match: names and rows in both stores, how, and the distance. Confidential: it names private pictures."""
+    with path.open("w", encoding="utf-8") as file:
+        for ours, theirs, how, distance in zip(*(part.tolist() for part in vars(found).values()), strict=True):
+            line = {"public": public.record(ours).key, "private": private.record(theirs).key, "how": HOWS[how], "distance": distance}
+            file.write(json.dumps(line | {"public_row": ours, "private_row": theirs}) + "\n")
+
+
+def check_out(public: Store, out: str | Path) -> Path:
+    """The folder that ``write_without`` would make. Raises DataError where it would be refused."""
+    _check_pictures(public)
+    target, home = Path(out).resolve(), public.path.resolve()
+    if public.visibility != "public":
+        raise DataError(f"overlap: {public.path} is private; expected a public store to leave pictures out of. Import it with --public.")
+    if target.parent != home.parent:
+        raise DataError(f"overlap: {target}; expected a folder in {home.parent}, beside the public store. Choose one there.")
+    if target.exists():
+        raise DataError(f"overlap: {target} exists; expected a new folder. Choose another name.")
+    return target
+
+
+def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Store, methods: list[str]) -> Store:
+    """A store of the public pictures but those of ``rows``, with a record of what was done, for the lineage of what is trained on it.
+
+    It reads the shards of the public store where they are and keeps its id, as the halves of a split do. Which pictures are missing depends
+    on the private store: the folder is readable by its owner only, and the record has no count.
+
+    Args:
+        out: folder to make, beside the public store.
+        methods: in words.
+
+    Raises:
+        DataError: the store is not public, ``out`` exists or lies elsewhere, or nothing would be left.
+    """
+    target, home = check_out(public, out), public.path.resolve()
+    keep = np.ones(public.num_records, dtype=bool)
+    keep[rows] = False
+    if not keep.any():
+        raise DataError(f"overlap: every picture of {public.path} is in {private.path}; expected some that are not. It is the same data.")
+    text = public.meta["text"]
+    with new_folder(target, private=True) as folder:
+        write_description(
+            folder,
+            store_id=public.store_id,
+            visibility="public",
+            index=public.index[keep],
+            shards=[(str(home / shard["path"]), shard["bytes"]) for shard in public.meta["shards"]],
+            text=(str(home / text["path"]), text["bytes"]),
+            label_names=public.label_names,
+            unit_field=public.meta.get("unit_field"),
+            licence=public.licence,
+            split=public.meta.get("split"),
+            metric=public.meta.get("metric"),
+        )
+        before = public.meta.get("deduplicated") or {"against": [], "methods": []}
+        record = {
+            "against": list(dict.fromkeys([*before["against"], private.store_id])),
+            "methods": list(dict.fromkeys([*before["methods"], *methods])),
+        }
+        meta = json.loads((folder / "store.json").read_text())
+        (folder / "store.json").write_text(json.dumps(meta | {"deduplicated": record}, indent=1))
+    return Store.open(target)

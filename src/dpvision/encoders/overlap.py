@@ -1,0 +1,227 @@
+"""Pictures of a public store that an encoder takes for pictures of a private one: crops, shifts and collages, which no hash finds.
+
+The private store's features are kept in a file (float16) and searched block by block (faiss, exact inner products), the public store's
+pass by once; so memory does not grow with either store. From which similarity on two pictures count as one is measured on the public
+store alone: transformed copies of its pictures against its other pictures.
+
+Legend: N pictures, D numbers of a feature, B pictures of a block, C channels, H height, W width.
+"""
+
+import io
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from dpvision.config import DataConfig
+from dpvision.data.decode import BadPicture, decode
+from dpvision.data.loader import pictures
+from dpvision.data.overlap import Matches, matches_of
+from dpvision.data.store import Store
+from dpvision.data.transform import preprocess
+from dpvision.encoders.base import FrozenEncoder
+from dpvision.errors import ConfigError, DataError
+
+SAMPLE = 1000
+FALSE_ALARMS = 0.001
+"""Share of copies whose nearest one among ``SAMPLE`` other pictures may look like a copy. Among more pictures it grows in proportion."""
+_BLOCK = 1 << 15
+_BATCH = 64
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """From which cosine on two pictures count as one, and what that finds among copies of public pictures."""
+
+    cosine: float
+    centre_D: np.ndarray
+    """Mean of the public pictures' features, float32: taken off all features, as what all pictures have in common tells none apart."""
+    recall: dict[str, float]
+    """By kind of copy."""
+    num_pictures: int
+
+
+def make_copies(pixels_HWC: np.ndarray) -> dict[str, np.ndarray]:
+    """What people do to pictures before they publish them again, by name: uint8 RGB."""
+    image = Image.fromarray(pixels_HWC)
+    width, height = image.size
+
+    def cropped(left: float, top: float, right: float, bottom: float) -> Image.Image:
+        box = (round(left * width), round(top * height), max(1, round(right * width)), max(1, round(bottom * height)))
+        return image.crop(box)
+
+    half = image.resize((max(1, width // 2), max(1, height // 2)), Image.Resampling.BICUBIC)
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=30)
+    copies = {
+        "jpeg, quality 30": Image.open(file).convert("RGB"),
+        "half the size": half,
+        "mirror image": image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+        "brighter": image.point(lambda value: min(255, round(1.25 * value))),
+        "shifted by 1/16": cropped(1 / 16, 1 / 16, 1, 1),
+        "centre, 80%": cropped(0.1, 0.1, 0.9, 0.9),
+        "corner, 70%": cropped(0, 0, 0.7, 0.7),
+    }
+    return {name: np.asarray(copy) for name, copy in copies.items()}
+
+
+def measure_threshold(
+    encoder: FrozenEncoder,
+    public: Store,
+    *,
+    sample: int = SAMPLE,
+    false_alarms: float = FALSE_ALARMS,
+    device: str | torch.device = "cpu",
+    say: Say = lambda text: None,
+) -> Threshold:
+    """The smallest cosine at which at most ``false_alarms`` of all copies have another picture than their own that counts as the same.
+
+    A function of the public store and of public settings.
+
+    Args:
+        sample: pictures, spread evenly over the store.
+
+    Raises:
+        DataError: fewer than ten readable pictures.
+    """
+    rows = np.unique(np.linspace(0, public.num_records - 1, min(sample, public.num_records)).astype(np.int64))
+    prepare = preprocess(encoder.image_size, encoder.mean, encoder.std)
+    own: list[np.ndarray] = []
+    copied: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for at in range(0, len(rows), _BATCH):
+        originals = [pixels for data in public.read_many(rows[at : at + _BATCH]) if (pixels := _pixels(data)) is not None]
+        if not originals:
+            continue
+        copies = [make_copies(pixels) for pixels in originals]
+        own.append(_features(encoder, _stacked([prepare(p) for p in originals]), device))
+        for name in copies[0]:
+            shown = _stacked([prepare(c[name]) for c in copies])
+            copied.setdefault(name, []).append((_features(encoder, shown, device), _features(encoder, shown.flip(-1), device)))
+        say(f"measuring the threshold: {at + len(originals):,} of {len(rows):,} public pictures")
+    raw_ND = np.concatenate(own) if own else np.zeros((0, 1), dtype=np.float32)
+    if len(raw_ND) < 10:
+        raise DataError(
+            f"overlap: {public.path} has {len(raw_ND)} readable pictures; expected ten or more to measure by. Leave --encoder out."
+        )
+    centre_D = raw_ND.mean(axis=0)
+    x_ND = _unit(raw_ND, centre_D)
+    # A picture that the public store holds twice is a copy itself, and no false alarm.
+    same_NN = x_ND @ x_ND.T > 1 - 1e-4
+    true, other = {}, []
+    for name, parts in copied.items():
+        ways = (_unit(np.concatenate(both), centre_D) @ x_ND.T for both in zip(*parts, strict=True))
+        cosine_NN = np.maximum(*ways)  # as the search does it
+        true[name] = np.diag(cosine_NN).copy()
+        cosine_NN[same_NN] = -1.0
+        other.append(cosine_NN.max(axis=1))
+    cosine = float(np.quantile(np.concatenate(other), 1 - false_alarms, method="higher"))
+    return Threshold(cosine, centre_D, {name: float((values > cosine).mean()) for name, values in true.items()}, len(x_ND))
+
+
+def find_feature_matches(
+    encoder: FrozenEncoder,
+    public: Store,
+    private: Store,
+    threshold: Threshold,
+    *,
+    batch_size: int = 256,
+    workers: int = 2,
+    device: str | torch.device = "cpu",
+    say: Say = lambda text: None,
+) -> Matches:
+    """Public pictures whose features, or those of their mirror image, have a cosine above the threshold with a private picture's.
+
+    Raises:
+        ConfigError: faiss is not installed, or the threshold is out of range. DataError: no readable picture in a store.
+    """
+    cosine = threshold.cosine
+    if not -1 <= cosine < 1:
+        raise ConfigError(f"overlap: threshold={cosine}; expected -1 to 1. Leave it out: it is then measured on the public store.")
+    try:
+        import faiss
+    except ImportError:
+        raise ConfigError("overlap: faiss is not installed; expected it for --encoder. Say: pip install dpvision[overlap].") from None
+    faiss.omp_set_num_threads(torch.get_num_threads())
+    folder = private.path / "confidential"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = matches_of(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), "features", np.zeros(0))
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        kept = Path(scratch) / "features.f16"
+        private_rows = []
+        with kept.open("wb") as file:
+            for x_BD, row_B in _blocks(encoder, private, threshold, False, batch_size, workers, device, say, "private"):
+                file.write(x_BD.astype(np.float16).tobytes())
+                private_rows.append(row_B)
+        row_N = np.concatenate(private_rows) if private_rows else np.zeros(0, dtype=np.int64)
+        if not len(row_N):
+            raise DataError(f"overlap: {private.path} has no readable picture; expected one or more. Import the source again.")
+        base_ND = np.memmap(kept, dtype=np.float16, mode="r").reshape(len(row_N), -1)
+        for x_BD, row_B in _blocks(encoder, public, threshold, True, batch_size, workers, device, say, "public"):
+            best_B, near_B = np.full(len(x_BD), -2.0, dtype=np.float32), np.zeros(len(x_BD), dtype=np.int64)
+            for at in range(0, len(base_ND), _BLOCK):
+                part_ND = np.ascontiguousarray(base_ND[at : at + _BLOCK], dtype=np.float32)
+                value_B1, index_B1 = faiss.knn(x_BD, part_ND, 1, metric=faiss.METRIC_INNER_PRODUCT)
+                better = value_B1[:, 0] > best_B
+                best_B[better], near_B[better] = value_B1[better, 0], at + index_B1[better, 0]
+            hit = best_B > cosine
+            found = found.joined(matches_of(row_B[hit], row_N[near_B[hit]], "features", 1 - best_B[hit]))
+    return found
+
+
+def _blocks(
+    encoder: FrozenEncoder,
+    store: Store,
+    threshold: Threshold,
+    mirrored: bool,
+    batch_size: int,
+    workers: int,
+    device: str | torch.device,
+    say: Say,
+    what: str,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Unit features float32 (B, D) and rows of about ``_BLOCK`` readable pictures at a time; with the mirror images after them."""
+    data = DataConfig(mean=encoder.mean, std=encoder.std)
+    parts: list[tuple[np.ndarray, np.ndarray]] = []
+    done = 0
+    for x_BCHW, row_B, _ in pictures(store, None, encoder.image_size, data, batch_size=batch_size, workers=workers):
+        for shown in (x_BCHW, x_BCHW.flip(-1)) if mirrored else (x_BCHW,):
+            parts.append((_unit(_features(encoder, shown, device), threshold.centre_D), row_B.numpy()))
+        done += len(row_B)
+        say(f"features of {what} pictures: {done:,} of {store.num_records:,}")
+        if sum(len(rows) for _, rows in parts) >= _BLOCK:
+            yield np.concatenate([x for x, _ in parts]), np.concatenate([rows for _, rows in parts])
+            parts = []
+    if parts:
+        yield np.concatenate([x for x, _ in parts]), np.concatenate([rows for _, rows in parts])
+
+
+@torch.inference_mode()
+def _features(encoder: FrozenEncoder, x_BCHW: Tensor, device: str | torch.device) -> np.ndarray:
+    """Features of the default pooling, float32 (B, D)."""
+    return next(iter(encoder.poolings(x_BCHW.to(device)).values())).float().cpu().numpy()
+
+
+def _unit(x_BD: np.ndarray, centre_D: np.ndarray) -> np.ndarray:
+    """Centred features of length 1; those that are not finite are zero, and like nothing."""
+    x_BD = x_BD - centre_D
+    with np.errstate(invalid="ignore", divide="ignore"):
+        x_BD = x_BD / np.linalg.norm(x_BD, axis=1, keepdims=True)
+    return np.nan_to_num(x_BD, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _stacked(x: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.stack(x))
+
+
+def _pixels(data: bytes) -> np.ndarray | None:
+    try:
+        return decode(data)
+    except BadPicture:
+        return None
