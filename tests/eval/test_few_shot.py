@@ -108,7 +108,7 @@ def test_fine_tuning_learns_leaves_the_encoder_alone_and_repeats_itself(kind: st
 
 def test_the_whole_network_is_trained(train: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Tuned] = []
-    monkeypatch.setattr(module._Job, "predict", lambda self, model, store, rows: (made.append(model), (np.zeros(1), np.zeros(1)))[1])
+    monkeypatch.setattr(module._Job, "predict", lambda self, model, store, rows: (made.append(model), (np.zeros(1),) * 3)[1])
     encoder = vit_encoder()
     fine_tune(encoder, _rows(train), _rows(train), units(train), 4, replace(QUICK, epochs=2), workers=1)
     assert encoder.backbone is not None

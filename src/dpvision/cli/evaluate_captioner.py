@@ -20,6 +20,7 @@ from dpvision.eval.order import order_test
 from dpvision.eval.scene_choices import scene_compositional
 from dpvision.eval.score import printed
 from dpvision.eval.score_file import merge_entries, write_scores
+from dpvision.eval.several_labels import load_several_labels
 from dpvision.eval.sugarcrepe import negclip_test, sugarcrepe_test
 from dpvision.eval.zero_shot import ZeroShotSettings, checked_methods
 from dpvision.models.generate import GenerateSettings
@@ -33,6 +34,7 @@ def evaluate_captioner(
     run: RunPath,
     store: Path | None = None,
     zero_shot: str | None = None,
+    labels: Path | None = None,
     method: str = "trie,loss",
     prompt: str = PROMPT,
     match_article: bool = False,
@@ -69,6 +71,7 @@ def evaluate_captioner(
         run: Run or checkpoint folder of a captioner.
         store: Pictures with labels or captions, other ones than it was trained on.
         zero_shot: Classify --store by this label set: store, cifar10, cifar100, or a file with one class a line, synonyms between commas.
+        labels: Of zero-shot: file of the classes any of which is right for a picture (ImageNet-ReaL's real.json; docs/evaluation.md).
         method: Of zero-shot: trie, loss or both.
         prompt: What stands before the label.
         match_article: Say "an" before a, e, i, o, u where the prompt ends in "a".
@@ -103,6 +106,8 @@ def evaluate_captioner(
     for asked_for, flag, what in ((order, "--order", "captions"), (zero_shot is not None, "--zero-shot", "labels")):
         if asked_for and opened is None:
             raise ConfigError(f"evaluate: no store; expected pictures with {what} for {flag}. Name one with --store.")
+    if labels is not None and zero_shot is None:
+        raise ConfigError(f"evaluate: labels={str(labels)!r} without zero-shot classes; expected --zero-shot too. Name a label set.")
     visibility: Visibility = "public" if public else "private"
     tests, notes = _benchmark_tests(sugarcrepe, negclip, images, aro, aro_leave_out, visibility, allow_missing), list[str]()
     if scenes is not None:
@@ -113,9 +118,12 @@ def evaluate_captioner(
         notes.append(
             f"order test: {made.left_out:,} captions left out (no shuffle differs), {made.short_of_shuffles:,} with fewer than four"
         )
+    classes = load_label_set(zero_shot, opened) if zero_shot is not None and opened is not None else None
+    right = load_several_labels(labels, opened, len(classes.classes)) if labels and classes and opened is not None else None
     asked = CaptionerTests(
         store=opened,
-        labels=load_label_set(zero_shot, opened) if zero_shot is not None and opened is not None else None,
+        labels=classes,
+        several=right,
         zero_shot=ZeroShotSettings(checked_methods(names_of(method)), prompt, match_article),
         captions=(GenerateSettings() if beams is None else GenerateSettings("beam", beams=beams)) if captions else None,
         choices=tuple(tests),

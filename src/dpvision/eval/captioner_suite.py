@@ -17,6 +17,7 @@ from dpvision.eval.open_captioner import OpenCaptioner, open_captioner
 from dpvision.eval.own_head import check_unseen
 from dpvision.eval.picture_source import Fit
 from dpvision.eval.score import Score
+from dpvision.eval.several_labels import SeveralLabels
 from dpvision.eval.zero_shot import ZeroShotSettings, zero_shot_scores
 from dpvision.models.generate import GenerateSettings
 
@@ -41,6 +42,8 @@ class CaptionerTests:
     """Pictures with labels (zero-shot) or captions (CIDEr) that the captioner was not trained on."""
     labels: LabelSet | None = None
     """For zero-shot classification of the store."""
+    several: SeveralLabels | None = None
+    """Of zero-shot classification: the classes any of which is right."""
     zero_shot: ZeroShotSettings | None = None
     """None: the defaults."""
     captions: GenerateSettings | None = None
@@ -93,7 +96,15 @@ def score_captioner(
             settings = replace(tests.zero_shot or ZeroShotSettings(), fit=fit, limit=limit)
             metric = checked_metric(tests.store.meta.get("metric") or "accuracy")
             scores = zero_shot_scores(
-                askers, tests.store, tests.labels, settings, metric=metric, batch_size=batch_size, workers=workers, progress=progress
+                askers,
+                tests.store,
+                tests.labels,
+                settings,
+                metric=metric,
+                several=tests.several,
+                batch_size=batch_size,
+                workers=workers,
+                progress=progress,
             )
             found.append(ScoredOn(name, tuple(scores)))
         if tests.captions is not None:

@@ -114,6 +114,8 @@ class FewShotResult:
 
     predicted: list[np.ndarray]
     label_M: np.ndarray
+    row_M: np.ndarray
+    """Rows of the test pictures."""
     learning_rate: float
     """The one that was chosen, for all draws."""
 
@@ -156,17 +158,17 @@ def fine_tune(
             for draw, shot in enumerate(shots):
                 held = held_out(label_N[shot], unit_N[shot], draw)
                 model = job.train(rows[shot[~held]], rate, draw, f"lr {rate:g}, draw {draw + 1} of {settings.draws}")
-                predicted, truth = job.predict(model, store, rows[shot[held]])
+                predicted, truth, _ = job.predict(model, store, rows[shot[held]])
                 shares.append(float((predicted == truth).mean()))
             share_R.append(float(np.mean(shares)))
         chosen = rates[int(np.argmax(share_R))]
         say(f"few-shot: lr {chosen:g} ({max(share_R):.1%} of the held-out pictures)")
-    found, label_M = [], np.empty(0, dtype=np.int64)
+    found, label_M, row_M = [], np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     for draw, shot in enumerate(shots):
         model = job.train(rows[shot], chosen, draw, f"lr {chosen:g}, draw {draw + 1} of {settings.draws}, all pictures")
-        predicted, label_M = job.predict(model, *test)
+        predicted, label_M, row_M = job.predict(model, *test)
         found.append(predicted)
-    return FewShotResult(found, label_M, chosen)
+    return FewShotResult(found, label_M, row_M, chosen)
 
 
 def make_optimizer(model: nn.Module, encoder: FrozenEncoder, settings: FineTuneSettings) -> torch.optim.Optimizer:
@@ -215,17 +217,20 @@ class _Job:
         return model
 
     @torch.no_grad()
-    def predict(self, model: Tuned, store: Store, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Predicted and true labels of the rows that can be read."""
+    def predict(self, model: Tuned, store: Store, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Predicted and true labels of the rows that can be read, and those rows."""
         model.eval()
         data = DataConfig(mean=self.encoder.mean, std=self.encoder.std)
-        predicted, truth = [], []
-        for x_BCHW, _, label_B in pictures(store, rows, self.encoder.image_size, data, batch_size=self.batch_size, workers=self.workers):
+        predicted, truth, read = [], [], []
+        for x_BCHW, row_B, label_B in pictures(
+            store, rows, self.encoder.image_size, data, batch_size=self.batch_size, workers=self.workers
+        ):
             predicted.append(model(x_BCHW.to(self.device)).argmax(dim=1).cpu().numpy())
             truth.append(label_B.numpy())
+            read.append(row_B.numpy())
         if not predicted:
             raise DataError(f"few-shot: {store.path} has no readable picture among {len(rows)}; expected some. Import the source again.")
-        return np.concatenate(predicted), np.concatenate(truth)
+        return np.concatenate(predicted), np.concatenate(truth), np.concatenate(read)
 
 
 def augmented(

@@ -168,6 +168,8 @@ class LarsResult:
 
     predicted_M: np.ndarray
     label_M: np.ndarray
+    row_M: np.ndarray
+    """Rows of the test pictures."""
     blr: float
     """The one that was chosen."""
     num_features: int
@@ -244,15 +246,18 @@ def lars_probe(
             n += len(x_BD)
         best = int(right_R.argmax())
         say(f"LARS probe: blr {settings.blrs[best]:g} ({float(right_R[best]) / max(1, n):.1%} of the held-out pictures)")
-    predicted, truth = [], []
+    predicted, truth, read = [], [], []
     test_store, test_rows = test
     test_labels = test_store.labels
     for x_BD, row_B in view.centred(test_store, test_rows):
         predicted.append(trainers[0].heads.predict(x_BD)[best].cpu().numpy())
         truth.append(test_labels[row_B])
+        read.append(row_B)
     if not predicted:
         raise DataError(f"lars: {test_store.path} has no readable picture among {len(test_rows)}; expected some. Import the source again.")
-    return LarsResult(np.concatenate(predicted), np.concatenate(truth), settings.blrs[best], trainers[0].heads.weight_R[0].shape[1])
+    return LarsResult(
+        np.concatenate(predicted), np.concatenate(truth), np.concatenate(read), settings.blrs[best], trainers[0].heads.weight_R[0].shape[1]
+    )
 
 
 class _Views:

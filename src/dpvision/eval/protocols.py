@@ -21,6 +21,7 @@ from dpvision.eval.metric import Metric, chance_level, measure, t_interval, titl
 from dpvision.eval.records import LabelledFeatures, check_labels
 from dpvision.eval.ridge import fit_ridge
 from dpvision.eval.score import Score
+from dpvision.eval.several_labels import SeveralLabels, several_score
 
 Protocol = Literal["knn", "linear", "ridge", "linear_lars", "linear_cls", "few_shot", "few_shot_probe", "few_shot_dpcap", "own_head"]
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
@@ -80,8 +81,12 @@ def score_features(
     metric: Metric = "accuracy",
     names: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
+    several: SeveralLabels | None = None,
 ) -> list[Score]:
     """Scores for each entry of the features by the protocols that need no more than features.
+
+    Args:
+        several: classes that are right for each row of the test store; accuracy only.
 
     Raises:
         DataError: labels or features are not fit for a classifier.
@@ -119,12 +124,29 @@ def score_features(
                     draws = few_shot_probe(x, label_N, train.unit_N, y, k, settings.probe, names=names)
                     found.append((f"{k}-shot {settings.probe.classifier} probe", f"{settings.probe.draws} draws, ", draws))
             for title, how, predicted in found:
-                scores.append(score_draws(name, predicted, truth, f"{titled(title, metric)}, {how}{pooling}", visibility, metric))
+                told = f"{titled(title, metric)}, {how}{pooling}"
+                scores.append(score_draws(name, predicted, truth, told, visibility, metric, several, test.row_N))
     return scores
 
 
-def score_draws(name: str, predicted: Sequence[np.ndarray], truth: np.ndarray, how: str, visibility: Visibility, metric: Metric) -> Score:
-    """The mean over draws, with Student's interval over them; of a single draw, the interval over test records."""
+def score_draws(
+    name: str,
+    predicted: Sequence[np.ndarray],
+    truth: np.ndarray,
+    how: str,
+    visibility: Visibility,
+    metric: Metric,
+    several: SeveralLabels | None = None,
+    row_N: np.ndarray | None = None,
+) -> Score:
+    """The mean over draws, with Student's interval over them; of a single draw, the interval over test records.
+
+    Args:
+        several: what is right for the rows ``row_N``, in the place of ``truth``.
+    """
+    if several is not None:
+        assert row_N is not None
+        return several_score(name, predicted, row_N, how, visibility, several)
     figures = [measure(p, truth, metric) for p in predicted]
     value = float(np.mean([f[0] for f in figures]))
     low, high = t_interval([f[0] for f in figures]) if len(figures) > 1 else figures[0][1:]

@@ -28,6 +28,8 @@ class LabelledFeatures:
     label_N: Tensor
     unit_N: np.ndarray
     """Records of one person share a number."""
+    row_N: np.ndarray | None = None
+    """int64 rows of the store; needed where several labels are right."""
 
 
 def check_labels(train_label_N: Tensor, test_label_N: Tensor, names: Sequence[str] | None = None) -> None:

@@ -22,6 +22,7 @@ from dpvision.eval.metric import Metric, chance_level, measure, titled
 from dpvision.eval.open_captioner import OpenCaptioner
 from dpvision.eval.picture_source import Fit, StorePictures
 from dpvision.eval.score import Score
+from dpvision.eval.several_labels import SeveralLabels, several_score
 
 Method = Literal["trie", "loss"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -59,11 +60,14 @@ def zero_shot_scores(
     settings: ZeroShotSettings | None = None,
     *,
     metric: Metric = "accuracy",
+    several: SeveralLabels | None = None,
     batch_size: int = 32,
     workers: int = 2,
     progress: Callable[[str], None] | None = None,
 ) -> list[Score]:
     """Accuracy on the labelled pictures of a store, by method, for each captioner.
+
+    With ``several`` the accuracy is by them, whatever the metric.
 
     Chance is the share of the most frequent class (of a ``mean_per_class`` score, one in as many as there are classes).
 
@@ -79,10 +83,10 @@ def zero_shot_scores(
         words = _label_words(ready, labels, settings)
         trie = LabelTrie(words)
         token_CL, class_C = _rows(ready, words)
-        truth: list[np.ndarray] = []
+        read: list[np.ndarray] = []
         predicted: dict[Method, list[np.ndarray]] = {method: [] for method in settings.methods}
         for memory_BSD, place_B in encoded_pictures(ready, source, settings.fit, batch_size=batch_size, workers=workers):
-            truth.append(store.labels[row_N[place_B]])
+            read.append(row_N[place_B])
             if "trie" in predicted:
                 predicted["trie"].append(trie.classify(ready.model, memory_BSD).numpy())
             if "loss" in predicted:
@@ -93,11 +97,16 @@ def zero_shot_scores(
                 predicted["loss"].append(best_candidate(loss_BC, class_C.expand(len(loss_BC), -1)).numpy())
             if progress is not None:
                 progress(f"zero-shot, {ready.name}: {int(place_B[-1]) + 1:,} of {len(row_N):,} pictures")
-        if not truth:
+        if not read:
             raise DataError(f"zero-shot: {store.path} has no readable picture with a label; expected one or more. Import the source again.")
-        truth_N = np.concatenate(truth)
+        read_N = np.concatenate(read)
+        truth_N = store.labels[read_N]
         private = ready.confidential or store.visibility == "private"
         for method in settings.methods:
+            if several is not None:
+                how, found = _described(method, labels, settings, "accuracy"), [np.concatenate(predicted[method])]
+                scores.append(several_score(ready.name, found, read_N, how, "private" if private else "public", several))
+                continue
             value, low, high = measure(np.concatenate(predicted[method]), truth_N, metric)
             how = _described(method, labels, settings, metric)
             chance = chance_level(truth_N, metric)
