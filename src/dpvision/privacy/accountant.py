@@ -2,7 +2,8 @@
 
 The stated epsilon is a pessimistic privacy loss distribution (PLD, "connect the dots"; Doroshenko et al., arXiv 2207.04380):
 an upper bound on the true epsilon whatever the grid. Events made of Gaussians only use the closed form (Balle and Wang,
-arXiv 1805.06530). RDP uses the conversion of Balle et al., arXiv 1905.09982, as the papers did.
+arXiv 1805.06530). A private selection has no PLD: its bound is Renyi. RDP uses the conversion of Balle et al., arXiv 1905.09982, as the
+papers did.
 """
 
 import math
@@ -61,7 +62,22 @@ def epsilon(event: dp_event.DpEvent, delta: float, interval: float | None = None
         return float(gaussian_mechanism.get_epsilon_gaussian(noise, delta))
     if _non_private(event):
         return math.inf
+    if _selects(event):
+        return _epsilon_of_selection(event, delta, interval)
     return float(_pld(event, interval or discretization_interval(event, delta)).get_epsilon_for_delta(delta))
+
+
+def _epsilon_of_selection(event: dp_event.DpEvent, delta: float, interval: float | None) -> float:
+    """Renyi for all of it; or, where that is less, PLD for what is no selection and Renyi for what is, with half of delta each."""
+    whole = epsilon_rdp(event, delta)
+    bounds = [math.inf if whole is None else whole]
+    parts = event.events if isinstance(event, dp_event.ComposedDpEvent) else [event]
+    plain = [part for part in parts if not _selects(part)]
+    if plain and delta >= 2 * MIN_DELTA:
+        chosen = epsilon_rdp(dp_event.ComposedDpEvent([part for part in parts if _selects(part)]), delta / 2)
+        if chosen is not None:
+            bounds.append(chosen + epsilon(dp_event.ComposedDpEvent(plain), delta / 2, interval))
+    return min(bounds)
 
 
 def epsilon_rdp(event: dp_event.DpEvent, delta: float) -> float | None:
@@ -111,6 +127,9 @@ def deltas(event: dp_event.DpEvent, epsilons: np.ndarray, interval: float | None
         high = stats.norm.logcdf(0.5 / noise - epsilons * noise)
         low = epsilons + stats.norm.logcdf(-0.5 / noise - epsilons * noise)
         return np.exp(high) * -np.expm1(np.minimum(low - high, 0.0))
+    if _selects(event):
+        curve = rdp_curve(event)
+        return np.ones(len(epsilons)) if curve is None else _deltas_rdp(*curve, epsilons)
     return np.asarray(_pld(event, interval or 10 * discretization_interval(event)).get_delta_for_epsilon(epsilons), dtype=np.float64)
 
 
@@ -122,6 +141,14 @@ def privacy_profile(event: dp_event.DpEvent, num_points: int = 49) -> list[tuple
     """
     epsilons = np.linspace(0.0, _largest_epsilon(event, 1e-10), num_points)
     return [(float(e), float(d)) for e, d in zip(epsilons, deltas(event, epsilons), strict=True)]
+
+
+def _deltas_rdp(order_A: np.ndarray, divergence_A: np.ndarray, epsilon_E: np.ndarray) -> np.ndarray:
+    """Smallest delta of the conversion of Canonne, Kamath and Steinke (arXiv 2004.00010), or of total variation <= sqrt(1 - exp(-KL))
+    (Bretagnolle and Huber), over the orders."""
+    log_EA = (order_A - 1) * (divergence_A - epsilon_E[:, None]) + order_A * np.log1p(-1 / order_A) - np.log(order_A - 1)
+    distance = math.sqrt(-math.expm1(-float(divergence_A.min())))
+    return np.minimum(np.exp(np.minimum(log_EA.min(axis=1), 0.0)), distance)
 
 
 def attack_tpr(event: dp_event.DpEvent, fpr: float) -> float:
@@ -187,6 +214,11 @@ def _stand_in(event: dp_event.DpEvent) -> dp_event.DpEvent:
         any_drawn = max(1.0 - event.sampling_probs[0], 1e-300)
         return dp_event.PoissonSampledDpEvent(any_drawn, dp_event.GaussianDpEvent(event.standard_deviation / max(event.sensitivities)))
     return event
+
+
+def _selects(event: dp_event.DpEvent) -> bool:
+    parts = event.events if isinstance(event, dp_event.ComposedDpEvent) else [event]
+    return any(isinstance(part, dp_event.RepeatAndSelectDpEvent) for part in parts)
 
 
 def _non_private(event: dp_event.DpEvent) -> bool:

@@ -4,7 +4,7 @@ Nobody else holds a sample rate, a noise scale, a divisor or a number of steps.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy import accountant, mechanism, sampling
 from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.calibrate import calibrate
+from dpvision.privacy.selection import SCORE_SHARE, Selection, score_noise_ratio
 
 MAX_N_TIMES_DELTA = 1.5
 """Above it a mechanism that publishes records outright could pass as private: training is refused."""
@@ -49,9 +50,13 @@ class DPPlan:
     epsilon: float | None
     epsilon_rdp: float | None
     clipping: Literal["hard", "automatic"] = "hard"
+    selection: Selection | None = None
+    """None: the steps are what is executed. Else there is one step, a private selection among runs, and all other fields are those of
+    each of its runs; ``run_plans`` gives their plans."""
 
     def __post_init__(self) -> None:
         ok = self.sample_rate == self.expected_batch_size / self.dataset_size and 0 < self.sample_rate <= 1
+        ok = ok and (self.selection is None or (self.steps == 1 and self.guarantee == "dp"))
         if not ok or (self.guarantee == "dp") != (self.epsilon is not None):
             raise PrivacyError(
                 f"plan: sample_rate={self.sample_rate}, epsilon={self.epsilon}; expected expected_batch_size / dataset_size, and an "
@@ -96,10 +101,7 @@ class DPPlan:
             raise PrivacyError(f"plan.event: steps={steps}; expected 0 to {self.steps}. Read the number from the ledger of this plan.")
         if steps and self.guarantee != "dp":
             return dp_event.NonPrivateDpEvent()
-        return self._event(self.noise_multiplier, steps)
-
-    def _event(self, noise_multiplier: float, steps: int) -> dp_event.DpEvent:
-        return mechanism.record_event(self.sampling, self.dataset_size, self.sample_rate, self.max_batch_size, noise_multiplier, steps)
+        return _event(self, self.selection, steps, self.noise_multiplier)
 
     def spent(self, steps: int) -> PrivacySpent:
         """What the first ``steps`` steps cost, at ``delta``.
@@ -110,12 +112,10 @@ class DPPlan:
         event = self.event(steps)
         if self.guarantee != "dp":
             return PrivacySpent(None, None, self.delta, steps, None, None)
-        unamplified = accountant.epsilon(
-            mechanism.record_event("full_batch", self.dataset_size, 1.0, None, self.noise_multiplier, steps), self.delta
-        )
+        unamplified = accountant.epsilon(_event(self, self.selection, steps, self.noise_multiplier, sampling="full_batch"), self.delta)
         unit = None
         if self.max_records_per_unit > 1 and self.sampling != "truncated_poisson":
-            unit_event = mechanism.unit_event(self.sampling, self.sample_rate, self.noise_multiplier, steps, self.max_records_per_unit)
+            unit_event = _event(self, self.selection, steps, self.noise_multiplier, records=self.max_records_per_unit)
             # Ten times coarser than the record's: the mixture takes minutes otherwise, for a difference in the fourth digit.
             unit = accountant.epsilon(unit_event, self.delta, 10 * accountant.discretization_interval(unit_event, self.delta))
         return PrivacySpent(
@@ -127,14 +127,34 @@ class DPPlan:
             unit_epsilon=unit,
         )
 
+    def run_plans(self) -> tuple["DPPlan", "DPPlan"]:
+        """Plans of one run of the selection: of its releases, and of its score, one full-batch release clipped to 1. Nothing may be
+        executed with them but inside the selection that was charged.
+
+        Raises:
+            PrivacyError: the plan has no selection.
+        """
+        if self.selection is None:
+            raise PrivacyError("plan.run_plans: no selection; expected a plan of make_plan(config, selection). Make one.")
+        noise, n = self.noise_multiplier, self.dataset_size
+        run = PrivacyConfig(
+            dataset_size=n, expected_batch_size=self.expected_batch_size, steps=self.selection.steps, max_grad_norm=self.max_grad_norm,
+            noise_multiplier=noise, delta=self.delta, sampling=self.sampling, max_records_per_unit=self.max_records_per_unit,
+            noise_generator=self.noise_generator, clipping=self.clipping,
+        )  # fmt: skip
+        ratio = self.selection.score_noise_ratio
+        score = replace(run, expected_batch_size=n, steps=1, max_grad_norm=1.0, noise_multiplier=ratio * noise, sampling="full_batch")
+        return draft_plan(run), draft_plan(replace(score, clipping="hard"))
+
     def same_mechanism(self, other: "DPPlan") -> bool:
         """Whether both execute the same: all but the computed epsilons, whose last digits may differ between machines."""
-        mine, theirs = self.to_dict(), other.to_dict()
+        mine, theirs = asdict(self), asdict(other)
         return all(mine[name] == theirs[name] for name in mine.keys() - _COMPUTED)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dict, ready for JSON; the inverse of ``from_dict``."""
-        return asdict(self)
+        """Plain dict, ready for JSON; the inverse of ``from_dict``. A plan without a selection is written as before there were any: the
+        header of a ledger is compared byte by byte."""
+        return {name: value for name, value in asdict(self).items() if name != "selection" or value is not None}
 
     @classmethod
     def from_dict(cls, values: Any) -> "DPPlan":
@@ -150,41 +170,68 @@ class DPPlan:
 _COMPUTED = {"epsilon", "epsilon_rdp", "value_discretization_interval"}
 
 
-def make_plan(cfg: PrivacyConfig) -> DPPlan:
+def make_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan:
     """The plan of a run: calibrated, accounted, and refused where it would not be a guarantee.
 
     Without an explicit delta it is 1 / (2 dataset_size). A target epsilon is the record's, also where max_records_per_unit > 1;
     the unit's stands beside it in ``spent``.
 
+    Args:
+        selection: from ``ask_selection``: the plan is then that of a private selection among runs that ``cfg`` describes, and a target
+            epsilon that of all of them.
+
     Raises:
-        PrivacyError: the target cannot be reached, dataset_size x delta > 1.5, or a truncation that is not nearly free.
+        PrivacyError: the target cannot be reached, dataset_size x delta > 1.5, a truncation that is not nearly free, or a selection that
+            has no accounting.
         ConfigError: a simulated run without noise_multiplier or max_grad_norm.
     """
-    plan = draft_plan(cfg)
+    plan = draft_plan(cfg, selection)
     reason = refusal(plan)
     if reason is not None:
         raise PrivacyError(reason)
     return plan
 
 
-def draft_plan(cfg: PrivacyConfig) -> DPPlan:
+def ask_selection(
+    cfg: PrivacyConfig, *, mean_runs: float = 10.0, shape: float | None = None, score_share: float = SCORE_SHARE
+) -> Selection:
+    """A selection among runs of ``cfg.steps`` releases each, for ``make_plan``.
+
+    Args:
+        mean_runs, shape: see ``Selection``.
+        score_share: part of a run's budget that its score gets.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    ratio = score_noise_ratio(cfg.steps, cfg.expected_batch_size / cfg.dataset_size, score_share)
+    return Selection(mean_runs, shape, cfg.steps, ratio)
+
+
+def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan:
     """``make_plan`` without the refusal, for the what-if planner: nothing may be trained with it unless ``refusal`` is None."""
     if cfg.guarantee == "simulated" and (cfg.noise_multiplier is None or cfg.max_grad_norm is None):
         raise ConfigError(
             f"privacy: noise_multiplier={cfg.noise_multiplier}, max_grad_norm={cfg.max_grad_norm}; expected both with guarantee=simulated. "
             "Plan the real run, then divide its batch and noise by the same factor."
         )
+    if selection is not None and (cfg.guarantee != "dp" or cfg.sampling == "truncated_poisson" or selection.steps != cfg.steps):
+        raise ConfigError(
+            f"privacy: a selection with guarantee={cfg.guarantee}, sampling={cfg.sampling}, steps={cfg.steps} and {selection.steps}; "
+            "expected guarantee=dp, poisson or full_batch, and one number of steps. Use ask_selection, or leave the selection out."
+        )
     n = cfg.dataset_size
     rate = cfg.expected_batch_size / n
     delta = 1 / (2 * n) if cfg.delta is None else cfg.delta
-    event_of = partial(_event_of, cfg, rate)
+    steps = cfg.steps if selection is None else 1
+    event_of = partial(_event, cfg, selection, steps)
     noise = cfg.noise_multiplier or 0.0
     interval = eps = eps_rdp = None
     if cfg.guarantee == "dp":
         if cfg.target_epsilon is not None:
             noise = calibrate(event_of, cfg.target_epsilon, delta)
         event = event_of(noise)
-        interval = accountant.discretization_interval(event, delta)
+        interval = None if selection is not None else accountant.discretization_interval(event, delta)
         eps, eps_rdp = accountant.epsilon(event, delta, interval), accountant.epsilon_rdp(event, delta)
         if not eps < math.inf:
             raise PrivacyError(f"privacy: noise_multiplier={noise}; expected enough for a finite epsilon. Typical: 0.5 to 5.")
@@ -197,7 +244,7 @@ def draft_plan(cfg: PrivacyConfig) -> DPPlan:
         max_batch_size=cfg.max_batch_size,
         noise_multiplier=float(noise),
         max_grad_norm=cfg.max_grad_norm,
-        steps=cfg.steps,
+        steps=steps,
         delta=delta,
         max_records_per_unit=cfg.max_records_per_unit,
         noise_generator=cfg.noise_generator,
@@ -205,11 +252,28 @@ def draft_plan(cfg: PrivacyConfig) -> DPPlan:
         epsilon=eps,
         epsilon_rdp=eps_rdp,
         clipping=cfg.clipping,
+        selection=selection,
     )
 
 
-def _event_of(cfg: PrivacyConfig, rate: float, noise: float) -> dp_event.DpEvent:
-    return mechanism.record_event(cfg.sampling, cfg.dataset_size, rate, cfg.max_batch_size, noise, cfg.steps)
+def _event(
+    of: PrivacyConfig | DPPlan,
+    selection: Selection | None,
+    steps: int,
+    noise: float,
+    *,
+    sampling: str | None = None,
+    records: int | None = None,
+) -> dp_event.DpEvent:
+    """Event of ``steps`` steps for one record, or for a unit of ``records`` records; with a selection, of it as its one step."""
+    rate = 1.0 if sampling == "full_batch" else of.expected_batch_size / of.dataset_size
+    sampling = sampling or of.sampling
+    releases = steps if selection is None else min(steps, 1) * selection.steps
+    if records is None:
+        event = mechanism.record_event(sampling, of.dataset_size, rate, of.max_batch_size, noise, releases)
+    else:
+        event = mechanism.unit_event(sampling, rate, noise, releases, records)
+    return event if selection is None or not steps else selection.event(event, noise, records or 1)
 
 
 def refusal(plan: DPPlan) -> str | None:
@@ -220,6 +284,11 @@ def refusal(plan: DPPlan) -> str | None:
         return (
             f"privacy: delta={plan.delta}; expected dataset_size x delta at most {MAX_N_TIMES_DELTA}, got "
             f"{plan.dataset_size * plan.delta:.3g}. Leave delta out for 1 / (2 dataset_size)."
+        )
+    if plan.selection is not None and plan.max_records_per_unit > 1 and plan.sampling != "full_batch":
+        return (
+            f"privacy: max_records_per_unit={plan.max_records_per_unit}; expected 1 in a selection with sampling={plan.sampling}, which "
+            "has no accounting for units. Use sampling=full_batch, or one record of each."
         )
     if plan.sampling == "truncated_poisson":
         if plan.max_records_per_unit > 1:

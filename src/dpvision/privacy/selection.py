@@ -1,0 +1,112 @@
+"""Private selection: many runs, one of them released, and how many there were a secret random number.
+
+One run draws a setting uniformly from a public list, trains with it, and scores the result with noise of its own. K runs are made and the
+one with the highest score is released, with its setting and its score; of the others nothing is, nor K. Liu and Talwar (arXiv 1811.07971)
+found that this costs a small multiple of one run, and that a K which is known, or follows the scores, does not. The bounds used are those
+of Papernot and Steinke (arXiv 2110.03620), theorems 2 and 6, as dp-accounting's RepeatAndSelectDpEvent has them: Renyi only.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from dp_accounting import dp_event
+from scipy import optimize
+
+from dpvision.errors import ConfigError
+
+MOST_RUNS = 10_000.0
+SCORE_SHARE = 0.1
+"""Part of a run's budget that its score gets: of what runs can tell apart, noise in the weights is nearly always the larger part."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How many runs, what each of them does, how its score is protected. Part of a ``DPPlan``, whose one step is the whole selection."""
+
+    mean_runs: float
+    """E[K]; public, more than 1."""
+    shape: float | None
+    """None: K is Poisson, and may be 0: then nothing is released. Else K is truncated negative binomial of this shape, at least 1 and with
+    longer tails: 1 is geometric, 0 logarithmic."""
+    steps: int
+    """Releases of one run, its score not counted."""
+    score_noise_ratio: float
+    """Noise multiplier of the score / noise multiplier of a step."""
+
+    def __post_init__(self) -> None:
+        if not 1 < self.mean_runs <= MOST_RUNS:
+            raise ConfigError(f"selection: mean_runs={self.mean_runs}; expected more than 1, at most {MOST_RUNS:g}. Typical: 10.")
+        if self.shape is not None and not 0 <= self.shape <= 100:
+            raise ConfigError(
+                f"selection: shape={self.shape}; expected 0 to 100, or None for Poisson. Use 1 for a geometric number of runs."
+            )
+        if not self.steps >= 1:
+            raise ConfigError(f"selection: steps={self.steps}; expected at least 1 in each run. Ask for one step or more.")
+        if not 0 < self.score_noise_ratio < math.inf:
+            raise ConfigError(
+                f"selection: score_noise_ratio={self.score_noise_ratio}; expected a positive number. See score_noise_ratio()."
+            )
+
+    def event(self, run: dp_event.DpEvent, noise_multiplier: float, records: int = 1) -> dp_event.DpEvent:
+        """Event of the whole selection.
+
+        Args:
+            run: event of the ``steps`` releases of one run.
+            noise_multiplier: of a step.
+            records: of the unit that the event is for: each moves the score's count by at most one.
+        """
+        score = dp_event.GaussianDpEvent(self.score_noise_ratio * noise_multiplier / records)
+        shape = math.inf if self.shape is None else self.shape
+        return dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent((run, score)), self.mean_runs, shape)
+
+    def draw_runs(self, rng: np.random.Generator) -> int:
+        """K, secret: nothing may be printed, written or timed of it.
+
+        Args:
+            rng: from a fresh secret key (``sampling.derive_rng``).
+        """
+        if self.shape is None:
+            return int(rng.poisson(self.mean_runs))
+        gamma = success_probability(self.mean_runs, self.shape)
+        if self.shape == 0:
+            return int(rng.logseries(1 - gamma))
+        while True:  # the negative binomial without its zeros
+            drawn = rng.negative_binomial(self.shape, gamma, size=1024)
+            if drawn.any():
+                return int(drawn[drawn > 0][0])
+
+
+def success_probability(mean_runs: float, shape: float) -> float:
+    """gamma of the truncated negative binomial with this mean: P(K = k) proportional to (1 - gamma)^k times the product over j < k of
+    (j + shape) / (j + 1).
+
+    Rounded up by 1e-11: the law that is drawn has no larger mean, and no smaller gamma, than the one that is accounted for.
+    """
+
+    def excess(log_gamma: float) -> float:
+        return _mean(log_gamma, shape) - mean_runs
+
+    low = -1.0
+    while excess(low) < 0:
+        low *= 2
+    root = optimize.brentq(excess, low, -1e-12, xtol=1e-15, rtol=1e-14)
+    return min(1.0, math.exp(root) * (1 + 1e-11))
+
+
+def _mean(log_gamma: float, shape: float) -> float:
+    odds = math.expm1(-log_gamma)  # 1 / gamma - 1
+    return odds / -log_gamma if shape == 0 else shape * odds / -math.expm1(shape * log_gamma)
+
+
+def score_noise_ratio(steps: int, sample_rate: float = 1.0, share: float = SCORE_SHARE) -> float:
+    """The ratio at which the score gets ``share`` of a run's precision (1 / noise^2, added up over its releases; sampling counts as q^2).
+
+    How the budget is divided, not what it costs: the event says that.
+
+    Args:
+        share: strictly between 0 and 1.
+    """
+    if not 0 < share < 1:
+        raise ConfigError(f"selection: score_share={share}; expected strictly between 0 and 1. Use {SCORE_SHARE}.")
+    return math.sqrt((1 - share) / (share * steps)) / sample_rate
