@@ -26,10 +26,11 @@ from dpvision.data.decode import BadPicture, decode
 from dpvision.data.loader import pictures
 from dpvision.data.sources import open_source
 from dpvision.data.store import Store
-from dpvision.data.transform import Preprocess, preprocess
+from dpvision.data.transform import Preprocess, preprocess_of
 from dpvision.errors import CheckpointError, ConfigError, DataError
 from dpvision.models import Model, make_model
 from dpvision.models.captioner import Captioner
+from dpvision.models.packaged import TimmEncoder
 from dpvision.models.resnet import ResNet
 from dpvision.models.vit import ViT
 
@@ -51,7 +52,7 @@ class Encoder(nn.Module):
     token among them, after the map to the decoder's width and without positions (what DP-Cap's few-shot probes look at).
     """
 
-    def __init__(self, network: ViT | ResNet, pooling: Pooling = "mean", bridge: nn.Linear | None = None) -> None:
+    def __init__(self, network: ViT | ResNet | TimmEncoder, pooling: Pooling = "mean", bridge: nn.Linear | None = None) -> None:
         super().__init__()
         if pooling not in POOLINGS:
             raise ConfigError(f"encoder: pooling={pooling!r}; expected one of {list(POOLINGS)}. Use 'mean' for one token's width.")
@@ -59,6 +60,8 @@ class Encoder(nn.Module):
 
     def places(self, x_BCHW: Tensor) -> Tensor:
         """One vector for each place of the picture, a patch or a place of the last map, in raster order: float32 (B, L, D)."""
+        if isinstance(self.network, TimmEncoder):
+            return self.network.places(x_BCHW).float()
         if isinstance(self.network, ResNet):
             return self.network(x_BCHW).flatten(2).transpose(1, 2).float()
         return self.network(x_BCHW)[:, 1:].float()
@@ -100,7 +103,7 @@ def load(run_or_checkpoint: str | Path, *, ema: bool = False, pooling: Pooling =
         ConfigError: unknown pooling.
     """
     encoder, config = load_encoder(load_checkpoint(run_or_checkpoint), ema=ema, pooling=pooling)
-    return encoder, preprocess(config.model.encoder.image_size, config.data.mean, config.data.std)
+    return encoder, preprocess_of(config.model.encoder.image_size, config.data)
 
 
 def load_encoder(checkpoint: Checkpoint, *, ema: bool = False, pooling: Pooling = "mean") -> tuple[Encoder, RunConfig]:
@@ -290,7 +293,7 @@ def _embed_source(
     encoder: Encoder, config: RunConfig, source: str | Path, batch_size: int, workers: int, progress: Progress | None
 ) -> tuple[np.ndarray, list[str], int]:
     """Features and keys of the readable pictures of a source, and how many pictures there were."""
-    prepare = preprocess(config.model.encoder.image_size, config.data.mean, config.data.std)
+    prepare = preprocess_of(config.model.encoder.image_size, config.data)
     keys: list[str] = []
     parts: list[np.ndarray] = []
     total = 0

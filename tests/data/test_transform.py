@@ -8,8 +8,20 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
+from dpvision.config import DataConfig
 from dpvision.data.decode import decode
-from dpvision.data.transform import CROP_NUMBERS, centre_box, crop_box, cut, normalise, preprocess, to_uint8
+from dpvision.data.transform import (
+    CROP_NUMBERS,
+    centre_box,
+    crop_box,
+    cut,
+    evaluation_box,
+    normalise,
+    preprocess,
+    preprocess_of,
+    to_uint8,
+    training_box,
+)
 from dpvision.errors import DataError
 
 from .pictures import noise
@@ -87,3 +99,42 @@ def test_the_centre_crop_is_the_middle_of_the_picture():
     pixels[:, 10:20] = 255
     assert centre_box(30, 10) == (10, 0, 20, 10)
     assert cut(Image.fromarray(pixels), centre_box(30, 10), 10).min() == 255
+
+
+def smooth(height: int, width: int) -> np.ndarray:
+    """Waves of some twenty pixels: resampling once or twice hardly differs."""
+    y, x = np.mgrid[:height, :width]
+    waves = [127 + 100 * np.sin(2 * np.pi * (x / 40 + phase)) * np.cos(2 * np.pi * (y / 30 + phase)) for phase in (0, 0.2, 0.4)]
+    return np.stack(waves, axis=-1).astype(np.uint8)
+
+
+@pytest.mark.parametrize("size", [(300, 200), (448, 448), (500, 700)])
+@pytest.mark.parametrize("seed", range(4))
+def test_an_inception_crop_from_448_is_that_of_the_resized_picture(size, seed):
+    """Against resizing to 448 x 448 first and cropping then, as the paper does, by torchvision's box."""
+    uniform = np.random.default_rng(seed).random(CROP_NUMBERS).tolist()
+    data = DataConfig(resize=448, crop_scale=(0.05, 1.0))
+    image = Image.fromarray(smooth(*size))
+    found = cut(image, training_box(image.width, image.height, 96, data, uniform), 96)
+    whole = image.resize((448, 448), Image.Resampling.BICUBIC)
+    slow = np.asarray(whole.crop(crop_box(448, 448, uniform, (0.05, 1.0))).resize((96, 96), Image.Resampling.BICUBIC))
+    assert np.abs(found.astype(int) - slow)[2:-2, 2:-2].mean() < 1.5
+    assert np.abs(found.astype(int) - np.roll(slow, 3, axis=1)).mean() > 4, "three pixels beside it would be noticed"
+
+
+@pytest.mark.parametrize("size", [(300, 200), (384, 384), (500, 700)])
+def test_the_centre_256_of_384_is_the_centre_of_the_resized_picture(size):
+    data, image = DataConfig(resize=384, crop="centre"), Image.fromarray(smooth(*size))
+    box = training_box(image.width, image.height, 256, data, [])
+    assert box == evaluation_box(image.width, image.height, 256, data)
+    slow = np.asarray(image.resize((384, 384), Image.Resampling.BICUBIC))[64:320, 64:320]
+    assert np.abs(cut(image, box, 256).astype(int) - slow).max() <= 1
+    assert np.array_equal(preprocess_of(256, data)(image), preprocess_of(256, data)(smooth(*size)))
+
+
+def test_evaluation_sees_the_whole_picture_where_training_crops_a_resized_one():
+    assert evaluation_box(300, 200, 384, DataConfig(resize=448)) == (0, 0, 300, 200)
+    assert evaluation_box(300, 200, 384, DataConfig()) == centre_box(300, 200) == (50, 0, 250, 200)
+    assert evaluation_box(300, 200, 400, DataConfig(resize=384, crop="centre")) == (0, 0, 300, 200), "never beyond the picture"
+    pixels = noise(5, 20, 30)
+    assert np.array_equal(preprocess_of(8, DataConfig())(pixels), preprocess(8, DataConfig().mean, DataConfig().std)(pixels))

@@ -103,7 +103,7 @@ def _result(subject: Subject, seen: Look, sizes: dict[str, int], total: int) -> 
             parts[part] = parts.get(part, 0) + size
     optim = subject.config.optim if subject.config is not None else OptimConfig()
     # Weights, clipped sum, noise in turn, the optimizer's moments, the weights' average: float32 each.
-    copies = 3 + (2 if optim.name == "adamw" else 1) + (optim.ema_decay is not None)
+    copies = 3 + (2 if optim.name == "adamw" else 1) + optim.averages
     return {
         "model": subject.name,
         "kind": subject.kind,

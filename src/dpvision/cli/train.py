@@ -11,10 +11,11 @@ from typing import Annotated
 import tyro
 
 from dpvision.cli.output import CONFIG, RecipeName, emit, pairs
-from dpvision.cli.recipe import get_recipe
-from dpvision.config import RunConfig
+from dpvision.cli.recipe import get_recipe, recipe_lines
+from dpvision.config import HeadConfig, RunConfig
 from dpvision.data.store import Store
 from dpvision.data.texture_store import write_texture_store
+from dpvision.encoders.parent import open_parent
 from dpvision.errors import ConfigError, DataError
 from dpvision.privacy.plan import DPPlan
 from dpvision.train.folder import read_run, run_base
@@ -59,12 +60,9 @@ def run(argv: Sequence[str]) -> None:
     """Parse and run."""
     recipe = next((a for a in argv if not a.startswith("-")), None)
     if recipe is None:
-        from dpvision.recipes import RECIPES
-
         print(f"usage: dpvision train RECIPE [--data STORE] [options]\n\n{_DOC}")
         print("\nrecipes (`dpvision train RECIPE --help` shows all settings):")
-        for name, make in RECIPES.items():
-            print(f"  {name:24}{(make.__doc__ or '').strip().splitlines()[0]}")
+        print("\n".join(recipe_lines()))
         if not argv or argv[0] not in ("-h", "--help"):
             sys.exit(2)
         return
@@ -75,6 +73,11 @@ def run(argv: Sequence[str]) -> None:
 
 def train(args: TrainArgs) -> None:
     """Make or resume the run, train, and say what was executed."""
+    if isinstance(args.config.model, HeadConfig):
+        raise ConfigError(
+            f"train: {args.recipe} is a head on frozen features; expected a network to train. Use `dpvision adapt {args.recipe} "
+            "--data STORE --encoder ENCODER --num-classes K --dataset-size N --epsilon E`."
+        )
     root = args.runs / (args.name or args.recipe)
     config = args.config
     data = args.data
@@ -87,18 +90,18 @@ def train(args: TrainArgs) -> None:
         _, saved, _ = read_run(root)
         if replace(config, hardware=saved.hardware) != saved:
             raise ConfigError(f"train: settings differ from those of {root}; expected only --hardware.* with --resume. Drop the others.")
-        opened = resumed_session(root, {f.name: getattr(config.hardware, f.name) for f in fields(config.hardware)})
+        opened = resumed_session(root, {f.name: getattr(config.hardware, f.name) for f in fields(config.hardware)}, open_parent)
     else:
-        opened = new_session(config, root)
+        opened = new_session(config, root, open_parent)
     if args.dry_run:
-        plan, store, num_records = check_run(config)
+        plan, store, num_records = check_run(config, open_parent)
         if main_process:
             result = {"dry_run": True, **plan.to_dict(), "num_records": num_records, "store_visibility": store.visibility}
-            emit(result, args.json, _plan_text(config, plan, store) + "\nDry run: every check passed, nothing was trained or charged.")
+            emit(result, args.json, plan_text(config, plan, store) + "\nDry run: every check passed, nothing was trained or charged.")
         return
     with opened as session:
         if main_process and not args.json and not args.quiet:
-            print(_plan_text(session.config, session.plan, session.store), flush=True)
+            print(plan_text(session.config, session.plan, session.store), flush=True)
         complete = fit(session, quiet=args.quiet)
         if session.ledger is not None:
             _finish(session, root, complete, args.json)
@@ -131,9 +134,11 @@ def _finish(session: Session, root: Path, complete: bool, as_json: bool) -> None
     emit(result, as_json, "\n".join(lines))
 
 
-def _plan_text(config: RunConfig, plan: DPPlan, store: Store) -> str:
+def plan_text(config: RunConfig, plan: DPPlan, store: Store) -> str:
+    """The plan for people: the guarantee, and what it takes."""
     if plan.guarantee == "dp":
-        head = f"Private: epsilon {plan.epsilon:.4g} at delta {plan.delta:.3g} after all {plan.steps} steps"
+        spent = "one step" if plan.steps == 1 else f"all {plan.steps} steps"
+        head = f"Private: epsilon {plan.epsilon:.4g} at delta {plan.delta:.3g} after {spent}"
         if plan.epsilon_rdp is not None:
             head += f" (RDP {plan.epsilon_rdp:.4g})"
     else:

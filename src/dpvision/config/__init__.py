@@ -4,6 +4,7 @@ Two kinds of knobs. ``HardwareConfig`` must not change the result beyond roundin
 what is learned or what is guaranteed. Ranges are written so that NaN fails them.
 """
 
+from dpvision.config.heads import FrozenEncoderConfig, HeadConfig
 from dpvision.config.models import (
     BOS_ID,
     EOS_ID,
@@ -12,9 +13,11 @@ from dpvision.config.models import (
     ClassifierConfig,
     CrossDecoderConfig,
     CrossMAEConfig,
+    EncoderConfig,
     MAEConfig,
     ModelConfig,
     ResNetConfig,
+    TimmConfig,
     ViTConfig,
 )
 from dpvision.config.plain import from_dict, to_dict
@@ -23,6 +26,7 @@ from dpvision.config.run import IMAGENET_MEAN, IMAGENET_STD, DataConfig, Hardwar
 
 __all__ = [
     "BOS_ID", "EOS_ID", "IMAGENET_MEAN", "IMAGENET_STD", "PAD_ID", "CaptionerConfig", "ClassifierConfig", "CrossDecoderConfig",
-    "CrossMAEConfig", "DataConfig", "HardwareConfig", "MAEConfig", "ModelConfig", "OptimConfig",
-    "PrivacyConfig", "ResNetConfig", "RunConfig", "ViTConfig", "from_dict", "to_dict",
+    "CrossMAEConfig", "DataConfig", "EncoderConfig", "FrozenEncoderConfig", "HardwareConfig", "HeadConfig",
+    "MAEConfig", "ModelConfig", "OptimConfig",
+    "PrivacyConfig", "ResNetConfig", "RunConfig", "TimmConfig", "ViTConfig", "from_dict", "to_dict",
 ]  # fmt: skip

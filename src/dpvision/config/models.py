@@ -1,10 +1,12 @@
 """What the networks are: one frozen dataclass per kind, told apart by ``kind`` in JSON."""
 
+import json
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from dpvision.config.checks import check_choices, require
+from dpvision.config.heads import HeadConfig
 
 
 @dataclass(frozen=True)
@@ -104,24 +106,90 @@ class ResNetConfig:
 
 
 @dataclass(frozen=True)
+class TimmConfig:
+    """An encoder that timm knows by name (models/packaged.py). Its weights come by ``init_from``: nothing is downloaded."""
+
+    kind: Literal["timm"] = "timm"
+    name: str = "vit_base_patch16_224"
+    """Without a tag, which names weights. Beside timm's own names there is ``resnetv2_{50,101,152}xWIDTH_bit`` for every WIDTH."""
+    image_size: int = 224
+    """Side of the pictures in pixels. Trained positions are interpolated where the weights had another size."""
+    options: tuple[str, ...] = ()
+    """Further arguments of timm's constructor, NAME=VALUE with a value as in JSON: ``depth=6``."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        w = "model.encoder"
+        require(self.name != "" and "." not in self.name, w, "name", self.name, "a timm name without a tag", "Tags go to --init-from.")
+        require(self.image_size >= 1, w, "image_size", self.image_size, "at least 1", "Transfer: 384.")
+        self.arguments  # noqa: B018  (raises)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The options, read.
+
+        Raises:
+            ConfigError: one is not NAME=VALUE.
+        """
+        found = {}
+        for option in self.options:
+            name, mark, value = option.partition("=")
+            try:
+                found[name] = json.loads(value)
+            except ValueError:
+                mark = ""
+            require(mark != "" and name.isidentifier(), "model.encoder", "options", option, "NAME=VALUE as in JSON", "E.g. depth=6.")
+        return found
+
+
+EncoderConfig = ViTConfig | ResNetConfig | TimmConfig
+Tuned = Literal["whole", "last_blocks", "head", "lora", "film", "biases"]
+
+
+@dataclass(frozen=True)
 class ClassifierConfig:
-    """An encoder with a linear head, trained with labels."""
+    """An encoder with a linear head, trained with labels: all of it, or the parts that ``tuned`` names (models/tuned.py)."""
 
     kind: Literal["classifier"] = "classifier"
-    encoder: ViTConfig | ResNetConfig = field(default_factory=ViTConfig)
+    encoder: EncoderConfig = field(default_factory=ViTConfig)
     num_classes: int = 1000
     """Labels are 0 ... num_classes - 1; a public number."""
-    head_init: Literal["zero", "xavier"] = "zero"
-    """Weights of the head at the start ('xavier': uniform, as of MAE's linear maps); its bias starts at zero."""
-    pooling: Literal["mean", "cls"] = "mean"
-    """What the head sees: the mean of all places, or a transformer's class token."""
+    tuned: Tuned = "whole"
+    """What is trained beside the head: the whole encoder, its last blocks, nothing, low-rank additions to its linear maps (LoRA), a scale
+    and a shift after its norms (FiLM), or its biases. What is not trained is frozen, and costs no gradient."""
+    last_blocks: int = 1
+    """Of tuned=last_blocks: these blocks and all that comes after them are trained."""
+    lora_rank: int = 8
+    lora_scale: float = 1.0
+    """Factor of the low-rank product (alpha / rank of Hu et al. 2022)."""
+    lora_on: Literal["attention", "mlp", "both"] = "attention"
+    """Which linear maps of the blocks get one."""
+    head_init: Literal["zero", "xavier", "lecun"] = "zero"
+    """Weights of the head at the start: zeros; uniform, as of MAE's linear maps; normal with variance 1 / width (LeCun)."""
+    head_scale: float = 1.0
+    """Factor of these weights: with lecun, the scaled starts of Mehta et al. 2022, figure 2c."""
+    head_bias: float = 0.0
+    """Bias of every class at the start. Mehta et al. 2022 have -10, with the sigmoid loss: at first no class is likely."""
+    train_head_bias: bool = True
+    """False: the bias stays what it is."""
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    """Cross-entropy over the classes, or the sum over the classes of binary cross-entropies, which also takes several labels."""
+    pooling: Literal["mean", "cls", "own"] = "mean"
+    """What the head sees: the mean of all places, a transformer's class token, or what a timm model itself hands to its classifier."""
 
     def __post_init__(self) -> None:
         check_choices(self)
         w = "model"
         require(self.num_classes >= 2, w, "num_classes", self.num_classes, "at least 2", "Count the classes of the store.")
-        ok = self.pooling == "mean" or isinstance(self.encoder, ViTConfig)
+        ok = self.pooling != "cls" or not isinstance(self.encoder, ResNetConfig)
         require(ok, w, "pooling", self.pooling, "'mean' with a convolutional encoder, which has no class token", "Use mean.")
+        ok = self.pooling != "own" or isinstance(self.encoder, TimmConfig)
+        require(ok, w, "pooling", self.pooling, "'mean' or 'cls' with an encoder of ours", "'own' is for timm's models.")
+        require(self.last_blocks >= 1, w, "last_blocks", self.last_blocks, "at least 1", "For none say --model.tuned head.")
+        require(self.lora_rank >= 1, w, "lora_rank", self.lora_rank, "at least 1", "Typical: 4 to 16. For none say --model.tuned head.")
+        require(0 < self.lora_scale < math.inf, w, "lora_scale", self.lora_scale, "a positive number", "Use 1.")
+        require(0 < self.head_scale < math.inf, w, "head_scale", self.head_scale, "a positive number", "For zeros say head_init=zero.")
+        require(-math.inf < self.head_bias < math.inf, w, "head_bias", self.head_bias, "a number", "The paper: -10; otherwise 0.")
 
 
 @dataclass(frozen=True)
@@ -196,5 +264,5 @@ class CaptionerConfig:
         require(0 < self.mask_ratio < 1, w, "mask_ratio", self.mask_ratio, "strictly between 0 and 1", "MAE: 0.75.")
 
 
-ModelConfig = MAEConfig | ClassifierConfig | CrossMAEConfig | CaptionerConfig
+ModelConfig = MAEConfig | ClassifierConfig | CrossMAEConfig | CaptionerConfig | HeadConfig
 """In JSON told apart by ``kind``, as are encoders."""

@@ -23,6 +23,12 @@ class DataConfig:
     crop_scale: tuple[float, float] = (0.2, 1.0)
     """Area range of the random resized crop (ViP: 0.2 to 1)."""
     horizontal_flip: bool = True
+    resize: int | None = None
+    """Side in pixels of the square to which a picture is brought, its shape not kept, before it is cropped (transfer: 448, 384). None:
+    crops are taken from the picture as it is."""
+    crop: Literal["random", "centre"] = "random"
+    """Of training views: a random resized crop, or the centre, of side ``image_size`` in the resized square. Evaluation has the centre of
+    the whole picture, and with "centre" that of training."""
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     views: int = 1
@@ -35,6 +41,8 @@ class DataConfig:
         lo, hi = self.crop_scale
         require(0 < lo <= hi <= 1, "data", "crop_scale", self.crop_scale, "0 < low <= high <= 1", "ViP: (0.2, 1.0).")
         require(self.views >= 1, "data", "views", self.views, "at least 1", "Use 1.")
+        if self.resize is not None:
+            require(self.resize >= 1, "data", "resize", self.resize, "at least 1", "Transfer: 448 for random crops of 384.")
         scale = "Pixels run from 0 to 1 here: divide constants for 0 to 255 by 255, or leave the ImageNet ones."
         require(all(0 <= m <= 1 for m in self.mean), "data", "mean", self.mean, "three numbers from 0 to 1", scale)
         require(all(0 < s <= 1 for s in self.std), "data", "std", self.std, "three numbers above 0, at most 1", scale)
@@ -62,8 +70,16 @@ class OptimConfig:
     decay_horizon: float = 1.0
     """Where cosine and linear reach zero, in multiples of the run's steps (DP-Cap: 2, so that the last rate is well above zero)."""
     warmup_steps: int = 0
+    pretrained_multiplier: float = 1.0
+    """Factor of the rate for every parameter outside the module ``head``: what has been trained may want a smaller one (alpha of Mehta et
+    al. 2022, table 7)."""
+    global_clip: float | None = None
+    """Length to which the whole released gradient is shortened before the optimizer sees it: the usual clipping without privacy. It bounds
+    no record's part; None for none."""
     ema_decay: float | None = None
     """Exponential moving average of the weights, kept beside them, with a warm-up (optim/ema.py); None for none (ViP)."""
+    average: bool = False
+    """Mean of the weights after each step (Mehta et al. 2022, algorithm 1), kept beside them where an EMA would be."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -75,8 +91,20 @@ class OptimConfig:
         require(0 <= self.weight_decay < math.inf, w, "weight_decay", self.weight_decay, "0 or more", "ViP: 0.005.")
         require(self.warmup_steps >= 0, w, "warmup_steps", self.warmup_steps, "0 or more", "ViP: 1000.")
         require(1 <= self.decay_horizon < math.inf, w, "decay_horizon", self.decay_horizon, "1 or more", "DP-Cap: 2.")
+        alpha = self.pretrained_multiplier
+        require(
+            0 < alpha < math.inf, w, "pretrained_multiplier", alpha, "a positive number", "To train the head alone: --model.tuned head."
+        )
+        if self.global_clip is not None:
+            require(0 < self.global_clip < math.inf, w, "global_clip", self.global_clip, "a positive number", "Leave it out for none.")
         if self.ema_decay is not None:
             require(0 < self.ema_decay < 1, w, "ema_decay", self.ema_decay, "strictly between 0 and 1", "Leave it out for none.")
+        require(not (self.average and self.ema_decay is not None), w, "average", True, "False with ema_decay: one average", "Drop one.")
+
+    @property
+    def averages(self) -> bool:
+        """Whether averaged weights are kept beside the last ones."""
+        return self.average or self.ema_decay is not None
 
 
 @dataclass(frozen=True)

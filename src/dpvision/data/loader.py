@@ -23,7 +23,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.ordered import ordered_map
 from dpvision.data.store import Store
 from dpvision.data.texture_store import TextureStore
-from dpvision.data.transform import CROP_NUMBERS, centre_box, crop_box, cut, normalise
+from dpvision.data.transform import CROP_NUMBERS, cut, evaluation_box, normalise, training_box
 from dpvision.errors import DataError
 
 _CHUNK = 64
@@ -47,7 +47,7 @@ def physical_batches(
 ) -> Iterator[Batch]:
     """Augmented batches of the given rows, in their order; the last one may be smaller, and no rows give no batch.
 
-    Each view is a random resized crop (``data.crop_scale``, ratio 3/4 to 4/3, bicubic) and a horizontal flip with probability 1/2, drawn
+    Each view is a crop (``transform.training_box``, bicubic) and a horizontal flip with probability 1/2, drawn
     from ``key`` and the record's id in the streams "crop.V" and "flip.V". Of a store of textures it is a look instead, of the stream
     "look.V".
 
@@ -88,7 +88,7 @@ def physical_batches(
 def pictures(
     store: Store, rows: np.ndarray | None, image_size: int, data: DataConfig, *, batch_size: int, workers: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Pictures as they are for evaluation: shorter side resized to ``image_size`` (bicubic), centre crop, normalised.
+    """Pictures as they are for evaluation: ``transform.evaluation_box`` resized to ``image_size`` (bicubic), normalised.
 
     Args:
         rows: int64 positions in the store; None: all of them.
@@ -180,7 +180,7 @@ def _views(
         if image is not None:
             valid[b] = True
             for v in views:
-                box = crop_box(image.height, image.width, crops[v][b], data.crop_scale)
+                box = training_box(image.width, image.height, image_size, data, crops[v][b])
                 pixels[b, v] = cut(image, box, image_size, flips[v][b])
     return pixels, valid
 
@@ -191,7 +191,7 @@ def _centre(store: Store, rows: np.ndarray, data: DataConfig, image_size: int) -
     for b, image in enumerate(_decoded(store, rows)):
         if image is not None:
             valid[b] = True
-            pixels[b] = cut(image, centre_box(*image.size), image_size)
+            pixels[b] = cut(image, evaluation_box(*image.size, image_size, data), image_size)
     return rows, valid, _normalised(pixels, valid, data)
 
 

@@ -8,11 +8,12 @@ Legend: B records, V views, C channels, H height, W width, N random numbers.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from PIL import Image
 
+from dpvision.config import DataConfig
 from dpvision.data.decode import upright_rgb
 from dpvision.errors import DataError
 
@@ -67,6 +68,36 @@ def centre_box(width: int, height: int) -> tuple[float, float, float, float]:
     return left, top, left + side, top + side
 
 
+def training_box(
+    width: int, height: int, image_size: int, data: DataConfig, uniform_N: Sequence[float]
+) -> tuple[float, float, float, float]:
+    """Box (left, top, right, bottom) of a training view in pixels of the picture.
+
+    With ``data.resize`` the box is drawn, or centred, in a square of that side to which the whole picture is brought, and then carried over
+    to the picture: one resampling, where papers that resize first and crop then have two.
+
+    Args:
+        uniform_N: ``CROP_NUMBERS`` numbers in [0, 1), for crop="random".
+    """
+    if data.crop == "centre":
+        return evaluation_box(width, height, image_size, data)
+    if data.resize is None:
+        return crop_box(height, width, uniform_N, data.crop_scale)
+    left, top, right, bottom = crop_box(data.resize, data.resize, uniform_N, data.crop_scale)
+    x, y = width / data.resize, height / data.resize
+    return left * x, top * y, right * x, bottom * y
+
+
+def evaluation_box(width: int, height: int, image_size: int, data: DataConfig) -> tuple[float, float, float, float]:
+    """Box of a picture for evaluation: the centred square over the shorter side; where a picture is resized to a square in training, the
+    whole picture, or with crop="centre" that square's centre of side ``image_size``."""
+    if data.resize is None:
+        return centre_box(width, height)
+    share = min(1.0, image_size / data.resize) if data.crop == "centre" else 1.0
+    left, top = width * (1 - share) / 2, height * (1 - share) / 2
+    return left, top, width - left, height - top
+
+
 def normalise(pixels_HWC: np.ndarray, mean: Sequence[float], std: Sequence[float], out_CHW: np.ndarray) -> None:
     """(pixels / 255 - mean) / std of uint8 (..., H, W, 3) into float32 (..., 3, H, W).
 
@@ -88,11 +119,13 @@ def to_uint8(x_CHW: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """The evaluation transform: shorter side to ``image_size``, centre crop, normalise. Made by ``preprocess``."""
+    """The evaluation transform: ``evaluation_box`` brought to ``image_size``, normalised. Made by ``preprocess`` or ``preprocess_of``."""
 
     image_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    data: DataConfig = field(default_factory=DataConfig)
+    """Its resize and crop."""
 
     def __call__(self, picture: Image.Image | np.ndarray) -> np.ndarray:
         """float32 x_CHW of a Pillow image in any mode (turned upright by its EXIF), or of uint8 pixels (H, W, 3).
@@ -107,10 +140,16 @@ class Preprocess:
             picture = Image.fromarray(picture)
         image = upright_rgb(picture)
         x_CHW = np.empty((3, self.image_size, self.image_size), dtype=np.float32)
-        normalise(cut(image, centre_box(*image.size), self.image_size), self.mean, self.std, x_CHW)
+        box = evaluation_box(*image.size, self.image_size, self.data)
+        normalise(cut(image, box, self.image_size), self.mean, self.std, x_CHW)
         return x_CHW
 
 
 def preprocess(image_size: int, mean: Sequence[float], std: Sequence[float]) -> Preprocess:
-    """The evaluation transform of a model as a function of one picture; ``loader.pictures`` does the same to a store."""
+    """The evaluation transform of a model as a function of one picture: shorter side to ``image_size``, centre crop, normalised."""
     return Preprocess(image_size, tuple(mean), tuple(std))
+
+
+def preprocess_of(image_size: int, data: DataConfig) -> Preprocess:
+    """The evaluation transform of a run; ``loader.pictures`` does the same to a store."""
+    return Preprocess(image_size, data.mean, data.std, data)

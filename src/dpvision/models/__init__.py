@@ -4,12 +4,14 @@ from typing import overload
 
 import torch
 
-from dpvision.config import CaptionerConfig, ClassifierConfig, CrossMAEConfig, MAEConfig, ModelConfig
+from dpvision.config import CaptionerConfig, ClassifierConfig, CrossMAEConfig, HeadConfig, MAEConfig, ModelConfig
+from dpvision.errors import ConfigError
 from dpvision.models.captioner import Captioner
 from dpvision.models.classifier import Classifier, init_classifier
 from dpvision.models.cross_mae import CrossMAE
 from dpvision.models.layers import init_weights
 from dpvision.models.mae import MAE
+from dpvision.models.tuned import tune
 
 Model = MAE | Classifier | CrossMAE | Captioner
 """What a run trains; each has an ``encoder``."""
@@ -31,10 +33,11 @@ def make_model(cfg: ModelConfig, seed: int) -> Model:
     The global random state is neither used nor moved.
 
     Raises:
-        ConfigError: the config's sizes do not fit together.
+        ConfigError: the config's sizes do not fit together, or it is of a head on frozen features (``linear_head.LinearHead``).
     """
-    # The constructors of torch's layers draw from the global state; what they draw is replaced.
+    # The constructors of torch's layers draw from the global state; what they draw is replaced, but for timm's models.
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         model = _build(cfg)
     generator = torch.Generator().manual_seed(seed)
     if isinstance(model, Classifier):
@@ -47,11 +50,16 @@ def make_model(cfg: ModelConfig, seed: int) -> Model:
 def make_model_on_meta(cfg: ModelConfig) -> Model:
     """The network's structure without memory for its weights: for counting and for planning."""
     with torch.device("meta"):
-        return _build(cfg)
+        model = _build(cfg)
+        if isinstance(model, Classifier):
+            tune(model.encoder, model.head, model.cfg, None)
+        return model
 
 
 def count_parameters(cfg: ModelConfig) -> int:
-    """Number of trained parameters of a config's network."""
+    """Number of trained parameters of a config's network; of a head, 0 before its encoder is known."""
+    if isinstance(cfg, HeadConfig):
+        return cfg.num_parameters
     return sum(p.numel() for p in make_model_on_meta(cfg).parameters() if p.requires_grad)
 
 
@@ -65,3 +73,8 @@ def _build(cfg: ModelConfig) -> Model:
             return CrossMAE(cfg)
         case CaptionerConfig():
             return Captioner(cfg)
+        case HeadConfig():
+            raise ConfigError(
+                "model: kind='head' is a head on frozen features, no network of its own; expected another kind here. Make such a run with "
+                "`dpvision adapt`, score it with `dpvision evaluate RUN --test STORE`, open it with dpvision.adapt.predict.load_classifier."
+            )

@@ -7,23 +7,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpvision.config import ClassifierConfig, ViTConfig
+from dpvision.config import ClassifierConfig, EncoderConfig, ResNetConfig, ViTConfig
 from dpvision.models.layers import init_weights
+from dpvision.models.packaged import TimmEncoder
 from dpvision.models.resnet import ResNet, init_resnet
+from dpvision.models.tuned import Encoder, tune
 from dpvision.models.vit import ViT
 
 
 class Classifier(nn.Module):
-    """Encoder, pooling, linear head."""
+    """Encoder, pooling, linear head; ``init_classifier`` draws the weights and freezes what is not trained."""
 
     def __init__(self, cfg: ClassifierConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.encoder: ViT | ResNet = ViT(cfg.encoder) if isinstance(cfg.encoder, ViTConfig) else ResNet(cfg.encoder)
-        self.head = nn.Linear(cfg.encoder.width, cfg.num_classes)
+        self.encoder = _make_encoder(cfg.encoder)
+        width = self.encoder.width(cfg.pooling) if isinstance(self.encoder, TimmEncoder) else self.encoder.cfg.width
+        self.head = nn.Linear(width, cfg.num_classes)
 
     def features(self, x_BCHW: Tensor) -> Tensor:
-        """What the head sees, (B, D): the mean of all patch tokens or places of the last map, or the class token."""
+        """What the head sees, (B, D): the mean of all patch tokens or places of the last map, the class token, or timm's own."""
+        if isinstance(self.encoder, TimmEncoder):
+            return self.encoder.pooled(x_BCHW, self.cfg.pooling)
         if isinstance(self.encoder, ResNet):
             return self.encoder(x_BCHW).mean((2, 3))
         token_BLD = self.encoder(x_BCHW)
@@ -35,38 +40,61 @@ class Classifier(nn.Module):
 
 
 def init_classifier(model: Classifier, generator: torch.Generator) -> None:
-    """Encoder as its kind is initialised, then the head by ``head_init``, drawn from ``generator``."""
+    """Encoder as its kind is initialised (timm's was when it was made), then the head, drawn from ``generator``; then ``tune``."""
     if isinstance(model.encoder, ResNet):
         init_resnet(model.encoder, generator)
-    else:
+    elif isinstance(model.encoder, ViT):
         init_weights(model.encoder, generator)
     init_head(model, generator)
+    tune(model.encoder, model.head, model.cfg, generator)
 
 
+@torch.no_grad()
 def init_head(model: Classifier, generator: torch.Generator) -> None:
-    """The head by ``head_init``: zeros, or Xavier-uniform weights and a bias of zeros."""
-    nn.init.zeros_(model.head.bias)
-    if model.cfg.head_init == "zero":
-        nn.init.zeros_(model.head.weight)
+    """The head by ``head_init``, times ``head_scale``; every bias is ``head_bias``."""
+    cfg, weight = model.cfg, model.head.weight
+    nn.init.constant_(model.head.bias, cfg.head_bias)
+    if cfg.head_init == "zero":
+        nn.init.zeros_(weight)
+    elif cfg.head_init == "xavier":
+        nn.init.xavier_uniform_(weight, generator=generator)
     else:
-        nn.init.xavier_uniform_(model.head.weight, generator=generator)
+        nn.init.normal_(weight, std=weight.shape[1] ** -0.5, generator=generator)
+    weight.mul_(cfg.head_scale)
 
 
 def losses(model: Classifier, x_BVCHW: Tensor, label_B: Tensor) -> Tensor:
-    """Cross-entropy of each record, the mean over its views.
+    """Cross-entropy of each record by ``loss``, the mean over its views.
 
-    A label outside 0 ... K - 1 gives a loss of NaN and a gradient of exactly zero: such a record takes no part, and nothing is raised,
-    because whether a step raises must not depend on a private label. Stores are checked before the first step.
+    A label outside 0 ... K - 1, or a target that is neither 0 nor 1, gives a loss of NaN and a gradient of exactly zero: such a record
+    takes no part, and nothing is raised, because whether a step raises must not depend on a private label. Stores are checked before
+    the first step.
 
     Args:
-        label_B: int64.
+        label_B: int64; for the sigmoid loss also (B, K), 1 for each class that a record belongs to and 0 elsewhere.
 
     Returns:
         loss_B, float32 also under autocast (float64 for float64 pictures).
     """
     views = x_BVCHW.shape[1]
     logits = model(x_BVCHW.flatten(0, 1))
-    known_B = (label_B >= 0) & (label_B < model.cfg.num_classes)
-    target = torch.where(known_B, label_B, 0).repeat_interleave(views)
-    loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), target, reduction="none")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    several = label_B.ndim == 2
+    known_B = ((label_B == 0) | (label_B == 1)).all(1) if several else (label_B >= 0) & (label_B < model.cfg.num_classes)
+    target = torch.where(known_B[:, None] if several else known_B, label_B, 0).repeat_interleave(views, 0)
+    if model.cfg.loss == "softmax":
+        loss = F.cross_entropy(logits, target, reduction="none")
+    else:
+        target = target if several else target[:, None] == torch.arange(model.cfg.num_classes, device=target.device)
+        loss = F.binary_cross_entropy_with_logits(logits, target.to(logits.dtype), reduction="none").sum(1)
     return torch.where(known_B, loss.unflatten(0, (-1, views)).mean(1), torch.nan)
+
+
+def _make_encoder(cfg: EncoderConfig) -> Encoder:
+    match cfg:
+        case ViTConfig():
+            return ViT(cfg)
+        case ResNetConfig():
+            return ResNet(cfg)
+        case _:
+            return TimmEncoder(cfg)

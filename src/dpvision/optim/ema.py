@@ -1,7 +1,25 @@
-"""Exponential moving average of privatized weights: post-processing, costs no privacy."""
+"""Averages of privatized weights, exponential or of all iterates: post-processing, costs no privacy."""
 
 import torch
 from torch import Tensor, nn
+
+from dpvision.config import OptimConfig
+
+
+def update_average(average: dict[str, Tensor], model: nn.Module, config: OptimConfig, updates: int) -> dict[str, Tensor]:
+    """The average that a config asks for, one step on, in place; arguments and result as of ``update_ema``."""
+    return update_mean(average, model, updates) if config.ema_decay is None else update_ema(average, model, config.ema_decay, updates)
+
+
+@torch.no_grad()
+def update_mean(mean: dict[str, Tensor], model: nn.Module, updates: int) -> dict[str, Tensor]:
+    """mean <- mean + (weights - mean) / (t + 1), in place: of the weights after each update (Mehta et al. 2022, algorithm 1).
+
+    What it started from is forgotten at the first update. Arguments and result as of ``update_ema``.
+    """
+    for name, value in model.state_dict().items():
+        mean[name].lerp_(value.to(mean[name].dtype), 1 / (updates + 1))
+    return mean
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dpvision.config import OptimConfig
 from dpvision.dp.noise import DPGradient
-from dpvision.errors import CheckpointError, PrivacyError
+from dpvision.errors import CheckpointError, ConfigError, PrivacyError
 
 
 class Optimizer:
@@ -23,20 +23,27 @@ class Optimizer:
         values = list(self._params.values())
         # The same for both: torch's SGD couples the decay with the gradient.
         self._decay = {p: config.weight_decay if config.decayed == "all" or p.ndim >= 2 else 0.0 for p in values}
+        alpha, self._global_clip = config.pretrained_multiplier, config.global_clip
+        self._factor = {p: 1.0 if alpha == 1 or name.startswith("head.") else alpha for name, p in self._params.items()}
+        if alpha != 1 and not any(name.startswith("head.") for name, _ in model.named_parameters()):
+            raise ConfigError(f"optim: pretrained_multiplier={alpha}; expected 1 for a model without a head of its own. Leave it out.")
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in values if self._factor[p] == factor]} for factor in dict.fromkeys(self._factor.values())
+        ]
         self._counting: dict[str, dict[str, Any]] = {}
         """Groups that count their steps themselves: LAMB's, one for each parameter."""
         if config.name == "adamw":
             self._torch: torch.optim.Optimizer = torch.optim.AdamW(
-                values, lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=0.0
+                groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=0.0
             )
         elif config.name == "lamb":
             # By default timm leaves out the adaptation where nothing decays, and clips the whole gradient, which the release has done.
-            groups = [{"params": [p], "weight_decay": self._decay[p]} for p in values]
-            self._torch = Lamb(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, always_adapt=True, max_grad_norm=None)
+            own = [{"params": [p], "weight_decay": self._decay[p]} for p in values]
+            self._torch = Lamb(own, lr=config.learning_rate, betas=config.betas, eps=config.eps, always_adapt=True, max_grad_norm=None)
             self._decay = dict.fromkeys(values, 0.0)
             self._counting = dict(zip(self._params, self._torch.param_groups, strict=True))
         else:
-            self._torch = torch.optim.SGD(values, lr=config.learning_rate, momentum=config.momentum)
+            self._torch = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
 
     @torch.no_grad()
     def step(self, gradient: DPGradient, learning_rate: float) -> None:
@@ -54,13 +61,21 @@ class Optimizer:
                 f"optimizer: {type(gradient).__name__}; expected a DPGradient, the only thing that may leave. Use noise.privatize."
             )
         for group in self._torch.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * self._factor[group["params"][0]]
+        scale = self._shortening(gradient)
         for name, parameter in self._params.items():
-            parameter.grad = gradient.grads[name].to(parameter.device, parameter.dtype)
+            parameter.grad = (gradient.grads[name] * scale if scale != 1 else gradient.grads[name]).to(parameter.device, parameter.dtype)
             if decay := self._decay[parameter]:
-                parameter.mul_(1 - learning_rate * decay)
+                parameter.mul_(1 - learning_rate * self._factor[parameter] * decay)
         self._torch.step()
         self._torch.zero_grad(set_to_none=True)
+
+    def _shortening(self, gradient: DPGradient) -> float:
+        """min(1, global_clip / norm of the whole gradient)."""
+        if self._global_clip is None:
+            return 1.0
+        norm = float(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradient.grads.values()]).norm())
+        return min(1.0, self._global_clip / norm) if norm > 0 else 1.0
 
     def tensors(self) -> dict[str, Tensor]:
         """State as {"PARAMETER/SLOT": tensor}, empty before the first step."""

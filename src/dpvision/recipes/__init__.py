@@ -3,7 +3,20 @@
 from collections.abc import Callable
 
 from dpvision.config import RunConfig
-from dpvision.recipes import demo, dpcap, dpcap_micro, dpcap_variations, supervised, synthetic, vip, vip_variations
+from dpvision.recipes import (
+    demo,
+    dpcap,
+    dpcap_micro,
+    dpcap_variations,
+    supervised,
+    synthetic,
+    transfer,
+    transfer_heads,
+    transfer_micro,
+    transfer_tables,
+    vip,
+    vip_variations,
+)
 from dpvision.recipes.variation import recipe_functions
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
@@ -47,5 +60,19 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "supervised.tan": supervised.tan,
     "supervised.dp_nfnet": supervised.dp_nfnet,
     "supervised.micro": supervised.micro,
+    "transfer.auto": transfer_heads.auto,
+    "transfer.one_step": transfer_heads.one_step,
+    "transfer.many_steps": transfer_heads.many_steps,
+    "transfer.least_squares": transfer_heads.least_squares,
+    "transfer.feature_covariance": transfer_heads.feature_covariance,
+    "transfer.prototypes": transfer_heads.prototypes,
+    "transfer.micro": transfer_micro.micro,
+    **recipe_functions(transfer_micro.VARIATIONS),
+    **transfer.RECIPES,
+    **recipe_functions(transfer_tables.VARIATIONS),
+    **transfer_tables.PRETRAINING,
     "demo": demo.demo,
 }
+
+TABLE_ROWS = tuple(transfer_tables.VARIATIONS)
+"""Recipes that lists for people leave out: one for each number of a table (docs/transfer.md)."""

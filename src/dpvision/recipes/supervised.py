@@ -6,7 +6,7 @@ dpvision does not, the recipe says so. What each setting costs by PLD and by RDP
 
 from dataclasses import replace
 
-from dpvision.config import ClassifierConfig, DataConfig, HardwareConfig, OptimConfig, PrivacyConfig, ResNetConfig, RunConfig
+from dpvision.config import ClassifierConfig, DataConfig, HardwareConfig, MAEConfig, OptimConfig, PrivacyConfig, ResNetConfig, RunConfig
 from dpvision.recipes import vip
 
 _IMAGENET_RECORDS = 1_281_167
@@ -80,6 +80,7 @@ def vip_dp_finetune() -> RunConfig:
     to it where both saw the same store.
     """
     parent = vip.base()
+    assert isinstance(parent.model, MAEConfig)
     return replace(
         parent,
         recipe="vip.dp_finetune",
@@ -98,6 +99,7 @@ def vip_micro_finetune() -> RunConfig:
     Not of the paper; the paper's rate and decay, a sample rate of 5% for its 20%, 60 steps for its 1500. No accuracy is promised.
     """
     parent, paper = vip.micro(), vip_dp_finetune()
+    assert isinstance(parent.model, MAEConfig)
     return replace(
         parent,
         recipe="vip.micro_finetune",

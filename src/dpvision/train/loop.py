@@ -24,7 +24,7 @@ from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn
 from dpvision.dp.noise import new_key, privatize
-from dpvision.optim.ema import update_ema
+from dpvision.optim.ema import update_average
 from dpvision.optim.optimizer import Optimizer
 from dpvision.optim.schedule import learning_rate
 from dpvision.privacy.ledger import Ledger
@@ -32,6 +32,7 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.train.distributed import Group, all_reduce_vector, broadcast_bytes, broadcast_int, check_same_everywhere
 from dpvision.train.folder import RunFolder
 from dpvision.train.heap import keep_freed_memory
+from dpvision.train.lineage import own_entry
 from dpvision.train.log import RunLog
 from dpvision.train.step import step_sum
 from dpvision.train.versions import code_versions
@@ -95,8 +96,8 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
             )
             gradient = privatize(total, plan, step, secrets.noise)
             session.optimizer.step(gradient, learning_rate(session.config.optim, step, plan.steps))
-            if session.ema is not None and session.config.optim.ema_decay is not None:
-                update_ema(session.ema, session.model, session.config.optim.ema_decay, session.updates)
+            if session.ema is not None:
+                update_average(session.ema, session.model, session.config.optim, session.updates)
             session.updates += 1
             if log is not None:
                 log.step(step, metrics)
@@ -128,7 +129,7 @@ def save(session: Session) -> Path | None:
         "config": to_dict(session.config),
         "plan": session.plan.to_dict(),
         "ledger_digest": ledger.digest,
-        "lineage": [*session.lineage, _own_lineage(session, ledger.steps)],
+        "lineage": [*session.lineage, own_entry(session.plan, session.store, folder.run_id, ledger.steps)],
         "versions": code_versions(),
     }
     path = save_checkpoint(
@@ -139,18 +140,6 @@ def save(session: Session) -> Path | None:
     keep_newest(folder.base, session.config.hardware.keep_checkpoints)
     folder.copy_ledger(ledger.path)
     return path
-
-
-def _own_lineage(session: Session, steps: int) -> dict[str, Any]:
-    plan, store = session.plan, session.store
-    guarantee = None
-    if plan.guarantee == "dp":
-        spent = plan.spent(steps)
-        guarantee = {"epsilon": spent.epsilon, "epsilon_rdp": spent.epsilon_rdp, "delta": plan.delta, "steps": steps}
-    run_id = session.folder.run_id if session.folder else None
-    return {
-        "store_id": store.store_id, "visibility": store.visibility, "licence": store.licence, "run_id": run_id, "guarantee": guarantee,
-    }  # fmt: skip
 
 
 def _share(secrets: Secrets, group: Group) -> Secrets:

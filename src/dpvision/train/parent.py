@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from dpvision.checkpoint import Checkpoint
 from dpvision.config import CaptionerConfig, ClassifierConfig, CrossMAEConfig, MAEConfig, ModelConfig, RunConfig, to_dict
 from dpvision.errors import CheckpointError, ConfigError
+from dpvision.models.packaged import TimmEncoder
+from dpvision.models.tuned import merged, plain_names
 
 _PARTS = {
     ("classifier", "classifier"): ("encoder", "head"),
@@ -34,7 +36,8 @@ def start_from(model: nn.Module, cfg: ModelConfig, parent: Checkpoint) -> None:
 
     Of a parent of the same kind all weights are taken, but a classifier keeps its own head where the parent has another number of classes,
     and a captioner those of a second loss or of parallel prediction where the parent has none. A captioner takes encoder and decoder of its
-    warm start; every other pair has the encoder in common. Pictures may have another size: positions are no weights.
+    warm start; every other pair has the encoder in common. Pictures may have another size: positions of our encoders are no weights, those
+    of timm's are interpolated. What a parent's tuning had put in is merged into the weights beside it; what this run's puts in starts anew.
 
     Raises:
         CheckpointError: sizes that leave no trace in the shapes differ, or a name or shape differs.
@@ -46,8 +49,11 @@ def start_from(model: nn.Module, cfg: ModelConfig, parent: Checkpoint) -> None:
         parts = ("encoder",)
     _check_sizes(cfg, theirs, parts, parent)
     own = {name: value.detach() for name, value in model.state_dict().items()}
-    taken = {name: value for name, value in parent.model.items() if name.split(".")[0] in parts and _wanted(name, own, cfg)}
-    kept = {name: value for name, value in own.items() if name.split(".")[0] not in parts or _optional(name, cfg)}
+    given = _fitted(model, merged(parent.model, theirs.get("lora_scale", 1.0)))
+    names = plain_names(model)
+    taken = {names.get(n, n): value for n, value in given.items() if n.split(".")[0] in parts and _wanted(n, own, cfg)}
+    added = set(own) - set(names.values())
+    kept = {name: value for name, value in own.items() if name.split(".")[0] not in parts or name in added or _optional(name, cfg)}
     _load(model, parent, kept | taken)
 
 
@@ -64,6 +70,15 @@ def check_constants(config: RunConfig, parent: Checkpoint) -> None:
             raise ConfigError(
                 f"data: {name}={mine}; expected {got}, with which {parent.path} was trained. Say --data.{name} {' '.join(map(str, got))}."
             )
+
+
+def _fitted(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Trained positions of a timm encoder brought to the new run's picture size."""
+    encoder = getattr(model, "encoder", None)
+    if not isinstance(encoder, TimmEncoder):
+        return weights
+    own = encoder.fitted({name.removeprefix("encoder."): value for name, value in weights.items() if name.startswith("encoder.")})
+    return weights | {f"encoder.{name}": value for name, value in own.items()}
 
 
 def _optional(name: str, cfg: ModelConfig) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ from dpvision.train.step import to_device
 from dpvision.train.words import open_tokenizer, open_words
 
 _SIZE_TOLERANCE = 0.01
+
+OpenParent = Callable[[str], Checkpoint]
 
 
 def check_store(plan: DPPlan, store: Store, num_rows: int) -> None:
@@ -84,8 +86,11 @@ def check_labels(store: Store, rows: np.ndarray, num_classes: int) -> None:
         raise DataError(f"{where}: one class only, label={int(label_N[0])}; expected two or more. Add pictures of another class.")
 
 
-def check_run(config: RunConfig) -> tuple[DPPlan, Store, int]:
+def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> tuple[DPPlan, Store, int]:
     """Every check of a new run without making it (``--dry-run``).
+
+    Args:
+        open_parent: as for ``new_session``.
 
     Returns:
         The plan, the store, and the number of records that would take part.
@@ -93,23 +98,26 @@ def check_run(config: RunConfig) -> tuple[DPPlan, Store, int]:
     Raises:
         DPVisionError: what ``new_session`` would raise.
     """
-    _check_paths(config)
+    _check_paths(config, open_parent)
     plan = make_plan(config.privacy)
-    session = _prepare(config, plan, None)
+    session = _prepare(config, plan, None, open_parent)
     distributed.leave()
     return plan, session.store, len(session.rows)
 
 
 @contextlib.contextmanager
-def new_session(config: RunConfig, root: Path) -> Iterator[Session]:
+def new_session(config: RunConfig, root: Path, open_parent: OpenParent = load_checkpoint) -> Iterator[Session]:
     """A session for a new run in folder ``root``.
+
+    Args:
+        open_parent: opens what ``init_from`` names: a run's folder; with ``encoders.parent.open_parent`` also timm:NAME.
 
     Raises:
         DPVisionError: anything that makes the run impossible or unsafe; no step has been charged then.
     """
-    _check_paths(config)
+    _check_paths(config, open_parent)
     plan = make_plan(config.privacy)
-    session = _prepare(config, plan, None)
+    session = _prepare(config, plan, None, open_parent)
     with contextlib.ExitStack() as stack:
         stack.callback(distributed.leave)
         if session.group.is_main:
@@ -128,11 +136,12 @@ def new_session(config: RunConfig, root: Path) -> Iterator[Session]:
 
 
 @contextlib.contextmanager
-def resumed_session(root: Path, hardware: dict[str, Any] | None = None) -> Iterator[Session]:
+def resumed_session(root: Path, hardware: dict[str, Any] | None = None, open_parent: OpenParent = load_checkpoint) -> Iterator[Session]:
     """The session of an existing run: its own config and plan, its newest checkpoint, the ledger's count, new keys.
 
     Args:
         hardware: HardwareConfig fields to change: the only settings that a resumed run may change.
+        open_parent: as for ``new_session``; used where the run stopped before its first checkpoint.
 
     Raises:
         DPVisionError: the run, its ledger or its store do not fit together.
@@ -143,7 +152,7 @@ def resumed_session(root: Path, hardware: dict[str, Any] | None = None) -> Itera
     checkpoint = load_checkpoint(base) if list_checkpoints(base) else None
     if checkpoint is not None and checkpoint.manifest["run_id"] != about["run_id"]:
         raise CheckpointError(f"checkpoint: {checkpoint.path} is of another run. Remove it, or correct the folder.")
-    session = _prepare(config, plan, checkpoint)
+    session = _prepare(config, plan, checkpoint, open_parent)
     if session.store.store_id != about["store_id"]:
         raise DataError(f"store: {config.data.store} is not the store of this run. Put the original back, or start a new run.")
     with contextlib.ExitStack() as stack:
@@ -161,7 +170,7 @@ def resumed_session(root: Path, hardware: dict[str, Any] | None = None) -> Itera
         yield session
 
 
-def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None) -> Session:
+def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, open_parent: OpenParent) -> Session:
     """Store, model, optimizer and lineage, on this process's device; the same on all ranks."""
     assert config.data.store is not None, "_check_paths refused that"
     store = Store.open(Path(config.data.store))
@@ -171,7 +180,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None) -> 
         check_labels(store, rows, config.model.num_classes)
     model = make_model(config.model, config.seed)
     lineage: list[dict[str, Any]] = []
-    parent = load_checkpoint(config.init_from) if checkpoint is None and config.init_from is not None else None
+    parent = open_parent(config.init_from) if checkpoint is None and config.init_from is not None else None
     words = open_words(config, store, rows, checkpoint or parent)
     if checkpoint is not None:
         lineage = checkpoint.manifest["lineage"][:-1]
@@ -190,7 +199,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None) -> 
     if config.hardware.compile:
         _compile(config, model, loss_fn, group)
     optimizer = Optimizer(config.optim, model)
-    ema = make_ema(model) if config.optim.ema_decay is not None else None
+    ema = make_ema(model) if config.optim.averages else None
     if checkpoint is not None:
         optimizer.load(checkpoint.optimizer or {})
         if ema is not None and checkpoint.ema is not None:
@@ -213,7 +222,7 @@ def _checkpoint_bytes(session: Session) -> int:
     return copies * sum(p.numel() * p.element_size() for p in session.model.parameters())
 
 
-def _check_paths(config: RunConfig) -> None:
+def _check_paths(config: RunConfig, open_parent: OpenParent) -> None:
     """Refuse what is not there before the plan is made: calibrating its noise can take half a minute."""
     if config.data.store is None:
         raise ConfigError("data: store=None; expected a folder made by `dpvision data import`. Say --data STORE.")
@@ -222,7 +231,9 @@ def _check_paths(config: RunConfig) -> None:
     if isinstance(config.model, CaptionerConfig):
         open_tokenizer(config)
     init_from = config.init_from
-    if init_from is not None and not Path(init_from).exists():
+    if init_from is not None and init_from.startswith("timm:") and open_parent is not load_checkpoint:
+        open_parent(init_from)  # says what is missing
+    elif init_from is not None and not Path(init_from).exists():
         name = Path(init_from).name
         make = f"Make it with `dpvision train {name}`" if name.startswith("synthetic.") else "Correct --init-from"
         raise CheckpointError(

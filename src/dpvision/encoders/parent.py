@@ -1,0 +1,104 @@
+"""Weights that a run starts from, in the form of a checkpoint: those of a run, or a timm model's from a file or from timm's caches."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+
+from dpvision.checkpoint import Checkpoint, load_checkpoint
+from dpvision.config import ClassifierConfig, EncoderConfig, RunConfig, TimmConfig, from_dict, to_dict
+from dpvision.encoders.packaged import check_fit, without_wrapper
+from dpvision.encoders.unpickle import load_weights
+from dpvision.errors import CheckpointError, ConfigError
+from dpvision.models.packaged import TimmEncoder, is_timm_name
+from dpvision.models.timm_cache import find_timm_weights, timm_licence
+from dpvision.train.lineage import public_weights
+
+_TIMM = "timm:"
+_CLASSIFIERS = ("head.", "fc.", "classifier.")
+
+
+def open_parent(init_from: str) -> Checkpoint:
+    """The checkpoint that ``RunConfig.init_from`` names, for ``train.start``.
+
+    Args:
+        init_from: a run or checkpoint folder; or ``timm:NAME``, whose weights timm has fetched at some time, or ``timm:NAME@FILE``. A tag
+            in NAME says how pictures are normalised and under which licence the weights are. For a file without a tag in NAME the
+            former is timm's default for the name, and of the latter nothing is said.
+
+    Returns:
+        A run's checkpoint as it is. Of timm's weights one in memory: the encoder under a classifier's names, without its classifier;
+        in the manifest the encoder's config, the constants, and one entry of lineage, public.
+
+    Raises:
+        ConfigError: timm does not know the name. CheckpointError: nothing is there, it cannot be read, or it does not fit the name.
+    """
+    if not init_from.startswith(_TIMM):
+        return load_checkpoint(init_from)
+    name, _, given = init_from.removeprefix(_TIMM).partition("@")
+    file, places = (Path(given), []) if given else find_timm_weights(name)
+    encoder, mean, std = timm_encoder(name)
+    if file is None:
+        raise CheckpointError(
+            f"run: init_from={init_from!r}: no weights in {' or '.join(places)}; expected them there. Nothing is downloaded: fetch them "
+            f"with timm on a machine with a network, or say timm:{name}@FILE."
+        )
+    body = encoder.model.state_dict()
+    tensors = without_wrapper(load_weights(file), body, str(file))
+    check_fit(tensors, body, str(file), ignored=_CLASSIFIERS)
+    shown = f"{_TIMM}{name}" + (f"@{file.name}" if given else "")
+    model = {"kind": "classifier", "encoder": to_dict(encoder.cfg)}
+    manifest = {
+        "config": {"model": model, "data": {"mean": list(mean), "std": list(std)}},
+        "lineage": [public_weights(shown, None if given and "." not in name else timm_licence(name))],
+    }
+    return Checkpoint(file, manifest, {f"encoder.model.{n}": tensors[n].float() for n in body}, None, None)
+
+
+def timm_encoder(name: str) -> tuple[TimmEncoder, tuple[float, ...], tuple[float, ...]]:
+    """A timm model by a name that may have a tag, for pictures of its own size and without values, with mean and deviation of its pictures.
+
+    Raises:
+        ConfigError: timm does not know the name, or it normalises with statistics of the batch.
+    """
+    base = name.partition(".")[0]
+    if not is_timm_name(base):
+        raise ConfigError(f"run: init_from='timm:{name}'; expected one of timm's models. `dpvision doctor {base}` offers close ones.")
+    try:
+        known = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"run: init_from='timm:{name}' ({error}); expected a tag that timm knows. Leave the part after the dot out."
+        ) from None
+    size, mean, std = (224, (0.5,) * 3, (0.5,) * 3) if known is None else (known.input_size[-1], known.mean, known.std)
+    with torch.device("meta"):
+        return TimmEncoder(TimmConfig(name=base, image_size=size)), mean, std
+
+
+def adapted(config: RunConfig, init_from: str) -> RunConfig:
+    """A classifier's recipe on another encoder: that of ``init_from``, with the constants of its pictures.
+
+    The picture size stays the recipe's where the encoder is timm's; one of ours keeps the size it was trained with.
+
+    Args:
+        config: of kind "classifier".
+        init_from: as for ``open_parent``.
+
+    Raises:
+        ConfigError: the recipe is of another kind. CheckpointError: as ``open_parent``.
+    """
+    if not isinstance(config.model, ClassifierConfig):
+        raise ConfigError(
+            f"run: model.kind={config.model.kind!r}; expected 'classifier', which has an encoder to train. Choose its recipe."
+        )
+    theirs: dict[str, Any] = open_parent(init_from).manifest["config"]
+    encoder: EncoderConfig = from_dict(ClassifierConfig, {"encoder": theirs["model"]["encoder"]}, init_from).encoder
+    pooling = config.model.pooling
+    if isinstance(encoder, TimmConfig):
+        encoder = replace(encoder, image_size=config.model.encoder.image_size)
+    elif pooling == "own":
+        pooling = "mean"
+    data = replace(config.data, mean=tuple(theirs["data"]["mean"]), std=tuple(theirs["data"]["std"]))
+    return replace(config, model=replace(config.model, encoder=encoder, pooling=pooling), data=data, init_from=init_from)

@@ -1,0 +1,33 @@
+"""A linear classifier of frozen features, as a run of a head leaves it.
+
+Legend: B records, D numbers of a feature, K classes.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.config import HeadConfig
+from dpvision.errors import ConfigError
+
+
+class LinearHead(nn.Module):
+    """scores = weight x + bias, where x is the feature less the run's public centre, of length 1 if the run scaled so (``model.unit``)."""
+
+    def __init__(self, cfg: HeadConfig) -> None:
+        super().__init__()
+        if cfg.num_classes is None or cfg.encoder.width < 1:
+            raise ConfigError(
+                f"head: num_classes={cfg.num_classes}, width={cfg.encoder.width}; expected both known. Open a run made by `dpvision adapt`."
+            )
+        self.unit = cfg.unit
+        self.weight = nn.Parameter(torch.zeros(cfg.num_classes, cfg.encoder.width), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(cfg.num_classes), requires_grad=False)
+        self.register_buffer("centre", torch.zeros(cfg.encoder.width))
+        self.centre: Tensor
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        """Scores float32 (B, K); the largest is the prediction, and one above zero says yes where a record may have several classes."""
+        x_BD = x_BD - self.centre
+        if self.unit:
+            x_BD = x_BD / torch.linalg.vector_norm(x_BD, dim=1, keepdim=True).clamp(min=torch.finfo(x_BD.dtype).tiny)
+        return x_BD @ self.weight.T + self.bias

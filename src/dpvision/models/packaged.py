@@ -1,0 +1,118 @@
+"""Encoders of timm, built by name and trained like ours: what they give the head, and positions for pictures of another size.
+
+Legend: B records, L places, D width, C channels, H height, W width.
+"""
+
+import re
+from functools import partial
+from typing import Any
+
+import timm
+from timm.layers import StdConv2d, resample_abs_pos_embed
+from timm.models import VisionTransformer
+from timm.models.resnetv2 import ResNetV2
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dpvision.config import TimmConfig
+from dpvision.errors import ConfigError
+
+_BIT = re.compile(r"resnetv2_(50|101|152)x(\d+)_bit")
+_BIT_DEPTHS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)}
+_BIT_EPS = 1e-8
+_POSITIONS = "model.pos_embed"
+
+
+class TimmEncoder(nn.Module):
+    """One of timm's models without its classifier; weights are timm's initialisation, drawn from torch's global generator."""
+
+    def __init__(self, cfg: TimmConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.model = make_timm(cfg)
+        normed = [name for name, part in self.model.named_modules() if isinstance(part, _BatchNorm)]
+        if normed:
+            raise ConfigError(
+                f"model.encoder: name={cfg.name!r} normalises with statistics of the batch (BatchNorm: {normed[0]} and {len(normed) - 1} "
+                "more); expected every record for itself. Choose one with GroupNorm or LayerNorm (resnetv2_50x1_bit, convnext_tiny), or a "
+                "head on its frozen features: dpvision adapt transfer.auto."
+            )
+        self._channels_last = getattr(self.model, "output_fmt", None) == "NHWC"
+
+    def places(self, x_BCHW: Tensor) -> Tensor:
+        """One vector for each patch, or each place of the last map, in raster order: (B, L, D); class token and registers left out."""
+        found = self.model.forward_features(x_BCHW)
+        if found.ndim == 3:
+            return found[:, getattr(self.model, "num_prefix_tokens", 0) :]
+        return found.flatten(1, 2) if self._channels_last else found.flatten(2).transpose(1, 2)
+
+    def pooled(self, x_BCHW: Tensor, pooling: str) -> Tensor:
+        """What a head sees, (B, D): "mean" of the places, the class token "cls", or "own", what timm's classifier would see."""
+        if pooling == "own":
+            return self.model(x_BCHW)
+        if pooling == "cls":
+            return self.model.forward_features(x_BCHW)[:, 0]
+        return self.places(x_BCHW).mean(1)
+
+    def width(self, pooling: str) -> int:
+        """Numbers of ``pooled``.
+
+        Raises:
+            ConfigError: the model has no class token to pool.
+        """
+        if pooling == "cls" and getattr(self.model, "cls_token", None) is None:
+            raise ConfigError(f"model: pooling='cls'; expected 'mean' or 'own': {self.cfg.name} has no class token. Use own.")
+        return self.model.head_hidden_size if pooling == "own" else self.model.num_features
+
+    @property
+    def attends(self) -> bool:
+        """Whether its blocks mix places by self-attention."""
+        return any("Attention" in type(part).__name__ and "Pool" not in type(part).__name__ for part in self.model.modules())
+
+    def fitted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``weights``, by the names of ``state_dict``, their trained positions interpolated to this encoder's picture size by timm.
+
+        Positions of other kinds than a vision transformer's table are left as they are.
+        """
+        model: Any = self.model
+        given = weights.get(_POSITIONS)
+        if given is None or not isinstance(model, VisionTransformer) or model.pos_embed is None or given.shape == model.pos_embed.shape:
+            return weights
+        prefix = 0 if model.no_embed_class else model.num_prefix_tokens
+        return weights | {_POSITIONS: resample_abs_pos_embed(given, list(model.patch_embed.grid_size), num_prefix_tokens=prefix)}
+
+
+def is_timm_name(name: str) -> bool:
+    """Whether ``TimmConfig`` takes a name."""
+    return timm.is_model(name) or _BIT.fullmatch(name) is not None
+
+
+def make_timm(cfg: TimmConfig) -> Any:
+    """timm's model of a config, without its classifier; no weights are read.
+
+    Raises:
+        ConfigError: timm does not know the name, or does not take the options or the picture size.
+    """
+    try:
+        known = timm.get_pretrained_cfg(cfg.name) if timm.is_model(cfg.name) else None
+        if known is None:
+            return _bit(cfg)
+        more: dict[str, Any] = cfg.arguments | ({"img_size": cfg.image_size} if known.fixed_input_size else {})
+        model: Any = timm.create_model(cfg.name, pretrained=False, **more)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        got = f"name={cfg.name!r}, image_size={cfg.image_size}, options={list(cfg.options)}"
+        raise ConfigError(f"model.encoder: {got} ({error}); expected what timm takes. Correct them.") from None
+    model.reset_classifier(0)
+    return model
+
+
+def _bit(cfg: TimmConfig) -> ResNetV2:
+    """Big Transfer's ResNets of any width (Kolesnikov et al. 2020): timm registers some."""
+    match = _BIT.fullmatch(cfg.name)
+    if match is None:
+        raise ConfigError(
+            f"model.encoder: name={cfg.name!r}; expected one of timm's models. `dpvision doctor {cfg.name}` offers close ones."
+        )
+    depth, width = match.groups()
+    conv = partial(StdConv2d, eps=_BIT_EPS)
+    return ResNetV2(list(_BIT_DEPTHS[depth]), num_classes=0, width_factor=int(width), stem_type="fixed", conv_layer=conv, **cfg.arguments)

@@ -1,0 +1,173 @@
+"""What of a classifier is trained: all, its last blocks, the head alone, or few numbers that are put between frozen weights.
+
+LoRA (Hu et al. 2022):  y = W x + s B A x, A of shape (r, D) and B of shape (P, r), B zero at the start
+FiLM (Perez et al. 2018):  y = norm(x) (1 + scale) + shift, both zero at the start, before the activation where a norm has one
+BitFit (Ben Zaken et al. 2022):  biases
+
+Additions stand around the module whose weights they leave alone, under the name ``frozen``: the weights of a parent fit as they did
+(``plain_names``). The head is trained in every way. What is put in is a linear map or a product with a bare parameter, for which the
+one-pass clip has rules; that library adapters would need rules of their own is why there are none here.
+
+Legend: D inputs, P outputs, r rank.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import RmsNorm, RmsNorm2d
+from torch import Tensor, nn
+
+from dpvision.config import ClassifierConfig
+from dpvision.errors import ConfigError
+from dpvision.models.packaged import TimmEncoder
+from dpvision.models.resnet import ResNet
+from dpvision.models.vit import ViT
+
+Encoder = ViT | ResNet | TimmEncoder
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, RmsNorm, RmsNorm2d)
+_FROZEN = ".frozen."
+
+
+class LoRA(nn.Module):
+    """A frozen linear map with a trained one of low rank beside it."""
+
+    def __init__(self, frozen: nn.Linear, rank: int, scale: float, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self.frozen, self.scale = frozen, scale
+        bound, device = 1 / math.sqrt(frozen.in_features), frozen.weight.device
+        self.down = nn.Parameter(torch.empty(rank, frozen.in_features, device=device).uniform_(-bound, bound, generator=generator))
+        self.up = nn.Parameter(torch.zeros(frozen.out_features, rank, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.scale * F.linear(F.linear(x, self.down), self.up)
+
+
+class FiLM(nn.Module):
+    """A frozen norm with a trained scale and shift for each channel after it."""
+
+    def __init__(self, frozen: Any) -> None:
+        super().__init__()
+        self._channels_first = isinstance(frozen, nn.GroupNorm) or "2d" in type(frozen).__name__
+        width = frozen.num_channels if isinstance(frozen, nn.GroupNorm) else frozen.normalized_shape[-1]
+        device = next(frozen.parameters()).device
+        self.frozen = frozen
+        self.scale, self.shift = (nn.Parameter(torch.zeros(width, device=device)) for _ in range(2))
+        self.act: nn.Module = nn.Identity()
+        if isinstance(getattr(frozen, "act", None), nn.Module):
+            self.act, frozen.act = frozen.act, nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.frozen(x)
+        shape = (-1, *[1] * (y.ndim - 2)) if self._channels_first else (-1,)
+        return self.act(y + (y * self.scale.view(shape) + self.shift.view(shape)))
+
+
+def tune(encoder: Encoder, head: nn.Linear, cfg: ClassifierConfig, generator: torch.Generator | None) -> None:
+    """Freeze what ``cfg.tuned`` leaves alone, in place, and put in what it adds.
+
+    Args:
+        generator: draws the matrices A of LoRA; None on the meta device.
+
+    Raises:
+        ConfigError: the encoder has no such part, fewer blocks, or smaller linear maps than the rank.
+    """
+    head.bias.requires_grad_(cfg.train_head_bias)
+    if cfg.tuned == "whole":
+        return
+    encoder.requires_grad_(False)
+    match cfg.tuned:
+        case "last_blocks":
+            for parameter in _last(encoder, cfg.last_blocks):
+                parameter.requires_grad_(True)
+        case "biases":
+            biases = [p for name, p in encoder.named_parameters() if name.rpartition(".")[2].endswith("bias")]
+            _require(biases, encoder, cfg, "biases", "Use lora or last_blocks.")
+            for parameter in biases:
+                parameter.requires_grad_(True)
+        case "lora":
+            maps = list(_linear_maps(encoder, cfg.lora_on))
+            _require(maps, encoder, cfg, f"linear maps in its blocks (lora_on={cfg.lora_on!r})", "Use film or biases.")
+            for owner, name, linear in maps:
+                most = min(linear.in_features, linear.out_features)
+                if not cfg.lora_rank <= most:
+                    raise ConfigError(f"model: lora_rank={cfg.lora_rank}; expected at most {most}, the width of a linear map. Use less.")
+                setattr(owner, name, LoRA(linear, cfg.lora_rank, cfg.lora_scale, generator))
+        case "film":
+            norms = [(owner, name, part) for owner, name, part in _children(encoder) if isinstance(part, _NORMS)]
+            norms = [(owner, name, part) for owner, name, part in norms if any(True for _ in part.parameters())]
+            _require(norms, encoder, cfg, "norms with a scale of their own", "Use biases or last_blocks.")
+            for owner, name, norm in norms:
+                setattr(owner, name, FiLM(norm))
+
+
+def plain_names(module: nn.Module) -> dict[str, str]:
+    """Names of the state without what ``tune`` has put in -> the same tensors' names in ``module``; additions have none."""
+    added = {f"{owner}.{name}" for owner, part in module.named_modules() if isinstance(part, LoRA | FiLM) for name in part._parameters}
+    return {name.replace(_FROZEN, "."): name for name in module.state_dict() if name not in added}
+
+
+def merged(weights: dict[str, Tensor], lora_scale: float) -> dict[str, Tensor]:
+    """Weights of a tuned network as those of the same function without additions, under the names it had before ``tune``.
+
+    LoRA: W + s B A. FiLM: norm weight x (1 + scale), norm bias x (1 + scale) + shift.
+
+    Args:
+        weights: by the names of ``state_dict``; without additions they are given back as they are.
+        lora_scale: the s that they were trained with.
+    """
+    made = {name.replace(_FROZEN, "."): value for name, value in weights.items()}
+    for name in weights:
+        place, _, kind = name.rpartition(".")
+        if f"{place}{_FROZEN}weight" not in weights:
+            continue
+        if kind == "up":
+            made[f"{place}.weight"] = made[f"{place}.weight"] + lora_scale * (made.pop(name) @ made.pop(f"{place}.down"))
+        elif kind == "scale":
+            scale, shift = made.pop(name), made.pop(f"{place}.shift")
+            made[f"{place}.weight"] = made[f"{place}.weight"] * (1 + scale)
+            made[f"{place}.bias"] = made.get(f"{place}.bias", torch.zeros_like(shift)) * (1 + scale) + shift
+    return made
+
+
+def blocks_of(encoder: Encoder) -> list[nn.Module]:
+    """The encoder's blocks from first to last: of a transformer, or the residual blocks of all stages."""
+    model: Any = encoder.model if isinstance(encoder, TimmEncoder) else encoder
+    stages: Any = next((found for name in ("blocks", "stages", "layers") if (found := getattr(model, name, None)) is not None), [])
+    blocks: list[nn.Module] = []
+    for stage in stages:
+        inner = getattr(stage, "blocks", stage if isinstance(stage, nn.Sequential) else None)
+        blocks += [stage] if inner is None else list(inner)
+    return blocks
+
+
+def _last(encoder: Encoder, num: int) -> list[nn.Parameter]:
+    """Parameters of the last blocks, and of all that is registered after the first of them: the forward pass has the same order."""
+    blocks = blocks_of(encoder)
+    if not num <= len(blocks):
+        raise ConfigError(f"model: last_blocks={num}; expected at most {len(blocks)}, the blocks of the encoder. For all say tuned=whole.")
+    first = next(blocks[-num].parameters())
+    parameters = list(encoder.parameters())
+    start = next(i for i, parameter in enumerate(parameters) if parameter is first)
+    return parameters[start:]
+
+
+def _linear_maps(encoder: Encoder, where: str) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    for block in blocks_of(encoder):
+        for owner, name, part in _children(block):
+            attention = "Attention" in type(owner).__name__
+            # Subclasses are left out: their weights may be used without a call.
+            if type(part) is nn.Linear and where in ("both", "attention" if attention else "mlp"):
+                yield owner, name, part
+
+
+def _children(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(owner, name there, module) of everything below ``module``."""
+    return [(owner, name, part) for owner in module.modules() for name, part in owner.named_children()]
+
+
+def _require(found: list[Any], encoder: Encoder, cfg: ClassifierConfig, what: str, remedy: str) -> None:
+    if not found:
+        raise ConfigError(f"model: tuned={cfg.tuned!r}; expected an encoder with {what}: {type(encoder).__name__} has none. {remedy}")

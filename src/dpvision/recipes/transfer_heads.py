@@ -1,0 +1,55 @@
+"""Private heads on frozen features of a public encoder: the cheap way of DP transfer (Mehta et al. 2022; docs/adapt.md, docs/heads.md).
+
+    dpvision adapt --data stores/mine --encoder dictionary --num-classes 10 --dataset-size 20000 --epsilon 1
+
+The number of records and of classes are a person's to declare: dataset_size=1 stands for a number that is not declared yet, and is refused.
+Full batches: every record takes part in every release, so that nothing is gained or lost by more of them.
+"""
+
+from dpvision.config import DataConfig, HardwareConfig, HeadConfig, PrivacyConfig, RunConfig
+from dpvision.config.head_presets import HeadName, with_head
+
+UNDECLARED = 1
+
+
+def auto() -> RunConfig:
+    """The head that suits the declared numbers of records and classes, epsilon and the encoder's width; says why (docs/heads.md)."""
+    return RunConfig(
+        recipe="transfer.auto",
+        privacy=PrivacyConfig(
+            dataset_size=UNDECLARED, expected_batch_size=UNDECLARED, steps=1, max_grad_norm=1.0, target_epsilon=1.0, sampling="full_batch"
+        ),
+        model=HeadConfig(),
+        data=DataConfig(crop_scale=(1.0, 1.0), horizontal_flip=False),
+        hardware=HardwareConfig(physical_batch_size=256),
+    )
+
+
+def one_step() -> RunConfig:
+    """One full-batch step from a head of zeros, sigmoid loss, bias -10 (figure 1b): nothing is to be chosen."""
+    return _of("one_step")
+
+
+def many_steps() -> RunConfig:
+    """10 full-batch steps of DP-LAMB on the head, from zeros; other optimizers and Poisson batches are settings (algorithm 1)."""
+    return _of("many_steps")
+
+
+def least_squares() -> RunConfig:
+    """Ridge regression from one release of second moments (Mehta et al. 2023, arXiv 2211.13403)."""
+    return _of("least_squares")
+
+
+def feature_covariance() -> RunConfig:
+    """A released covariance whitens the features, then softmax steps: DP-FC (arXiv 2211.13403), 2 + 6 releases."""
+    return _of("feature_covariance")
+
+
+def prototypes() -> RunConfig:
+    """The nearest noisy class mean, from one release: for few records and for rare classes."""
+    return _of("prototypes")
+
+
+def _of(head: HeadName) -> RunConfig:
+    config = with_head(auto(), head)
+    return RunConfig(f"transfer.{head}", config.privacy, config.model, config.data, config.optim, config.hardware)
