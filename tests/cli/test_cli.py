@@ -7,7 +7,7 @@ import pytest
 
 from dpvision.cli import COMMANDS, main
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.recipes import RECIPES
+from dpvision.recipes import RECIPES, TABLE_ROWS
 
 NUM = 240  # enough for all eight classes to be on both sides of an evaluation's own split
 
@@ -72,10 +72,10 @@ def test_plan_calibrates_and_takes_recipes(capsys: pytest.CaptureFixture[str]) -
     assert 1.9 < result["epsilon"] <= 2.0 and result["noise_multiplier"] > 0 and result["signal"]["num_parameters"] > 0
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("recipe", [n for n in sorted(RECIPES) if n not in TABLE_ROWS and RECIPES[n]().model.kind != "head"])
 def test_doctor_counts_what_the_model_trains(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = _run(capsys, ["doctor", recipe, "--json"])
-    assert sum(result["parts"].values()) == result["num_parameters"] > 50_000
+    assert sum(result["parts"].values()) == result["num_parameters"] > 1_000
 
 
 def test_the_way_from_training_to_statement(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

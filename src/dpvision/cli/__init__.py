@@ -15,6 +15,7 @@ COMMANDS = {
     "data": ("data", "import pictures into a store; inspect it, split it, make procedural scenes"),
     "synth": ("synth", "procedural textures for a warm start: look at them, train on them, write them as files"),
     "train": ("train", "run a recipe: private, or not and saying so; resume after a stop or a crash"),
+    "adapt": ("adapt", "a public encoder, private pictures: a private classifier in one step or many, with its statement"),
     "evaluate": ("evaluate", "score encoders: k-NN, linear, few-shot; random weights and raw pixels beside them"),
     "embed": ("embed", "write an encoder's features for a store or a folder of pictures"),
     "caption": ("caption", "say in words what is in pictures, with a captioner that was trained here"),

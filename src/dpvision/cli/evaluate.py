@@ -9,6 +9,7 @@ import torch
 import tyro
 from rich.console import Console
 
+from dpvision.checkpoint import load_checkpoint
 from dpvision.cli.output import emit, parse, table
 from dpvision.data.store import Store
 from dpvision.encoders.open import open_encoder
@@ -17,11 +18,14 @@ from dpvision.eval.few_shot import FewShotSettings
 from dpvision.eval.fine_tune import FineTuneSettings
 from dpvision.eval.lars_probe import LarsSettings
 from dpvision.eval.metric import checked_metric
+from dpvision.eval.own_head import has_own_head, score_own_head
 from dpvision.eval.protocols import ProtocolSettings, checked_controls, checked_protocols
 from dpvision.eval.score import Score, wilson_interval
 from dpvision.eval.score_file import merge_entries, read_scores, write_scores
+from dpvision.eval.several_labels import load_several_labels
 from dpvision.eval.suite import evaluate as run_suite
 from dpvision.eval.suite import is_run
+from dpvision.features import trained_in_confidence
 from dpvision.train.folder import run_base
 
 Encoders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")]
@@ -40,11 +44,12 @@ def run(argv: Sequence[str]) -> None:
 
 def evaluate(
     encoders: Encoders,
-    train: Path,
+    train: Path | None = None,
     test: Path | None = None,
     protocols: str = "knn,linear",
     against: str = "random,pixels",
     metric: str | None = None,
+    labels: Path | None = None,
     shots: tuple[int, ...] = (10,),
     out: Path | None = None,
     ema: bool = False,
@@ -63,6 +68,7 @@ def evaluate(
 
       dpvision evaluate runs/first --train stores/pets-train --test stores/pets-test
       dpvision evaluate runs/a runs/b hog --train stores/pets --protocols ridge,few_shot_probe --shots 5 10 --out scores.json
+      dpvision evaluate runs/adapted --test stores/pets-test          a classifier's or an adapted head's own answers
       dpvision evaluate runs/first --train stores/pets --protocols linear_lars --lars.epochs 30 --lars.warmup-epochs 3
 
     Protocols, cheap ones first (docs/evaluation.md has their settings, sources and costs):
@@ -82,11 +88,13 @@ def evaluate(
 
     Args:
         encoders: What to score.
-        train: Store with labels to learn the classes from.
+        train: Store with labels to learn the classes from; needed unless only runs' own heads are scored.
         test: Store with labels to score on; left out, a fifth of --train's people is held out.
         protocols: Names from the list above, with commas.
         against: What stands beside: random (a run's architecture, untrained), pixels, both with a comma, or none.
         metric: accuracy or mean_per_class (Caltech-101, Aircraft); left out, what the store declares, else accuracy.
+        labels: File of the classes any of which is right for a test picture, instead of its one label: ImageNet-ReaL's real.json, an
+            object or a CSV (docs/evaluation.md). Pictures without any do not count.
         shots: Pictures per class for the few-shot protocols; several are allowed.
         out: Write all scores here too. Scores of private pictures need a path with a folder called confidential in it.
         ema: Use the averaged weights of runs.
@@ -100,11 +108,17 @@ def evaluate(
     """
     if not encoders:
         raise ConfigError("evaluate: no encoder; expected one or more. E.g. dpvision evaluate runs/first --train STORE.")
+    if train is None:
+        _own_heads(encoders, test, labels, ema, out, batch_size, workers, json)
+        return
     asked = checked_protocols(names_of(protocols))
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
     measure = checked_metric(metric) if metric is not None else None
     settings = ProtocolSettings(shots=shots, metric=measure, probe=few_shot_probe, tune=few_shot, lars=lars)
     train_store, test_store = Store.open(train), Store.open(test) if test is not None else None
+    if labels is not None and measure not in (None, "accuracy"):
+        raise ConfigError(f"evaluate: labels={str(labels)!r} with metric={metric}; expected accuracy, which is by them. Drop --metric.")
+    several = load_several_labels(labels, test_store or train_store) if labels is not None else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Each is opened before the first is scored: a name that is wrong is said at once, and so is a place that is.
     confidential = [open_encoder(spec, ema=ema and is_run(spec)).confidential for spec in encoders]
@@ -123,9 +137,48 @@ def evaluate(
             found[spec] = run_suite(
                 spec, train_store, test_store, protocols=asked, against=controls, settings=settings, ema=ema and is_run(spec),
                 batch_size=batch_size, workers=workers, device=device, cache=not no_cache, progress=say,
+                several=several,
             )  # fmt: skip
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)
+    _tell(found, stores, out, written, json)
+
+
+def _own_heads(
+    specs: Sequence[str], test: Path | None, labels: Path | None, ema: bool, out: Path | None, batch_size: int, workers: int, json: bool
+) -> None:
+    """Runs that classify by themselves need no store to learn the classes from."""
+    lacks = next((spec for spec in specs if not is_run(spec) or not has_own_head(spec)), None)
+    if lacks is not None or test is None:
+        what = "no --test" if lacks is None else f"{lacks} has no head of its own and there is no --train"
+        raise ConfigError(
+            f"evaluate: {what}; expected --test STORE for runs of classifiers and heads, --train STORE for all others. Name one."
+        )
+    store = Store.open(test)
+    several = load_several_labels(labels, store) if labels is not None else None
+    if out is not None:
+        tainted = any(trained_in_confidence(load_checkpoint(spec).manifest) for spec in specs)
+        check_out(out, tainted or store.visibility == "private")
+    found: dict[str, list[Score]] = {}
+    written: list[Path] = []
+    stores = {"train_data": test.name, "test_data": test.name}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with Console(stderr=True).status("reading") as status:
+        for spec in specs:
+
+            def say(done: int, spec: str = spec) -> None:
+                status.update(f"{spec}: {done:,} test pictures")
+
+            found[spec] = score_own_head(
+                spec, store, several_labels=several, ema=ema, batch_size=batch_size, workers=workers, device=device, progress=say
+            )
+            if run_base(Path(spec)) is not None:
+                written += write_scores(spec, found[spec], **stores)
+    _tell(found, stores, out, written, json)
+
+
+def _tell(found: dict[str, list[Score]], stores: dict[str, str], out: Path | None, written: list[Path], json: bool) -> None:
+    """Print the scores, and write them to ``out``."""
     scores = _told_apart(found)
     if out is not None:
         written.append(merge_entries(out, [score.to_dict() | stores for score in scores]))
@@ -157,7 +210,8 @@ def _told_apart(found: dict[str, list[Score]]) -> list[Score]:
     scores: dict[tuple[str, str, float], Score] = {}
     for spec, some in found.items():
         for score in some:
-            name = f"{spec}{score.name.removeprefix('encoder')}" if score.name.startswith("encoder") and len(found) > 1 else score.name
+            ours = score.name.startswith(("encoder", "own head"))
+            name = f"{spec}{score.name.removeprefix('encoder').removeprefix('own head')}" if ours and len(found) > 1 else score.name
             scores.setdefault((name, score.protocol, score.value), replace(score, name=name))
     return list(scores.values())
 

@@ -58,7 +58,7 @@ def plan(
     if recipe is not None and num_parameters is None:
         from dpvision.models import count_parameters
 
-        num_parameters = count_parameters(get_recipe(recipe).model)
+        num_parameters = count_parameters(get_recipe(recipe).model) or None  # a head's depend on its encoder
     result = what_if(_config(recipe, locals()), num_parameters=num_parameters)
     emit(result, json, _text(result))
 

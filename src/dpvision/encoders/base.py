@@ -34,3 +34,7 @@ class FrozenEncoder:
     """x_BCHW -> outputs of the transformer's blocks, first to last, class token first: each (B, 1 + L, D). None without blocks."""
     confidential: bool = False
     """Private pictures shaped these weights without a guarantee: whatever is computed with them is private too."""
+    weights: Literal["trained", "random", "none"] = "trained"
+    """"random": an architecture whose weights nobody trained; "none": features without weights."""
+    licence: str | None = None
+    """Of published weights, as their library states it; None where nothing is stated, and for runs, whose manifests say."""

@@ -52,7 +52,11 @@ def fixed_encoder(name: str, image_size: int, device: str | torch.device = "cpu"
         raise ConfigError(f"encoder: image_size={image_size}; expected {_FEWEST_SIDE} px or more for {name}. Enlarge the pictures.")
     # Pixels as every run sees them; the others take 0 to 1, which their own normalisations count on.
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if name == "pixels" else ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    return FrozenEncoder(name, image_size, mean, std, makers[name](image_size, device), "fixed")
+    learned = name == "dictionary"
+    return FrozenEncoder(
+        name, image_size, mean, std, makers[name](image_size, device), "fixed",
+        weights="trained" if learned else "none", licence="Apache-2.0 (procedural)" if learned else None,
+    )  # fmt: skip
 
 
 def raw_pixels(x_BCHW: Tensor) -> dict[str, Tensor]:

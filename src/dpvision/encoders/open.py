@@ -10,6 +10,7 @@ from dpvision.checkpoint import load_checkpoint
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import ConfigError
 from dpvision.features import Encoder, initial_encoder, load_encoder, trained_in_confidence
+from dpvision.models.packaged import TimmEncoder
 from dpvision.models.vit import ViT
 
 _FORMS = "a run folder, random:RUN, {timm,torchvision}:NAME, {vip,mae,simclr,tan}:FILE, pixels, hog, scattering or dictionary"
@@ -23,7 +24,7 @@ def open_encoder(spec: str, *, ema: bool = False, device: str | torch.device = "
             ``torchvision:NAME``, with ``@FILE`` for weights of a file; ``vip:FILE``, ``mae:FILE``, ``simclr:FILE``, ``tan:FILE``, released
             checkpoints; ``pixels``, ``hog``, ``scattering``, ``dictionary``.
         ema: a run's averaged weights.
-        image_size: for what has no size of its own (pixels, hog, scattering, dictionary; torchvision's convnets).
+        image_size: for what takes pictures of any size (pixels, hog, scattering, dictionary; most convnets); others keep their own.
 
     Raises:
         ConfigError: no such form. CheckpointError: the file or the run cannot be read, or does not fit.
@@ -70,10 +71,11 @@ def run_encoder(
         mean=config.data.mean,
         std=config.data.std,
         poolings=encoder.poolings,
-        family="transformer" if isinstance(network, ViT) else "convnet",
+        family="transformer" if isinstance(network, ViT) or (isinstance(network, TimmEncoder) and network.attends) else "convnet",
         backbone=_copier(encoder),
         blocks=network.forward_blocks if isinstance(network, ViT) else None,
         confidential=not untrained and trained_in_confidence(checkpoint.manifest),
+        weights="random" if untrained else "trained",
     )
 
 

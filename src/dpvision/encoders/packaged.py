@@ -1,4 +1,6 @@
-"""Encoders that timm and torchvision know by name: their architecture, pooled features, and weights of a file. Nothing is downloaded.
+"""Encoders that timm and torchvision know by name: their architecture, pooled features, and weights of a file or of timm's caches.
+
+Nothing is downloaded.
 
 Legend: B pictures, L tokens, D width, C channels, H height, W width, G patches on a side.
 """
@@ -7,6 +9,7 @@ import copy
 import difflib
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +25,7 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 from dpvision.encoders.base import Family, FrozenEncoder
 from dpvision.encoders.unpickle import load_weights
 from dpvision.errors import CheckpointError, ConfigError
+from dpvision.models.timm_cache import find_timm_weights, timm_licence
 
 Rename = Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]
 """The model and a file's tensors -> the same tensors under the model's names."""
@@ -79,8 +83,8 @@ def library_encoder(
 ) -> FrozenEncoder:
     """The encoder of a timm model, or of a torchvision classification model, frozen, in evaluation mode, on ``device``.
 
-    Mean, standard deviation and picture size are those of the library's own preprocessing. Without a file the weights are the library's
-    initialisation under a fixed seed.
+    Mean, standard deviation and picture size are those of the library's own preprocessing. Without a file the weights are those that
+    timm's caches hold, or else the library's initialisation under a fixed seed; ``weights`` and ``name`` of the result say which.
 
     Args:
         kind: "timm" or "torchvision".
@@ -92,9 +96,15 @@ def library_encoder(
         ConfigError: no such model, or it gives no tokens and no map, or not at this size.
         CheckpointError: the file cannot be read or does not fit.
     """
-    tensors = None if file is None else load_weights(file)
-    shown = f"{kind}:{name}" + (", random weights" if file is None else f"@{file.name}")
-    return encoder_from(kind, name, shown, tensors, str(file), image_size=image_size, device=device)
+    check_name(kind, name)
+    cached = file is None and kind == "timm"
+    found = find_timm_weights(name)[0] if cached else file
+    shown = f"{kind}:{name}" + (", random weights" if found is None else "" if cached else f"@{found.name}")
+    tensors = None if found is None else load_weights(found)
+    made = encoder_from(kind, name, shown, tensors, str(found), image_size=image_size, device=device)
+    if found is None:
+        return replace(made, weights="random")
+    return replace(made, licence=timm_licence(name) if cached else None)
 
 
 def encoder_from(

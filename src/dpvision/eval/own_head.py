@@ -1,20 +1,32 @@
-"""The score of a classifier run's own head: the network as it was trained, on test pictures, nothing fitted.
+"""The score of a run's own head: the classifier as it was trained, on test pictures, nothing fitted.
 
 Legend: B pictures of a batch, N pictures, K classes.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
+from sklearn.metrics import average_precision_score
+from torch import Tensor
 
-from dpvision.checkpoint import load_checkpoint
-from dpvision.config import ClassifierConfig, DataConfig
+from dpvision.checkpoint import Checkpoint, load_checkpoint
+from dpvision.config import ClassifierConfig, DataConfig, HeadConfig, RunConfig
+from dpvision.data.label_file import read_labels
 from dpvision.data.loader import pictures
 from dpvision.data.store import Store
+from dpvision.encoders.headed import is_head, open_headed
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.score import Score, wilson_interval
+from dpvision.eval.metric import chance_level, measure, titled
+from dpvision.eval.score import Score
+from dpvision.eval.several_labels import SeveralLabels, several_score
 from dpvision.features import Progress, load_model, trained_in_confidence
+
+_Classifier = Callable[[Tensor], Tensor]
+"""x_BCHW -> scores_BK."""
+_BOOTSTRAP = 200
 
 
 @torch.inference_mode()
@@ -22,68 +34,126 @@ def score_own_head(
     run_or_checkpoint: str | Path,
     test_store: Store,
     *,
+    labels: str | Path | None = None,
+    several_labels: SeveralLabels | None = None,
     ema: bool = False,
     batch_size: int = 256,
     workers: int = 2,
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> list[Score]:
-    """Accuracy of a classifier run on the labelled pictures of a store, one centre crop each.
+    """Accuracy of a classifier run, or of a head on a frozen encoder, on the labelled pictures of a store, one centre crop each.
 
-    Which number of the head is which class is the order of the training store's labels: import both stores in the same way.
+    Which number of the head is which class is the order of the training store's labels: import both stores in the same way. Beside the
+    accuracy over pictures stands the mean of the classes' own, where the classes are not of one size. Where a picture may have several
+    classes it is the mean over the classes of the average precision, with an interval by bootstrap over pictures.
 
     Args:
+        labels: the classes of each picture, for a run with several (``data.label_file``).
+        several_labels: the classes any of which is right, for a run with one class a picture; the accuracy is then by them.
         ema: the averaged weights. To score both and report the better is a selection.
         progress: called with the number of pictures done.
 
     Returns:
-        One Score, named "own head" or "own head, averaged weights"; private if the store is, or if the weights are.
+        Scores named "own head" or "own head, averaged weights"; private if the store is, or if the weights are.
 
     Raises:
-        ConfigError: the run has no head of its own.
-        CheckpointError: as in ``features.load_encoder``.
+        ConfigError: the run has no head of its own, or one for several classes a picture and ``labels`` is not given.
+        CheckpointError: as in ``features.load_encoder``, or the encoder under the head is not there.
         DataError: no readable picture with a label, a label that the head does not have, or pictures that the run was trained on.
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
+    classifier, config, data, image_size = _open(checkpoint, ema, device)
+    assert isinstance(config.model, ClassifierConfig | HeadConfig) and config.model.num_classes is not None
+    rows = check_scorable(config, test_store, labels)
+    scored, kept = [torch.empty(0, config.model.num_classes)], [np.empty(0, dtype=np.int64)]
+    done = 0
+    for x_BCHW, row_B, _ in pictures(test_store, rows, image_size, data, batch_size=batch_size, workers=workers):
+        score_BK = classifier(x_BCHW.to(device))
+        if not torch.isfinite(score_BK).all():
+            raise DataError("own_head: logits that are not finite; expected numbers. The run has diverged: train again at a lower rate.")
+        scored.append(score_BK.float().cpu())
+        kept.append(row_B.numpy())
+        done += len(row_B)
+        if progress is not None:
+            progress(done)
+    score_NK, row_N = torch.cat(scored), np.concatenate(kept)
+    if len(row_N) == 0:
+        raise DataError(f"own_head: {test_store.path} has no readable picture with a label; expected one or more. Import the source again.")
+    private = test_store.visibility == "private" or trained_in_confidence(checkpoint.manifest)
+    visibility: Literal["private", "public"] = "private" if private else "public"
+    name = "own head, averaged weights" if ema else "own head"
+    if labels is not None:
+        truth_NK = read_labels(labels, test_store, row_N, config.model.num_classes)
+        return [_precision(name, score_NK.numpy(), truth_NK, visibility)]
+    predicted_N, truth_N = score_NK.argmax(1).numpy(), test_store.labels[row_N]
+    scores = []
+    if several_labels is not None:
+        how = f"own head, {config.model.num_classes} classes, centre crop"
+        return [several_score(name, [predicted_N], row_N, how, visibility, several_labels)]
+    for metric in ("accuracy", "mean_per_class"):
+        value, low, high = measure(predicted_N, truth_N, metric)
+        protocol = f"{titled('own head', metric)}, {config.model.num_classes} classes, centre crop"
+        scores.append(Score(name, value, low, high, len(truth_N), chance_level(truth_N, metric), protocol, visibility))
+    sizes = np.bincount(truth_N)
+    uneven = len(set(sizes[sizes > 0].tolist())) > 1
+    return scores if uneven else scores[:1]
+
+
+def check_scorable(config: RunConfig, test_store: Store, labels: str | Path | None = None) -> np.ndarray:
+    """Rows of a test store that a run's own head can be scored on, int64; raises as ``score_own_head``, without reading a picture."""
+    model = config.model
+    assert isinstance(model, ClassifierConfig | HeadConfig) and model.num_classes is not None
+    check_unseen(config.data, test_store, "own_head")
+    several = isinstance(model, HeadConfig) and model.multi_label
+    if several != (labels is not None):
+        raise ConfigError(
+            f"own_head: labels={labels} for a run with {'several classes' if several else 'one class'} a picture; expected a file exactly "
+            "with several. Say --test-labels FILE, or leave it out."
+        )
+    if labels is None:
+        return _labelled_rows(test_store, model.num_classes)
+    rows = np.arange(test_store.num_records)
+    read_labels(labels, test_store, rows, model.num_classes)
+    return rows
+
+
+def _precision(name: str, score_NK: np.ndarray, truth_NK: np.ndarray, visibility: Literal["private", "public"]) -> Score:
+    """Mean average precision over the classes that a picture of the set has."""
+    present_K = truth_NK.any(axis=0)
+    score_NK, truth_NK = score_NK[:, present_K], truth_NK[:, present_K]
+    rng = np.random.Generator(np.random.PCG64(0))
+    drawn = (rng.integers(0, len(truth_NK), len(truth_NK)) for _ in range(_BOOTSTRAP))
+    means = [_mean_precision(score_NK[row_N], truth_NK[row_N]) for row_N in drawn]
+    low, high = np.quantile(means, (0.025, 0.975))
+    value = _mean_precision(score_NK, truth_NK)
+    protocol = f"own head, mean average precision of {truth_NK.shape[1]} classes, centre crop"
+    chance = float(truth_NK.mean())
+    return Score(name, value, min(value, float(low)), max(value, float(high)), len(truth_NK), chance, protocol, visibility)
+
+
+def _mean_precision(score_NK: np.ndarray, truth_NK: np.ndarray) -> float:
+    present = np.flatnonzero(truth_NK.any(axis=0))
+    return float(np.mean([average_precision_score(truth_NK[:, k], score_NK[:, k]) for k in present]))
+
+
+def _open(checkpoint: Checkpoint, ema: bool, device: str | torch.device) -> tuple[_Classifier, RunConfig, DataConfig, int]:
+    """The classifier of a run, its config, and how its pictures are prepared."""
+    if is_head(checkpoint):
+        headed, config = open_headed(checkpoint, ema=ema, device=device)
+        encoder = headed.encoder
+        return headed, config, DataConfig(mean=encoder.mean, std=encoder.std), encoder.image_size
     model, config = load_model(checkpoint, ema=ema)
     if not isinstance(config.model, ClassifierConfig):
         raise ConfigError(
             f"own_head: {checkpoint.path} is of model kind {config.model.kind!r}; expected 'classifier'. Use --protocols knn, linear."
         )
-    model.to(device).eval()
-    check_unseen(config.data, test_store, "own_head")
-    rows = _labelled_rows(test_store, config.model.num_classes)
-    predicted, truth = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    done = 0
-    for x_BCHW, _, label_B in pictures(
-        test_store, rows, config.model.encoder.image_size, config.data, batch_size=batch_size, workers=workers
-    ):  # fmt: skip
-        logits_BK = model(x_BCHW.to(device))
-        if not torch.isfinite(logits_BK).all():
-            raise DataError("own_head: logits that are not finite; expected numbers. The run has diverged: train again at a lower rate.")
-        predicted.append(logits_BK.argmax(1).cpu().numpy())
-        truth.append(label_B.numpy())
-        done += len(label_B)
-        if progress is not None:
-            progress(done)
-    predicted_N, truth_N = np.concatenate(predicted), np.concatenate(truth)
-    n = len(truth_N)
-    if n == 0:
-        raise DataError(f"own_head: {test_store.path} has no readable picture with a label; expected one or more. Import the source again.")
-    correct = int((predicted_N == truth_N).sum())
-    private = test_store.visibility == "private" or trained_in_confidence(checkpoint.manifest)
-    return [
-        Score(
-            name="own head, averaged weights" if ema else "own head",
-            value=correct / n,
-            low=wilson_interval(correct, n)[0],
-            high=wilson_interval(correct, n)[1],
-            n=n,
-            chance=float(np.bincount(truth_N).max() / n),
-            protocol=f"own head, {config.model.num_classes} classes, centre crop",
-            visibility="private" if private else "public",
-        )
-    ]
+    return model.to(device).eval(), config, config.data, config.model.encoder.image_size
+
+
+def has_own_head(run_or_checkpoint: str | Path) -> bool:
+    """Whether a run classifies pictures by itself."""
+    return load_checkpoint(run_or_checkpoint).manifest["config"].get("model", {}).get("kind") in ("classifier", "head")
 
 
 def _labelled_rows(store: Store, num_classes: int) -> np.ndarray:

@@ -57,7 +57,7 @@ def printed(protocol: str, *values: float) -> str:
 
 def is_of_the_run(name: str) -> bool:
     """Whether a score is of the trained network itself, and of no control beside it."""
-    return name.startswith("encoder") or (name.startswith("captioner") and not name.endswith("other pictures"))
+    return name.startswith(("encoder", "own head")) or (name.startswith("captioner") and not name.endswith("other pictures"))
 
 
 def wilson_interval(correct: float, n: int) -> tuple[float, float]:

@@ -15,12 +15,12 @@ from dpvision.config import DataConfig
 from dpvision.data import decode, loader, transform
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.feature_cache import FeatureCache, code_digest, features_key, fingerprint, score_key
 from dpvision.encoders.fixed import raw_pixels
 from dpvision.encoders.open import open_encoder
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval import dpcap_probe, few_shot, fine_tune, knn, lars_probe, linear_probe, metric, ridge
 from dpvision.eval import protocols as protocol_code
-from dpvision.eval.feature_cache import FeatureCache, code_digest, features_key, fingerprint, score_key
 from dpvision.eval.lars_probe import token_features
 from dpvision.eval.metric import Metric, checked_metric, titled
 from dpvision.eval.own_head import score_own_head
@@ -42,6 +42,7 @@ from dpvision.eval.records import LabelledFeatures, check_labels, evaluation_row
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import read_scores as read_scores
 from dpvision.eval.score_file import write_scores as write_scores
+from dpvision.eval.several_labels import SeveralLabels
 from dpvision.features import collect_features
 
 _ROW = "row"
@@ -62,6 +63,7 @@ def evaluate(
     device: str | torch.device = "cpu",
     cache: bool = False,
     progress: Callable[[str], None] | None = None,
+    several: SeveralLabels | None = None,
 ) -> list[Score]:
     """Scores of an encoder and of its controls: its architecture with the run's initial random weights, and raw pixels.
 
@@ -74,6 +76,7 @@ def evaluate(
         against: controls. "random" exists for runs only and is left out for other encoders.
         cache: keep features and scores under the stores' confidential/features/, and take them from there.
         progress: called with a line on what is being done.
+        several: the classes that are right for each record of the test store (of the only store where there is one).
 
     Returns:
         Scores by protocol, the encoder before its controls. They are private if a store is, or if the encoder was trained on private
@@ -103,8 +106,8 @@ def evaluate(
     private = encoder.confidential or "private" in (train_store.visibility, scored_store.visibility)
     bench = _Bench(
         (train_store, train_rows), (scored_store, test_rows), settings, "private" if private else "public",
-        checked_metric(settings.metric or train_store.meta.get("metric") or "accuracy"),
-        batch_size, workers, device, progress or (lambda text: None), cache,
+        "accuracy" if several is not None else checked_metric(settings.metric or train_store.meta.get("metric") or "accuracy"),
+        batch_size, workers, device, progress or (lambda text: None), cache, several,
     )  # fmt: skip
     pairs = [(p, e) for p in protocols if p != "own_head" for e in encoders if e is encoder or _fits(e, p)]
     prints = {e.name: bench.fingerprint(e) for e in encoders}
@@ -119,7 +122,7 @@ def evaluate(
     result = [score for p, e in pairs for score in scores[p, e.name] or ()]
     if "own_head" in protocols:
         assert test_store is not None
-        result += _own_head(spec, test_store, ema, batch_size, workers, device, bench.say)
+        result += _own_head(spec, test_store, ema, batch_size, workers, device, bench.say, several)
     return result
 
 
@@ -154,11 +157,14 @@ def _own_head(
     workers: int,
     device: str | torch.device,
     say: Callable[[str], None],
+    several: SeveralLabels | None,
 ) -> list[Score]:
     def report(done: int) -> None:
         say(f"own head: {done:,} test pictures")
 
-    return score_own_head(spec, test_store, ema=ema, batch_size=batch_size, workers=workers, device=device, progress=report)
+    return score_own_head(
+        spec, test_store, ema=ema, batch_size=batch_size, workers=workers, device=device, progress=report, several_labels=several
+    )
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,7 @@ class _Bench:
     device: str | torch.device
     say: Callable[[str], None]
     cache: bool
+    several: SeveralLabels | None = None
 
     def fingerprint(self, encoder: FrozenEncoder) -> str | None:
         """What the cache knows an encoder by; None: its results are not kept."""
@@ -209,7 +216,7 @@ class _Bench:
                     cache.save(keys[e.name], own | {_ROW: row_N})
         assert row_N is not None
         row = row_N.numpy()
-        return LabelledFeatures(found, torch.from_numpy(store.labels[row]), units(store)[row])
+        return LabelledFeatures(found, torch.from_numpy(store.labels[row]), units(store)[row], row)
 
     def score(
         self, protocol: Protocol, encoder: FrozenEncoder, train: LabelledFeatures | None, test: LabelledFeatures | None
@@ -219,7 +226,7 @@ class _Bench:
             assert train is not None and test is not None
             train, test = only(train, encoder.name), only(test, encoder.name)
             return score_features(
-                train, test, (protocol,), self.settings, self.visibility, self.metric, self.train[0].label_names, self.say
+                train, test, (protocol,), self.settings, self.visibility, self.metric, self.train[0].label_names, self.say, self.several
             )
         unit_N = units(self.train[0])[self.train[1]]
         shared: dict[str, Any] = {"batch_size": self.batch_size, "workers": self.workers, "device": self.device, "progress": self.say}
@@ -228,7 +235,7 @@ class _Bench:
             for k in self.settings.shots:
                 tuned = fine_tune.fine_tune(encoder, self.train, self.test, unit_N, k, self.settings.tune, **shared)
                 how = f"{titled(f'{k}-shot fine-tuning', self.metric)}, {self.settings.tune.words(encoder, k)}"
-                scores.append(score_draws(encoder.name, tuned.predicted, tuned.label_M, how, self.visibility, self.metric))
+                scores.append(self._drawn(encoder, tuned.predicted, tuned.label_M, tuned.row_M, how))
             return scores
         tokens: lars_probe.Tokens = "cls" if protocol == "linear_cls" else "blocks"
         feature_of, what = token_features(encoder, tokens, self.settings.lars.num_blocks)
@@ -236,7 +243,10 @@ class _Bench:
         lars = self.settings.lars
         probed = lars_probe.lars_probe(feature_of, self.train, self.test, unit_N, data, encoder.image_size, lars, **shared)
         how = f"{titled('LARS probe', self.metric)}, {lars.words(len(self.train[1]))}, {what}"
-        return [score_draws(encoder.name, [probed.predicted_M], probed.label_M, how, self.visibility, self.metric)]
+        return [self._drawn(encoder, [probed.predicted_M], probed.label_M, probed.row_M, how)]
+
+    def _drawn(self, encoder: FrozenEncoder, predicted: list[np.ndarray], label_M: np.ndarray, row_M: np.ndarray, how: str) -> Score:
+        return score_draws(encoder.name, predicted, label_M, how, self.visibility, self.metric, self.several, row_M)
 
     def kept(self, protocol: Protocol, mark: str | None) -> list[Score] | None:
         """Scores that an earlier evaluation left."""
@@ -267,4 +277,5 @@ class _Bench:
         code = code_digest(
             decode, loader, transform, dpcap_probe, few_shot, fine_tune, knn, lars_probe, linear_probe, metric, protocol_code, ridge
         )
-        return score_key(protocol, knobs, self.metric, stores, labels, code)
+        beside = [] if self.several is None else [self.several.name, self.several.digest()]
+        return score_key(protocol, knobs, self.metric, stores, labels, code, *beside)

@@ -116,23 +116,26 @@ def _row(run: ComparedRun) -> dict[str, str]:
         "cost": run.cost,
         "batch": f"{run.config.privacy.expected_batch_size:,.6g}",
         "steps": f"{len(run.step_N) if run.steps is None else run.steps:,} of {planned:,}",
-        "gradients": f"{run.gradient_N[-1]:,.0f}",
-        "loss": f"{end:.4f} ± {deviation:.4f}",
+        "gradients": "features once" if run.is_head else f"{run.gradient_N[-1]:,.0f}",
+        "loss": "none" if run.is_head else f"{end:.4f} ± {deviation:.4f}",
         "averaged": f"{number:,}",
     }
 
 
 def _loss_figures(runs: Sequence[ComparedRun], colors: Sequence[int]) -> dict[str, Markup]:
-    drawn = {"steps": [Curve(r.label, c, r.start, r.step_N, r.loss_N) for r, c in zip(runs, colors, strict=True)]}
-    if len({run.config.privacy.expected_batch_size * run.config.data.views for run in runs}) > 1:
-        drawn["sample-gradients"] = [Curve(r.label, c, r.start, r.gradient_N, r.loss_N) for r, c in zip(runs, colors, strict=True)]
+    with_loss = [(run, color) for run, color in zip(runs, colors, strict=True) if not run.is_head]
+    if not with_loss:
+        return {}
+    drawn = {"steps": [Curve(r.label, c, r.start, r.step_N, r.loss_N) for r, c in with_loss]}
+    if len({run.config.privacy.expected_batch_size * run.config.data.views for run, _ in with_loss}) > 1:
+        drawn["sample-gradients"] = [Curve(r.label, c, r.start, r.gradient_N, r.loss_N) for r, c in with_loss]
     return {name: Markup(curves_figure(curves, xlabel=name)) for name, curves in drawn.items()}
 
 
 def _differing(runs: Sequence[ComparedRun]) -> list[str]:
     """What makes the losses of these runs hard to compare: settings that change what the loss is of."""
     kept: dict[str, set[str]] = {}
-    for run in runs:
+    for run in (run for run in runs if not run.is_head):
         model = to_dict(run.config.model)
         of_loss = {
             "store": run.about["store_id"],
@@ -214,7 +217,7 @@ def _score_table(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
 
 def _more_than_kind(score: dict[str, Any]) -> str:
     """What a name says beyond "encoder" or "captioner", averaged weights say."""
-    return str(score["name"]).removeprefix("encoder").removeprefix("captioner")
+    return str(score["name"]).removeprefix("encoder").removeprefix("captioner").removeprefix("own head")
 
 
 def _range(score: dict[str, Any]) -> tuple[float, float, float]:

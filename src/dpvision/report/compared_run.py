@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dpvision.checkpoint import find_checkpoint, list_checkpoints, read_manifest
-from dpvision.config import RunConfig
+from dpvision.config import HeadConfig, RunConfig
 from dpvision.errors import CheckpointError, DataError
 from dpvision.eval.suite import read_scores
 from dpvision.features import trained_in_confidence
@@ -42,6 +42,11 @@ class ComparedRun:
     step_N: np.ndarray
     loss_N: np.ndarray
     scores: tuple[dict[str, Any], ...]
+
+    @property
+    def is_head(self) -> bool:
+        """A head on frozen features: it has no losses, and its start is its encoder."""
+        return isinstance(self.config.model, HeadConfig)
 
     @property
     def gradient_N(self) -> np.ndarray:
@@ -92,7 +97,7 @@ def read_compared(root: Path, name: str, *, public_scores_only: bool = False) ->
     """
     base, config, about = read_run(root)
     step_N, loss_N = read_losses(root / "confidential" / "metrics.jsonl")
-    if not np.isfinite(loss_N).any():
+    if not isinstance(config.model, HeadConfig) and not np.isfinite(loss_N).any():
         raise CheckpointError(f"compare: {root} has no loss yet; expected confidential/metrics.jsonl with one. Wait for its first steps.")
     ledger = _ledger(base, config, about)
     folders = dict.fromkeys([base, root / "confidential"])
@@ -102,7 +107,7 @@ def read_compared(root: Path, name: str, *, public_scores_only: bool = False) ->
         config=config,
         about=about,
         num_parameters=count_parameters(config.model),
-        start="random start" if config.init_from is None else "warm start",
+        start="random start" if config.init_from is None and not isinstance(config.model, HeadConfig) else "warm start",
         steps=None if ledger is None else ledger.steps,
         planned_epsilon=_planned_epsilon(base),
         epsilon=None if ledger is None or ledger.plan.guarantee != "dp" else ledger.plan.spent(ledger.steps).epsilon,

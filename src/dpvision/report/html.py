@@ -19,7 +19,13 @@ def setting_rows(values: dict[str, Any], prefix: str = "") -> list[tuple[str, st
         if isinstance(value, dict):
             rows += setting_rows(value, f"{prefix}{key}.")
         else:
-            shown = ", ".join(f"{v:g}" for v in value) if isinstance(value, list) else f"{value:,}" if type(value) is int else str(value)
+            shown = (
+                ", ".join(v if isinstance(v, str) else f"{v:g}" for v in value)
+                if isinstance(value, list)
+                else f"{value:,}"
+                if type(value) is int
+                else str(value)
+            )
             rows.append((prefix + key, "none" if value is None else shown))
     return rows
 

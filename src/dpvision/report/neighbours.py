@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dpvision.checkpoint import load_checkpoint
 from dpvision.config import DataConfig
 from dpvision.data.loader import pictures
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.headed import is_head
 from dpvision.encoders.open import run_encoder
 from dpvision.features import collect_features
 from dpvision.report.strips import pixels_of, strip_of
@@ -48,11 +50,13 @@ def neighbours_of_run(run: str | Path, store: Store, *, num_queries: int = 6, k:
         store: its pictures will be in the result.
 
     Returns:
-        None where the store has too few pictures to compare.
+        None where the store has too few pictures to compare, or the run is a head on an encoder that it did not train.
 
     Raises:
         CheckpointError: there is no checkpoint, or it was altered. DataError: no picture could be read.
     """
+    if is_head(load_checkpoint(run)):
+        return None  # its encoder is somebody else's
     encoders = {"By the encoder": run_encoder(run), "By random weights": run_encoder(run, untrained=True)}
     return find_neighbours(encoders, store, num_queries=num_queries, k=k)
 

@@ -74,6 +74,8 @@ def recompute_code(plan: DPPlan, statement: dict[str, Any]) -> str | None:
         return None
     steps, gaussian = statement["mechanism"]["steps_executed"], f"dp.GaussianDpEvent({plan.noise_multiplier!r})"
     lines = ["import dp_accounting as dp"]
+    if plan.selection is not None:
+        return "\n".join([*lines, *_recompute_selection(plan, steps), "print(epsilon)"])
     if plan.sampling == "full_batch" or plan.sample_rate == 1:
         lines += [f"noise = {plan.noise_multiplier!r} / {steps} ** 0.5  # {steps} full-batch steps are one Gaussian"]
         lines += [f"epsilon = dp.get_epsilon_gaussian(noise, {plan.delta!r})"]
@@ -91,6 +93,22 @@ def recompute_code(plan: DPPlan, statement: dict[str, Any]) -> str | None:
             f"epsilon = accountant.compose(step, {steps}).get_epsilon({plan.delta!r})",
         ]
     return "\n".join([*lines, "print(epsilon)"])
+
+
+def _recompute_selection(plan: DPPlan, steps: int) -> list[str]:
+    asked = plan.selection
+    assert asked is not None
+    sampled = plan.sampling != "full_batch" and plan.sample_rate < 1
+    gaussian = f"dp.GaussianDpEvent({plan.noise_multiplier!r})"
+    step = f"dp.PoissonSampledDpEvent({plan.sample_rate!r}, {gaussian})" if sampled else gaussian
+    shape = "float('inf')" if asked.shape is None else repr(asked.shape)
+    return [
+        "from dp_accounting import dp_event, rdp",
+        f"run = dp.SelfComposedDpEvent({step}, {asked.steps})",
+        f"score = dp.GaussianDpEvent({asked.score_noise_ratio * plan.noise_multiplier!r})",
+        f"event = dp_event.RepeatAndSelectDpEvent(dp.ComposedDpEvent([run, score]), {asked.mean_runs!r}, {shape})",
+        f"epsilon = rdp.RdpAccountant().compose(event, {steps}).get_epsilon({plan.delta!r})",
+    ]
 
 
 def _place_on_scale(statement: dict[str, Any]) -> float:

@@ -21,7 +21,7 @@ from dpvision.privacy import accountant
 from dpvision.privacy.ledger import LedgerContents, read_ledger, store_account
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report import words
+from dpvision.report import head_words, words
 from dpvision.report.words import Tuning
 from dpvision.train.folder import read_run
 from dpvision.train.versions import code_versions
@@ -76,6 +76,8 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
     plan, steps, manifest = evidence.plan, evidence.ledger.steps, evidence.manifest
     guarantee = _guarantee(evidence) if evidence.guaranteed else None
     headline, in_words = words.summary(plan, guarantee)
+    head = head_words.is_head(manifest["config"])
+    lineage = _lineage(evidence, guarantee)
     return {
         "format": FORMAT,
         "guaranteed": evidence.guaranteed,
@@ -84,9 +86,9 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
         "run_id": evidence.ledger.run_id,
         "recipe": manifest["config"]["recipe"],
         "scope": {
-            "released": words.released(plan),
-            "not_covered": words.not_covered(plan),
-            "trust_model": words.TRUST_MODEL,
+            "released": head_words.released(plan) if head else words.released(plan),
+            "not_covered": words.not_covered(plan) + ([words.TWINS] if guarantee and any(e["deduplicated"] for e in lineage) else []),
+            "trust_model": words.trust_model(plan),
             "adjacency": words.ADJACENCY,
             "unit": {"max_records_per_unit": plan.max_records_per_unit, "text": words.unit(plan)},
             "dataset_size": {"value": plan.dataset_size, "public": True, "text": words.DATASET_SIZE},
@@ -103,10 +105,11 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
             "max_batch_size": plan.max_batch_size,
             "steps_planned": plan.steps,
             "steps_executed": steps,
-            "clipping": words.clipping(plan),
+            "clipping": head_words.clipping(plan) if head else words.clipping(plan),
             "sensitivity": words.sensitivity(plan),
             "noise_generator": words.noise_generator(plan),
             "bad_records": words.BAD_RECORDS,
+            "selection": words.selection(plan),
         },
         "history": {
             "ledger": words.ledger_source(evidence.from_store),
@@ -114,14 +117,14 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
             "steps_wasted": steps - manifest["updates"],
             "restarts": evidence.ledger.restarts,
             "other_runs": _other_runs(evidence),
-            "tuning": {"declared": tuning, "text": words.TUNING[tuning]},
-            "preprocessing": words.preprocessing(manifest["config"]),
-            "lineage": _lineage(evidence, guarantee),
-            "heads_and_evaluations": words.HEADS,
+            "tuning": {"declared": tuning, "charged": plan.selection is not None, "text": words.tuning(plan, tuning)},
+            "preprocessing": (head_words if head else words).preprocessing(manifest["config"]),
+            "lineage": lineage,
+            "heads_and_evaluations": head_words.HEADS if head else words.HEADS,
             "audits": {"runs": [], "text": words.NO_AUDITS},
         },
-        "side_channels": words.SIDE_CHANNELS,
-        "settings": _settings(manifest["config"]),
+        "side_channels": words.side_channels(plan),
+        "settings": _settings(manifest),
         "scores": evidence.scores,
         "hashes": {
             "code": manifest["versions"]["code_sha256"],
@@ -270,7 +273,8 @@ def _lineage(evidence: Evidence, guarantee: dict[str, Any] | None) -> list[dict[
     own = {**evidence.manifest["lineage"][-1], "guarantee": None}
     if guarantee is not None:
         own["guarantee"] = {**guarantee["this_run"], "epsilon_rdp": guarantee["epsilon_rdp"], "steps": evidence.ledger.steps}
-    return [{"licence": None, **entry} for entry in [*_parents(evidence), own]]
+    entries = [{"licence": None, **entry} for entry in [*_parents(evidence), own]]
+    return [entry | {"deduplicated": words.deduplicated(entry.get("deduplicated"))} for entry in entries]
 
 
 def _other_runs(evidence: Evidence) -> dict[str, Any]:
@@ -299,7 +303,9 @@ def _other_runs(evidence: Evidence) -> dict[str, Any]:
     }
 
 
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
+def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
     """Model, data, optimizer, hardware and seed; no path of the operator's machine."""
+    config = manifest["config"]
     kept = {key: value for key, value in config.items() if key not in _NOT_SETTINGS}
-    return {**kept, "data": {key: value for key, value in config["data"].items() if key != "store"}}
+    kept = {**kept, "data": {key: value for key, value in config["data"].items() if key != "store"}}
+    return head_words.settings(kept, manifest["encoder"]) if head_words.is_head(config) else kept

@@ -43,11 +43,30 @@ TUNING: dict[Tuning, str] = {
         "order to choose, that choice has a price that is not in epsilon."
     ),
 }
+SELECTION = (
+    "Charged: among a public list of settings one was chosen by its score on these pictures, in a private selection. A secret random "
+    "number of runs was made, each with a setting drawn from the list and a score with noise of its own, and the best of them is what is "
+    "released; epsilon covers all of them and the choice. Of how everything else was chosen: "
+)
+"""Comes before the operator's declaration about the rest."""
 SIDE_CHANNELS = [
     "Time: how long a step takes depends on how many pictures it drew. Times are kept out of what is released.",
     "Floating point: noise is added in finite precision, whose rounding an attacker could in theory exploit.",
     "The machine: memory, disks, backups, and what was typed on its terminal.",
 ]
+
+
+SELECTION_TIME = (
+    "The number of runs of the selection: epsilon holds only while it stays unknown. Who could watch how long the command took, what the "
+    "machine drew, or compare the times of its files, learns about it."
+)
+
+
+TWINS = (
+    "Whether a picture that is public as well was among the private ones: a public store in the lineage was cleared of such pictures, and "
+    "what is missing from it tells. For a picture without a public twin the guarantee holds in full: with and without it that store is the "
+    "same."
+)
 
 
 def summary(plan: DPPlan, guarantee: dict[str, Any] | None) -> tuple[str, list[str]]:
@@ -60,12 +79,13 @@ def summary(plan: DPPlan, guarantee: dict[str, Any] | None) -> tuple[str, list[s
             "The figures below describe what was executed. None of them is a statement about privacy.",
         ]
     epsilon, delta, attack = guarantee["epsilon"], guarantee["delta"], guarantee["attack"]
+    seen = "the model after every step" if plan.selection is None else "the model that was chosen, with its score,"
     headline = f"Differential privacy with epsilon {round_up(epsilon, 2)} and delta {short(delta)} for each single picture."
     return headline, [
         f"Take any one of the {plan.dataset_size:,} pictures away, with everything that belongs to it. Whatever came out of this "
         "training could have come out without it as well: the probability of any result changes by a factor of at most "
         f"e^epsilon = {_factor(epsilon)}, give or take delta, {_one_in(delta)}.",
-        "To see what that is worth, imagine the strongest attacker: one who knows all other pictures, sees the model after every step "
+        f"To see what that is worth, imagine the strongest attacker: one who knows all other pictures, sees {seen} "
         "and only has to say whether one given picture was used. If a tossed coin had decided it, no method whatever would tell which "
         f"side came up more than {percent_up(attack['coin_accuracy'])} of the time; guessing is right 50% of the time.",
         f"If the attacker may accuse only 1 in 100 of the pictures that were not used, at most {percent_up(attack['tpr_at_fpr_0.01'])} "
@@ -132,8 +152,63 @@ def delta_rule(plan: DPPlan, num_parents: int) -> str:
     return f"{rule}, N being the declared number of pictures; training is refused when N x delta exceeds 1.5.{joined}"
 
 
+def trust_model(plan: DPPlan) -> str:
+    """Who sees what."""
+    if plan.selection is None:
+        return TRUST_MODEL
+    return TRUST_MODEL.replace("the weights after every single step", "all steps of the run that was chosen, and nothing of the others")
+
+
+def deduplicated(record: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What was left out of a public store because a private one has it too (``data overlap --out``); None where nothing was looked for."""
+    if record is None:
+        return None
+    stores = ", ".join(store_id[:8] for store_id in record["against"])
+    return {
+        "against": record["against"],
+        "methods": record["methods"],
+        "text": (
+            f"Public pictures that are also in store {stores} were left out before training on this store "
+            f"({'; '.join(record['methods'])}). How many is not said: it depends on the private pictures."
+        ),
+    }
+
+
+def tuning(plan: DPPlan, declared: Tuning) -> str:
+    """How settings and checkpoint were chosen."""
+    return (SELECTION if plan.selection is not None else "") + TUNING[declared]
+
+
+def selection(plan: DPPlan) -> dict[str, Any] | None:
+    """The private selection that the steps are; None where they are steps."""
+    asked = plan.selection
+    if asked is None:
+        return None
+    law = "Poisson" if asked.shape is None else f"truncated negative binomial of shape {asked.shape:g}"
+    return {
+        "mean_runs": asked.mean_runs,
+        "shape": asked.shape,
+        "steps_per_run": asked.steps,
+        "score_noise_multiplier": asked.score_noise_ratio * plan.noise_multiplier,
+        "text": (
+            f"The one step is a selection: a secret number of runs ({law}, mean {asked.mean_runs:g}), of {asked.steps:,} steps each, with "
+            "the noise, clipping and sampling said here, and a count of the records it is right about, to which each record adds at most 1."
+        ),
+    }
+
+
+def side_channels(plan: DPPlan) -> list[str]:
+    """What the guarantee leaves out of account."""
+    return SIDE_CHANNELS if plan.selection is None else [SELECTION_TIME, *SIDE_CHANNELS]
+
+
 def accountant_method(plan: DPPlan) -> str:
     """How epsilon was computed."""
+    if plan.selection is not None:
+        theorem = "6 (Poisson)" if plan.selection.shape is None else "2 (truncated negative binomial)"
+        return (
+            f"Renyi: of one run, then theorem {theorem} of Papernot and Steinke (arXiv 2110.03620). No tighter accountant knows selections."
+        )
     if plan.sampling == "full_batch" or plan.sample_rate == 1:
         return "Exact: all steps together are one Gaussian mechanism (Balle and Wang, arXiv 1805.06530)."
     return (

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,7 @@ from dpvision import features
 from dpvision.data import decode, loader, transform
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
+from dpvision.errors import DataError
 
 MAX_BYTES = 4 << 30
 """A store's cache is kept below this: what was used longest ago goes first."""
@@ -53,6 +55,54 @@ class FeatureCache:
         if sum(t.numel() * t.element_size() for t in tensors.values()) <= self.max_bytes:
             self._write(f"{key}.safetensors", lambda path: save_file({k: t.contiguous().clone() for k, t in tensors.items()}, path))
 
+    def load_array(self, key: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
+        """The array kept under ``key``, memory-mapped and read-only, or None; one of another shape or type is damaged."""
+        path = self.folder / f"{key}.npy"
+        try:
+            found = np.load(path, mmap_mode="r", allow_pickle=False)
+            os.utime(path)
+        except (OSError, ValueError, EOFError):
+            return None
+        return found if found.shape == shape and found.dtype == dtype else None
+
+    def save_array(self, key: str, shape: tuple[int, ...], dtype: np.dtype, blocks: Iterable[np.ndarray]) -> np.ndarray:
+        """Write an array of any size in pieces along its first axis, and give it as ``load_array`` does. The folder has to be there.
+
+        It may be larger than the cache: then it is all that stays.
+
+        Raises:
+            DataError: the disk refuses.
+        """
+        partial = self.folder / f".{key}.npy.partial-{os.getpid()}"
+        try:
+            with open(partial, "wb") as file:
+                header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, header)
+                for block in blocks:
+                    file.write(np.ascontiguousarray(block, dtype=dtype).data)
+            partial.replace(self.folder / f"{key}.npy")
+            self._make_room()
+        except OSError as error:
+            raise DataError(
+                f"features: {self.folder} ({error.strerror or error}); expected a writable place with space. Make room, then repeat."
+            ) from None
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+        written = self.load_array(key, shape, dtype)
+        assert written is not None, "just written"
+        return written
+
+    def make_folder(self) -> bool:
+        """Whether the folder is there, or could be made, readable by its owner only."""
+        try:
+            # Each level on its own: mkdir's mode does not reach the parents that it makes on the way.
+            for folder in (self.folder.parent, self.folder):
+                folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError:
+            return False
+        return os.access(self.folder, os.W_OK)
+
     def load_json(self, key: str) -> Any:
         """The value kept under ``key``, or None."""
         try:
@@ -67,9 +117,8 @@ class FeatureCache:
     def _write(self, name: str, write: Any) -> None:
         partial = self.folder / f".{name}.partial-{os.getpid()}"
         try:
-            # Each level on its own: mkdir's mode does not reach the parents that it makes on the way.
-            for folder in (self.folder.parent, self.folder):
-                folder.mkdir(mode=0o700, exist_ok=True)
+            if not self.make_folder():
+                return
             write(partial)
             partial.replace(self.folder / name)
             self._make_room()
@@ -84,9 +133,9 @@ class FeatureCache:
     def _make_room(self) -> None:
         files = sorted(((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path) for entry in os.scandir(self.folder)), reverse=True)
         total = 0
-        for _, size, path in files:
+        for place, (_, size, path) in enumerate(files):
             total += size
-            if total > self.max_bytes:
+            if total > self.max_bytes and place:  # the newest stays, whatever its size
                 os.unlink(path)
 
 
@@ -97,13 +146,26 @@ def fingerprint(encoder: FrozenEncoder, device: str | torch.device = "cpu") -> s
     The noise tells apart what has no weights to look at (a learned dictionary), the weights what noise might not show.
     """
     digest = _digest([encoder.name, encoder.family, encoder.image_size, encoder.mean, encoder.std])
-    if encoder.backbone is not None:
-        for name, value in encoder.backbone().state_dict().items():
-            digest.update(name.encode() + value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    _add_weights(digest, encoder)
     noise_BCHW = torch.randn(4, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0))
     for name, x_BD in encoder.poolings(noise_BCHW.to(device)).items():
         digest.update(name.encode() + x_BD.float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def weights_digest(encoder: FrozenEncoder) -> str | None:
+    """Digest of an encoder's weights alone, the same on every machine; None for what has none to look at."""
+    if encoder.backbone is None:
+        return None
+    digest = _digest([])
+    _add_weights(digest, encoder)
+    return digest.hexdigest()
+
+
+def _add_weights(digest: Any, encoder: FrozenEncoder) -> None:
+    if encoder.backbone is not None:
+        for name, value in encoder.backbone().state_dict().items():
+            digest.update(name.encode() + value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 def features_key(encoder: str, store: Store, rows: np.ndarray) -> str:

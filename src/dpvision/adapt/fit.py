@@ -1,0 +1,89 @@
+"""The head that a config asks for, from a stream of features and the releases of a plan."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from dpvision.adapt.descent import Trained, many_steps, one_step
+from dpvision.adapt.feature_covariance import feature_covariance
+from dpvision.adapt.least_squares import least_squares
+from dpvision.adapt.prototypes import prototypes
+from dpvision.adapt.release import Releases
+from dpvision.adapt.select import Candidate, Selected, select_head
+from dpvision.adapt.stream import FeatureStream, Head
+from dpvision.config import HeadConfig, RunConfig
+from dpvision.config.head_presets import with_candidate
+from dpvision.errors import PrivacyError
+from dpvision.privacy.plan import DPPlan
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A head, and its moving average where there is one."""
+
+    head: Head
+    ema: Head | None = None
+
+
+def fit_head(config: RunConfig, stream: FeatureStream, releases: Releases) -> Fitted:
+    """Spend all releases that are left on the head of ``config.model``; every number comes from the config.
+
+    Raises:
+        ConfigError: too few releases are left for this head.
+        PrivacyError: a release is refused.
+    """
+    cfg = config.model
+    assert isinstance(cfg, HeadConfig)
+    match cfg.head:
+        case "one_step":
+            return Fitted(one_step(stream, releases, loss=cfg.loss, optim=config.optim, bias=cfg.bias))
+        case "many_steps":
+            return _chosen(
+                cfg,
+                many_steps(
+                    stream, releases, loss=cfg.loss, optim=config.optim, bias=cfg.bias, init=cfg.init, init_scale=cfg.init_scale,
+                    seed=config.seed,
+                ),
+            )  # fmt: skip
+        case "feature_covariance":
+            norm, loss = cfg.feature_norm, cfg.loss
+            return _chosen(cfg, feature_covariance(stream, releases, feature_norm=norm, loss=loss, optim=config.optim, bias=cfg.bias))
+        case "least_squares":
+            return Fitted(least_squares(stream, releases, feature_norm=cfg.feature_norm))
+        case "prototypes":
+            return Fitted(prototypes(stream, releases, feature_norm=cfg.feature_norm))
+    raise AssertionError(f"{cfg.head} is settled before")
+
+
+def _chosen(cfg: HeadConfig, trained: Trained) -> Fitted:
+    heads = {"last": trained.last, "average": trained.average, "ema": trained.ema}
+    head = heads[cfg.iterate]
+    assert head is not None, "checked before"
+    return Fitted(head, trained.ema)
+
+
+def choose_head(config: RunConfig, stream: FeatureStream, plan: DPPlan, charge: Callable[[], int]) -> tuple[RunConfig, Selected]:
+    """The best of ``config.model.candidates`` by a private score: the config of the one that was chosen, and what leaves of the selection.
+
+    Args:
+        plan: with a selection.
+        charge: ``ledger.append``; called once, before anything of the records is computed.
+
+    Raises:
+        ConfigError: a candidate cannot be trained with these releases; nothing has been charged then.
+        PrivacyError: the secret number of runs was 0 (Poisson only): nothing is released, and it has cost the same.
+    """
+    assert isinstance(config.model, HeadConfig)
+    asked: dict[str, RunConfig] = {name: with_candidate(config, name) for name in config.model.candidates}
+    candidates = [Candidate(name, partial(_fit_last, candidate)) for name, candidate in asked.items()]
+    selected = select_head(stream, candidates, plan, charge)
+    if selected is None:
+        raise PrivacyError(
+            "adapt: the selection drew no run, as its law does now and then; nothing is released, and it has cost its epsilon. "
+            "Start a new run under another --name; --model.selection-shape 1 always draws one."
+        )
+    return asked[selected.candidate], selected
+
+
+def _fit_last(config: RunConfig, stream: FeatureStream, releases: Releases) -> Head:
+    return fit_head(config, stream, releases).head

@@ -1,0 +1,229 @@
+"""From a config to everything a private head is made of: each check that can refuse comes before the first charge.
+
+What is settled here (which head, which features, what plan) rests on public numbers: what was declared, and what the encoder makes of
+public noise. Messages about labels and about the store's size are for whoever holds the records, and stand in no file.
+
+Legend: N records, D numbers of a feature, K classes.
+"""
+
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpvision.adapt.recommend import WIDEST, recommend_head
+from dpvision.adapt.release import full_batch_plan
+from dpvision.checkpoint import load_checkpoint
+from dpvision.config import FrozenEncoderConfig, HeadConfig, PrivacyConfig, RunConfig
+from dpvision.config.head_presets import with_candidate, with_head
+from dpvision.data.label_file import read_labels
+from dpvision.data.store import Store
+from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.identity import check_alone
+from dpvision.encoders.open import open_encoder
+from dpvision.errors import ConfigError, DataError
+from dpvision.models.timm_cache import find_timm_weights
+from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
+from dpvision.train import distributed
+from dpvision.train.lineage import inherit, public_weights
+from dpvision.train.start import check_labels, check_store
+
+_UNDECLARED = 1
+"""What recipes say of a number of records that a person has to declare."""
+_NEEDED = {"feature_covariance": 2}
+"""Releases without which a head cannot be made; one, where nothing stands here."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run of a head works with; nothing is charged and no picture is read yet."""
+
+    config: RunConfig
+    """Settled: no 'auto', and the encoder's pooling, size and width as they are."""
+    plan: DPPlan
+    store: Store
+    row_N: np.ndarray
+    """int64 rows that take part."""
+    label: np.ndarray
+    """int64 (N,), or int8 (N, K) where a record may have several."""
+    encoder: FrozenEncoder
+    lineage: list[dict[str, Any]]
+    """Of the encoder."""
+    device: torch.device
+
+    @property
+    def model(self) -> HeadConfig:
+        assert isinstance(self.config.model, HeadConfig)
+        return self.config.model
+
+    @property
+    def releases_needed(self) -> int:
+        """Releases without which there is no head."""
+        return _NEEDED.get(self.model.head, 1)
+
+
+def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
+    """Open what ``config`` names, settle what it leaves open, make the plan, check all.
+
+    Args:
+        plan: of a run that goes on; None makes one.
+
+    Raises:
+        ConfigError: the encoder is unknown, without weights, or looks at more than one picture; a number is not declared; settings do not
+            fit together. DataError: the store, its size or its labels do not fit. PrivacyError: the plan, or the encoder's own lineage,
+            is refused. CheckpointError: the encoder cannot be read.
+    """
+    model = _check_asked(config)
+    assert config.data.store is not None and model.num_classes is not None and model.encoder.spec is not None
+    store = Store.open(config.data.store)
+    row_N = store.eligible_rows(config.privacy.max_records_per_unit, config.seed)
+    _check_declared(config.privacy, len(row_N))
+    device = distributed.join(config.hardware.device).device
+    encoder = open_public(model.encoder, device)
+    pooling, width = check_alone(encoder, model.encoder.pooling, device)
+    config = settled(config, encoder, pooling, width)
+    plan = plan or head_plan(config)
+    check_store(plan, store, len(row_N))
+    if model.labels is not None:
+        label = read_labels(model.labels, store, row_N, model.num_classes)
+    else:
+        check_labels(store, row_N, model.num_classes)
+        label = store.labels[row_N]
+    return Prepared(config, plan, store, row_N, label, encoder, encoder_lineage(model.encoder.spec, encoder, store, plan), device)
+
+
+def settled(config: RunConfig, encoder: FrozenEncoder, pooling: str, width: int) -> RunConfig:
+    """The config with nothing left open: what the encoder says of itself, and a head in the place of 'auto'.
+
+    Raises:
+        ConfigError: 'auto' without a target epsilon to go by, or a head that cannot be made of such features or steps.
+    """
+    assert isinstance(config.model, HeadConfig) and config.model.num_classes is not None
+    frozen = replace(config.model.encoder, pooling=pooling, image_size=encoder.image_size, width=width)
+    config = replace(config, model=replace(config.model, encoder=frozen), data=replace(config.data, mean=encoder.mean, std=encoder.std))
+    assert isinstance(config.model, HeadConfig) and config.model.num_classes is not None
+    if config.model.candidates:
+        for name in config.model.candidates:
+            _check_head(with_candidate(config, name), width)
+        return config
+    if config.model.head == "auto":
+        privacy = config.privacy
+        if privacy.guarantee == "dp" and privacy.target_epsilon is None:
+            raise ConfigError(
+                f"adapt: head='auto' with noise_multiplier={privacy.noise_multiplier}; expected a target epsilon to choose by. "
+                "Say --epsilon, or name a head."
+            )
+        epsilon = math.inf if privacy.target_epsilon is None else privacy.target_epsilon
+        head, reason = recommend_head(privacy.dataset_size, config.model.num_classes, epsilon, width, privacy.delta)
+        if config.model.multi_label and head == "feature_covariance":
+            head, reason = "least_squares", f"{reason}; those steps are for one label a record, and here are several"
+        config = with_head(config, head, reason)
+    _check_head(config, width)
+    return config
+
+
+def head_plan(config: RunConfig) -> DPPlan:
+    """The plan of a head: ``make_plan``'s, but for full batches with the exact noise, not rounded up to four digits; with candidates
+    that of a private selection among them.
+
+    Raises: as ``make_plan``.
+    """
+    cfg, model = config.privacy, config.model
+    assert isinstance(model, HeadConfig)
+    if model.candidates:
+        return make_plan(cfg, ask_selection(cfg, mean_runs=model.selection_runs, shape=model.selection_shape))
+    if cfg.guarantee != "dp" or cfg.sampling != "full_batch" or cfg.target_epsilon is None:
+        return make_plan(cfg)
+    assert cfg.max_grad_norm is not None
+    exact = full_batch_plan(cfg.dataset_size, cfg.target_epsilon, steps=cfg.steps, delta=cfg.delta, max_grad_norm=cfg.max_grad_norm)
+    return make_plan(replace(cfg, target_epsilon=None, noise_multiplier=exact.noise_multiplier, delta=exact.delta))
+
+
+def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> FrozenEncoder:
+    """The encoder that a config names; a run's under the name of its recipe, for no path may stand in a statement.
+
+    Raises:
+        ConfigError: a library's architecture without weights, or pictures of a size that the encoder does not take.
+        CheckpointError: it cannot be read.
+    """
+    assert cfg.spec is not None
+    encoder = open_encoder(cfg.spec, device=device, image_size=cfg.image_size or None)
+    kind, _, name = cfg.spec.partition(":")
+    if encoder.weights == "random" and kind != "random":
+        places = find_timm_weights(name)[1] if kind == "timm" else ["nowhere, without a file"]
+        raise ConfigError(
+            f"encoder: {cfg.spec} has no weights here (looked for {'; '.join(places)}); expected trained ones. Nothing is downloaded: "
+            f"say {cfg.spec}@FILE, or let timm fetch them beforehand."
+        )
+    if cfg.image_size not in (0, encoder.image_size):
+        raise ConfigError(
+            f"encoder: image_size={cfg.image_size}; expected {encoder.image_size}, the only size of {encoder.name}. Leave it out."
+        )
+    if Path(cfg.spec).exists():
+        manifest = load_checkpoint(cfg.spec).manifest
+        return replace(encoder, name=f"{manifest['config']['recipe']}, run {manifest['run_id'][:8]}")
+    return encoder
+
+
+def encoder_lineage(spec: str, encoder: FrozenEncoder, store: Store, plan: DPPlan) -> list[dict[str, Any]]:
+    """What the encoder's weights have seen: a run's own lineage, or the name and licence of published weights.
+
+    Raises:
+        PrivacyError: a private head on weights that saw this store, or any private one, without a guarantee.
+    """
+    if Path(spec).exists():
+        return inherit(load_checkpoint(spec).manifest, store, plan.guarantee)
+    return [public_weights(encoder.name, encoder.licence)] if encoder.weights == "trained" else []
+
+
+def _check_asked(config: RunConfig) -> HeadConfig:
+    """Refuse what is not there before anything is opened."""
+    model = config.model
+    if not isinstance(model, HeadConfig):
+        raise ConfigError(f"adapt: model kind {model.kind!r}; expected 'head'. Use `dpvision train {config.recipe}`.")
+    if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ConfigError(
+            f"adapt: {world} processes; expected one: a head takes seconds, and the features before it are made once. Start it without "
+            "torchrun."
+        )
+    if config.data.store is None:
+        raise ConfigError("data: store=None; expected a folder made by `dpvision data import`. Say --data STORE.")
+    if model.encoder.spec is None:
+        raise ConfigError(
+            "adapt: no encoder; expected a public one: a run folder, timm:NAME@FILE, dictionary, ... Say --encoder dictionary, which needs "
+            "no file."
+        )
+    if model.num_classes is None:
+        raise ConfigError(
+            "adapt: num_classes is not declared; expected the number of classes, which is public and must not be counted in private data. "
+            "Say --num-classes K."
+        )
+    return model
+
+
+def _check_declared(cfg: PrivacyConfig, num_rows: int) -> None:
+    if cfg.dataset_size == _UNDECLARED:
+        raise DataError(
+            f"adapt: dataset_size is not declared; expected the number of records, {num_rows} in this store now. It becomes public: it "
+            f"sets the noise and is printed. Say --dataset-size {num_rows}."
+        )
+
+
+def _check_head(config: RunConfig, width: int) -> None:
+    model, privacy = config.model, config.privacy
+    assert isinstance(model, HeadConfig)
+    if model.head == "one_step" and privacy.steps != 1:
+        raise ConfigError(f"adapt: steps={privacy.steps}; expected 1 with head='one_step'. Use transfer.many_steps for more.")
+    if privacy.steps < (needed := _NEEDED.get(model.head, 1)):
+        raise ConfigError(f"adapt: steps={privacy.steps}; expected {needed} or more with head={model.head!r}. Plan more steps.")
+    if model.iterate == "ema" and config.optim.ema_decay is None:
+        raise ConfigError("adapt: iterate='ema' without a decay; expected one. Say --optim.ema-decay 0.9.")
+    if model.head in ("least_squares", "feature_covariance") and width > 2 * WIDEST:
+        raise ConfigError(
+            f"adapt: {width} numbers a feature with head={model.head!r}; expected at most {2 * WIDEST}, whose covariance fits into memory. "
+            "Use one_step, many_steps or prototypes, or another pooling."
+        )

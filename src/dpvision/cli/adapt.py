@@ -1,0 +1,320 @@
+"""``dpvision adapt``: a public encoder, private pictures, a private classifier."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import numpy as np
+import tyro
+from rich.console import Console
+
+from dpvision.adapt.prepare import Prepared, prepare
+from dpvision.adapt.session import HeadSession, adapt, new_head_session, resumed_head_session
+from dpvision.checkpoint import find_checkpoint, read_manifest
+from dpvision.cli.evaluate import scores_table
+from dpvision.cli.output import CONFIG, RecipeName, emit
+from dpvision.cli.recipe import get_recipe, recipe_lines
+from dpvision.cli.train import TrainArgs, plan_text, train
+from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
+from dpvision.config.head_presets import PRESETS, HeadName, with_candidates, with_head
+from dpvision.data.store import Store
+from dpvision.encoders.parent import adapted
+from dpvision.errors import ConfigError
+from dpvision.eval.own_head import check_scorable, score_own_head
+from dpvision.eval.score import Score
+from dpvision.eval.score_file import write_scores
+from dpvision.train.folder import read_run, run_base
+
+_DOC = """Adapt a public encoder to private pictures with labels: a private classifier, in one step or many.
+
+The default keeps the encoder as it is. Every picture's features are computed once and kept beside the store; a linear head is fitted to
+them with differential privacy, in seconds. Three numbers are yours to declare, and public: records, classes, epsilon.
+
+  dpvision data import PICTURES stores/mine
+  dpvision adapt --data stores/mine --encoder dictionary --num-classes 10 --dataset-size 20000 --epsilon 1 --dry-run
+  dpvision adapt --data stores/mine --encoder dictionary --num-classes 10 --dataset-size 20000 --epsilon 1 --name first
+  dpvision evaluate runs/first --test stores/test
+  dpvision report runs/first
+
+An ENCODER is a run folder of ours, timm:NAME (weights of timm's cache) or timm:NAME@FILE, torchvision:NAME@FILE, vip:FILE, mae:FILE,
+simclr:FILE, tan:FILE, or one that needs no file: dictionary, scattering, hog, pixels. Nothing is downloaded.
+
+Which head? --head auto (the default) chooses by the declared numbers and says why; docs/heads.md has the rules. To adapt the network
+itself, name a recipe that trains it (dpvision adapt --help lists them): those go the way of `dpvision train`, from --encoder's weights.
+--privacy.guarantee none fits the same head without noise, for comparison: confidential where the pictures are private."""
+
+_Head = Literal["auto", "one_step", "many_steps", "least_squares", "feature_covariance", "prototypes"]
+
+
+@dataclass(frozen=True)
+class AdaptArgs:
+    recipe: RecipeName = "transfer.auto"
+    """Name of a recipe (dpvision adapt --help lists them)."""
+    data: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
+    """Store with labels, made by `dpvision data import`."""
+    encoder: Annotated[str | None, tyro.conf.arg(metavar="ENCODER")] = None
+    """The public encoder."""
+    num_classes: int | None = None
+    """Number of classes, declared: labels are 0 to K - 1."""
+    dataset_size: int | None = None
+    """Number of records, declared."""
+    epsilon: float | None = None
+    """Privacy of the whole head (short for --privacy.target-epsilon); 1 if left out."""
+    head: _Head | None = None
+    """Which head: short for the recipe transfer.HEAD."""
+    select: str | None = None
+    """Choose among these heads (HEAD,HEAD,...) by a private score. Epsilon pays for it: about twice the noise of one head
+    (docs/selection.md)."""
+    test: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
+    """Store with labels to score the result on right away: public pictures, for the score to leave."""
+    test_labels: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Classes of the test pictures, for a head with --model.multi-label."""
+    name: str | None = None
+    """Name of the run's folder; the recipe's name if left out."""
+    runs: Path = Path("runs")
+    """Folder that holds the runs."""
+    resume: bool = False
+    """Go on with a run that was stopped: its own settings, the releases that are left, new secret keys."""
+    dry_run: bool = False
+    """Make the plan and all checks, then stop: no features are computed, nothing is charged."""
+    quiet: bool = False
+    """No progress."""
+    json: bool = False
+    """Print the result as JSON."""
+    config: Annotated[RunConfig, tyro.conf.arg(name="")] = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class _Early:
+    """What decides the default of the other settings."""
+
+    name: str | None = None
+    runs: Path = Path("runs")
+    head: str | None = None
+    select: str | None = None
+    dataset_size: int | None = None
+    resume: bool = False
+    privacy: "_EarlyPrivacy" = field(default_factory=lambda: _EarlyPrivacy())
+
+
+@dataclass(frozen=True)
+class _EarlyPrivacy:
+    guarantee: str | None = None
+    dataset_size: int | None = None
+    noise_multiplier: str | None = None
+
+
+def run(argv: Sequence[str]) -> None:
+    """Parse and run."""
+    if not argv:
+        print(f"usage: dpvision adapt [RECIPE] --data STORE --encoder ENCODER --num-classes K --dataset-size N --epsilon E\n\n{_DOC}")
+        sys.exit(2)
+    asks = any(a in ("-h", "--help") for a in argv)
+    recipe = argv[0] if not argv[0].startswith("-") else None
+    early = _Early() if asks else tyro.cli(_Early, args=[*argv[recipe is not None :]], return_unknown_args=True, config=CONFIG)[0]
+    if recipe is not None and early.head is not None and recipe != f"transfer.{early.head}":
+        raise ConfigError(f"adapt: recipe {recipe!r} and --head {early.head}; expected one of the two. Drop one.")
+    if early.select is not None and (early.head or recipe or "transfer.auto") not in ("auto", "transfer.auto"):
+        raise ConfigError(f"adapt: --select {early.select} beside {early.head or recipe}; expected one of the two. Drop one.")
+    recipe = recipe or f"transfer.{early.head or 'auto'}"
+    default = AdaptArgs(recipe=recipe, config=_default(recipe, early))
+    rest = list(argv) if not argv[0].startswith("-") else [recipe, *argv]
+    args = tyro.cli(AdaptArgs, prog="dpvision adapt", description=_DOC + _recipes(asks), args=rest, default=default, config=CONFIG)
+    config = _with_shorts(args)
+    if not isinstance(config.model, HeadConfig):
+        _train(args, config)
+        return
+    if args.resume:
+        _resume(args, config, default.config)
+        return
+    made = prepare(config)
+    if config.model.head == "auto" and not config.model.candidates:
+        # The head's own steps and optimizer are now the defaults, to which what was typed is applied once more.
+        head, reason = made.model.head, made.model.reason
+        assert head != "auto"
+        again = replace(default, config=with_head(default.config, head, reason))
+        typed = _with_shorts(tyro.cli(AdaptArgs, prog="dpvision adapt", args=rest, default=again, config=CONFIG))
+        if typed != with_head(config, head, reason):
+            made = prepare(typed)
+    _adapt_new(args, made)
+
+
+def _adapt_new(args: AdaptArgs, made: Prepared) -> None:
+    root = args.runs / (args.name or args.recipe)
+    _check_test(args, made.config)
+    text = head_text(made)
+    if args.dry_run:
+        result = {"dry_run": True, **made.plan.to_dict(), "num_records": len(made.row_N), "store_visibility": made.store.visibility}
+        result |= {
+            "head": made.model.head,
+            "candidates": made.model.candidates,
+            "reason": made.model.reason,
+            "feature_width": made.model.encoder.width,
+        }
+        emit(result, args.json, f"{text}\nDry run: every check passed, no features were computed, nothing was charged.")
+        return
+    if not args.json and not args.quiet:
+        print(text, flush=True)
+    with new_head_session(made, root) as session:
+        _finish(args, session, root)
+
+
+def _resume(args: AdaptArgs, config: RunConfig, saved: RunConfig) -> None:
+    root = args.runs / (args.name or args.recipe)
+    asked = replace(config, hardware=saved.hardware, data=replace(config.data, store=saved.data.store))
+    if asked != saved or (config.data.store not in (None, saved.data.store)):
+        raise ConfigError(f"adapt: settings differ from those of {root}; expected only --hardware.* with --resume. Drop the others.")
+    with resumed_head_session(root, {f.name: getattr(config.hardware, f.name) for f in fields(config.hardware)}) as session:
+        _check_test(args, session.config)
+        if not args.json and not args.quiet:
+            print(head_text(session.prepared), flush=True)
+        _finish(args, session, root)
+
+
+def _finish(args: AdaptArgs, session: HeadSession, root: Path) -> None:
+    """Fit, save, score, and say what was executed."""
+    made, plan = session.prepared, session.plan
+    lost = 0 if session.finished else session.charged_before
+    if not session.finished:
+        with Console(stderr=True, quiet=args.quiet).status("reading pictures") as status:
+            total = len(made.row_N)
+            adapt(session, progress=lambda n: status.update(f"features: {n:,} of {total:,} pictures (once: they are kept)"))
+    steps = session.ledger.steps
+    epsilon = plan.spent(steps).epsilon if plan.guarantee == "dp" else None
+    scores = _score(args, root)
+    chosen = read_manifest(find_checkpoint(root)).get("chosen")
+    said = f"epsilon {epsilon:.4g} at delta {plan.delta:.3g}" if epsilon is not None else "no privacy guarantee"
+    lines = [f"Finished after {steps} of {plan.steps} releases: {said}. Run folder: {root}"]
+    if chosen is not None:
+        lines.append(f"Chosen: {chosen['candidate']}, right about {chosen['score']:.1%} of the records by the noisy count that chose it.")
+    if lost:
+        lines.append(f"{lost} releases were charged and lost in a crash; they count in epsilon.")
+    if scores:
+        lines.append(scores_table(scores))
+    if any(score.visibility == "private" for score in scores):
+        lines.append("These scores are functions of private pictures: choosing by them is a selection that no guarantee covers.")
+    lines += ["Next:", *([] if scores else [f"  dpvision evaluate {root} --test STORE"]), f"  dpvision report {root}"]
+    lines.append(f"  python: dpvision.adapt.predict.load_classifier({str(root)!r})")
+    result: dict[str, Any] = {
+        "run": str(root), "complete": True, "steps": steps,
+        "head": chosen["candidate"] if chosen else made.model.head,
+        "reason": made.model.reason, "chosen": chosen, "epsilon": epsilon,
+        "delta": plan.delta if epsilon is not None else None, "guarantee": plan.guarantee,
+        "scores": [score.to_dict() for score in scores],
+    }  # fmt: skip
+    emit(result, args.json, "\n".join(lines))
+
+
+def _check_test(args: AdaptArgs, config: RunConfig) -> None:
+    """A test that cannot be made is said before the budget is spent."""
+    if args.test is not None:
+        check_scorable(config, Store.open(args.test), args.test_labels)
+
+
+def _score(args: AdaptArgs, root: Path) -> list[Score]:
+    if args.test is None:
+        return []
+    store = Store.open(args.test)
+    with Console(stderr=True, quiet=args.quiet).status("test pictures") as status:
+        scores = score_own_head(
+            root, store, labels=args.test_labels, progress=lambda n: status.update(f"test pictures: {n:,} of {store.num_records:,}")
+        )
+    write_scores(root, scores, train_data=args.test.name, test_data=args.test.name)
+    return scores
+
+
+def _train(args: AdaptArgs, config: RunConfig) -> None:
+    """A recipe that trains the network goes the way of ``dpvision train``."""
+    if not isinstance(config.model, ClassifierConfig):
+        raise ConfigError(
+            f"adapt: {args.recipe} makes a {config.model.kind!r}; expected a classifier or a head. Use `dpvision train {args.recipe}`."
+        )
+    root = args.runs / (args.name or args.recipe)
+    _check_test(args, config)
+    train(TrainArgs(args.recipe, args.data, args.name, args.runs, args.resume, args.dry_run, args.quiet, args.json, config=config))
+    if args.test is not None and not args.dry_run and int(os.environ.get("RANK", "0")) == 0:
+        scores = _score(args, root)
+        if not args.json:
+            print(scores_table(scores))
+
+
+def head_text(made: Prepared) -> str:
+    """The plan and the head, for people, before anything is spent."""
+    cfg = made.model
+    why = f"\n  {cfg.head}: {cfg.reason}" if cfg.reason else ""
+    text = plan_text(made.config, made.plan, made.store)
+    text += f"\n  encoder              {made.encoder.name}, {cfg.encoder.pooling}: {cfg.encoder.width:,} numbers a picture, frozen"
+    head = f"{cfg.head} for {cfg.num_classes:,} classes{' (chosen)' if cfg.reason else ''}{why}"
+    if cfg.candidates:
+        head = f"the best of {', '.join(cfg.candidates)} by a private score, for {cfg.num_classes:,} classes"
+    text += f"\n  head                 {head}"
+    if made.store.visibility == "public":
+        counts = made.label.sum(axis=0) if made.label.ndim == 2 else np.bincount(made.label, minlength=cfg.num_classes or 0)
+        if (empty := np.flatnonzero(counts == 0)).size:
+            shown = ", ".join(map(str, empty[:5].tolist())) + (", ..." if empty.size > 5 else "")
+            text += f"\n  note                 {empty.size} declared classes have no picture in this public store: {shown}"
+    return text
+
+
+def _with_shorts(args: AdaptArgs) -> RunConfig:
+    """The config with the short options in their places."""
+    config = args.config
+    privacy: dict[str, Any] = {}
+    if args.epsilon is not None:
+        if config.privacy.guarantee == "none":
+            raise ConfigError("adapt: --epsilon with guarantee=none; expected one of the two. Drop one.")
+        privacy |= {"target_epsilon": args.epsilon, "noise_multiplier": None}
+    if args.dataset_size is not None:
+        privacy["dataset_size"] = args.dataset_size
+        if config.privacy.sampling == "full_batch":
+            privacy["expected_batch_size"] = args.dataset_size
+    config = replace(config, privacy=replace(config.privacy, **privacy))
+    if args.data is not None:
+        config = replace(config, data=replace(config.data, store=str(args.data)))
+    model = config.model
+    if args.num_classes is not None and isinstance(model, HeadConfig | ClassifierConfig):
+        model = replace(model, num_classes=args.num_classes)
+    if args.encoder is not None and isinstance(model, HeadConfig):
+        model = replace(model, encoder=replace(model.encoder, spec=args.encoder))
+    config = replace(config, model=model)
+    if args.encoder is not None and isinstance(model, ClassifierConfig):
+        config = adapted(config, args.encoder)
+    return config
+
+
+def _default(recipe: str, early: _Early) -> RunConfig:
+    """What unnamed settings are: the recipe's, with what follows from the options; with --resume those that the run was started with."""
+    root = early.runs / (early.name or recipe)
+    if early.resume and run_base(root) is not None:
+        _, config, _ = read_run(root)
+        if config.recipe != recipe:
+            raise ConfigError(f"adapt: recipe={recipe!r}; expected {config.recipe!r}, the recipe of {root}. Correct one of them.")
+        return config
+    config = get_recipe(recipe)
+    changes: dict[str, Any] = {}
+    if early.privacy.guarantee in ("none", "simulated") or early.privacy.noise_multiplier is not None:
+        changes["target_epsilon"] = None
+    if early.privacy.guarantee in ("none", "simulated"):
+        changes |= {"guarantee": early.privacy.guarantee, "noise_multiplier": None}
+    elif early.privacy.noise_multiplier is not None:
+        changes["noise_multiplier"] = 1.0  # a placeholder: what was typed takes its place
+    declared = early.privacy.dataset_size
+    if declared is not None and declared >= 1 and config.privacy.sampling == "full_batch":
+        changes |= {"dataset_size": declared, "expected_batch_size": declared}
+    config = replace(config, privacy=replace(config.privacy, **changes))
+    return config if early.select is None else with_candidates(config, _candidates(early.select))
+
+
+def _candidates(typed: str) -> tuple[HeadName, ...]:
+    names = tuple(name.strip() for name in typed.split(","))
+    for name in names:
+        if name not in PRESETS:
+            raise ConfigError(f"adapt: --select {typed}: {name!r}; expected some of {', '.join(PRESETS)}. Separate them by commas.")
+    return cast(tuple[HeadName, ...], names)
+
+
+def _recipes(asks: bool) -> str:
+    return "\n\nrecipes, of heads and of networks:\n\n" + "\n".join(recipe_lines("transfer.")) if asks else ""

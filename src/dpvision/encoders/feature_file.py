@@ -1,0 +1,104 @@
+"""Frozen features of many records as one memory-mapped array, kept beside the store.
+
+Row i belongs to record ``rows[i]``. A record that does not decode has a row of NaN: it stays in its place and contributes zero to whatever
+is computed (guarantee.md, rule 2). Batches are padded to one size, so that a record's features are the same numbers whoever is beside it.
+
+Where all features take more than 2 GiB they are kept as float16: half the disk and half the reading, which is what an hour of many steps
+waits for. Rounding is a function of the record alone; it moves a feature by one part in 2048, far below the noise of a million records.
+Numbers above 65504 do not fit, and take their record out like any other that is not finite.
+
+Legend: N records, B pictures of a batch, D numbers of a feature, C channels, H height, W width.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from dpvision.config import DataConfig
+from dpvision.data.loader import pictures
+from dpvision.data.store import Store
+from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.feature_cache import FeatureCache, features_key, fingerprint, score_key
+from dpvision.errors import DataError
+
+_WHOLE_BYTES = 2 << 30
+"""Of float32 features: above it they are kept in half of it; and what is held in memory where the disk has no room."""
+
+
+def feature_array(
+    encoder: FrozenEncoder,
+    pooling: str,
+    width: int,
+    store: Store,
+    rows: np.ndarray,
+    *,
+    keep: bool = True,
+    batch_size: int = 256,
+    workers: int = 2,
+    device: str | torch.device = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> np.ndarray:
+    """Features of ``rows``, read-only, float32 or float16 (N, D), under the evaluation transform.
+
+    Args:
+        width: D.
+        rows: sorted int64 positions in the store.
+        keep: take them from the store's cache, and leave them there. Another encoder, preprocessing, store or row has another name.
+        progress: called with the number of records done; never where the cache has them.
+
+    Raises:
+        DataError: a shard cannot be read, or there is no room for the features.
+    """
+    dtype = np.dtype(np.float32 if 4 * len(rows) * width <= _WHOLE_BYTES else np.float16)
+    shape = (len(rows), width)
+    blocks = _blocks(encoder, pooling, width, store, rows, dtype, batch_size, workers, device, progress)
+    num_bytes = shape[0] * shape[1] * dtype.itemsize
+    if keep:
+        cache = FeatureCache(store.path)
+        key = score_key("array", features_key(fingerprint(encoder, device), store, rows), pooling, dtype.str)
+        kept = cache.load_array(key, shape, dtype)
+        if kept is not None:
+            return kept
+        if cache.make_folder() and shutil.disk_usage(cache.folder).free > 1.05 * num_bytes:
+            return cache.save_array(key, shape, dtype, blocks)
+    if num_bytes > _WHOLE_BYTES:
+        raise DataError(
+            f"features: no room for {num_bytes / 1e9:,.1f} GB under {store.path}/confidential; expected it. Make room, or move the store."
+        )
+    return np.concatenate(list(blocks)) if len(rows) else np.empty(shape, dtype)
+
+
+@torch.inference_mode()
+def _blocks(
+    encoder: FrozenEncoder,
+    pooling: str,
+    width: int,
+    store: Store,
+    rows: np.ndarray,
+    dtype: np.dtype,
+    batch_size: int,
+    workers: int,
+    device: str | torch.device,
+    progress: Callable[[int], None] | None,
+) -> Iterator[np.ndarray]:
+    """The rows in order, in pieces; every row once."""
+    done = 0
+    found = pictures(
+        store, rows, encoder.image_size, DataConfig(mean=encoder.mean, std=encoder.std), batch_size=batch_size, workers=workers
+    )  # fmt: skip
+    for x_BCHW, row_B, _ in found:
+        missing = batch_size - len(x_BCHW)
+        padded = torch.cat([x_BCHW, x_BCHW.new_zeros(missing, *x_BCHW.shape[1:])]) if missing else x_BCHW
+        x_BD = encoder.poolings(padded.to(device))[pooling][: len(x_BCHW)].float().cpu().numpy()
+        place_B = np.searchsorted(rows, row_B.numpy())
+        piece = np.full((int(place_B[-1]) + 1 - done, width), np.nan, dtype=dtype)
+        with np.errstate(over="ignore"):  # what does not fit becomes infinite, and takes its record out
+            piece[place_B - done] = x_BD
+        yield piece
+        done += len(piece)
+        if progress is not None:
+            progress(done)
+    if done < len(rows):
+        yield np.full((len(rows) - done, width), np.nan, dtype=dtype)

@@ -1,0 +1,136 @@
+"""Which encoder it is, and whether a picture's features are that picture's alone.
+
+A guarantee for a head holds for features that depend on one record each. An encoder that looks at its batch (normalisation by batch
+statistics, say) is refused by name; one that comes back changed is not taken for the one that a head was fitted to.
+
+Legend: B pictures, D numbers of a feature, C channels, H height, W width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.feature_cache import fingerprint, weights_digest
+from dpvision.errors import CheckpointError, ConfigError
+
+_BRIGHTNESS = (0.2, 0.4, 0.6, 0.8)
+_CONTRAST = (0.02, 0.3, 0.1, 0.2)
+"""Pictures that differ so much that any statistic of the batch shows."""
+_TOLERANCE = {"cpu": 1e-4, "cuda": 5e-3}
+"""Of the largest number: rounding depends on the size of a batch, on a GPU with reduced products in the third digit."""
+_SAME = 1e-2
+_PROBE_PICTURES, _PROBE_NUMBERS = 2, 32
+
+
+@torch.inference_mode()
+def check_alone(encoder: FrozenEncoder, pooling: str | None = None, device: str | torch.device = "cpu") -> tuple[str, int]:
+    """Refuse an encoder whose features of a picture depend on the other pictures of the batch, or are no numbers.
+
+    Args:
+        pooling: which features; None for the default.
+
+    Returns:
+        The pooling, and the numbers of its features D.
+
+    Raises:
+        ConfigError: it does (the layers that do it are named where they can be told), a feature of a public picture is not finite, two
+            passes differ, or there is no such pooling.
+    """
+    x_BCHW = _public_pictures(encoder).to(device)
+    named = encoder.poolings(x_BCHW)
+    pooling = next(iter(named)) if pooling is None else pooling
+    if pooling not in named:
+        raise ConfigError(f"encoder: pooling={pooling!r}; expected one of {list(named)} with {encoder.name}. Correct it, or leave it out.")
+    whole_BD = named[pooling]
+    if whole_BD.ndim != 2 or not torch.isfinite(whole_BD).all():
+        raise ConfigError(
+            f"encoder: {encoder.name} gives features that are not finite for public pictures; expected numbers. Use other weights."
+        )
+    again_BD = encoder.poolings(x_BCHW)[pooling]
+    alone_BD = torch.cat([encoder.poolings(x_BCHW[i : i + 1])[pooling] for i in range(len(x_BCHW))])
+    room = _TOLERANCE["cuda" if whole_BD.is_cuda else "cpu"] * float(whole_BD.abs().max())
+    for other_BD, what in ((again_BD, "differ from one pass to the next"), (alone_BD, "depend on the other pictures of a batch")):
+        if not float((other_BD - whole_BD).abs().max()) <= room:
+            raise ConfigError(
+                f"encoder: features of {encoder.name} {what}{_culprits(encoder)}; expected a function of one picture alone, without which "
+                "no guarantee holds. Use an encoder in evaluation mode, whose normalisation has running statistics or needs none."
+            )
+    return pooling, whole_BD.shape[1]
+
+
+def describe(encoder: FrozenEncoder, pooling: str, width: int, device: str | torch.device = "cpu") -> dict[str, Any]:
+    """What a manifest says of an encoder, ready for JSON; ``check_same`` recognises it by that. Holds no path."""
+    return {
+        "name": encoder.name,
+        "pooling": pooling,
+        "image_size": encoder.image_size,
+        "width": width,
+        "mean": list(encoder.mean),
+        "std": list(encoder.std),
+        "licence": encoder.licence,
+        "weights": weights_digest(encoder),
+        "fingerprint": fingerprint(encoder, device),
+        "probe": _probe(encoder, pooling, device),
+    }
+
+
+def check_same(encoder: FrozenEncoder, about: dict[str, Any], where: str, device: str | torch.device = "cpu") -> None:
+    """Refuse an encoder that is not the one that ``describe`` described.
+
+    Weights are compared bit by bit; what has none to look at, by its features of fixed noise, whose last digits may differ between
+    machines.
+
+    Args:
+        where: whose encoder it should be, for the error.
+
+    Raises:
+        CheckpointError: picture size, normalisation, weights or features differ.
+    """
+    remedy = "Name the encoder that the head was fitted to (encoder=, or --model.encoder.spec)."
+    for name in ("image_size", "mean", "std"):
+        got: Any = getattr(encoder, name)
+        if (got if name == "image_size" else list(got)) != about[name]:
+            raise CheckpointError(f"encoder: {name}={got} of {encoder.name}; expected {about[name]}, as in {where}. {remedy}")
+    named = encoder.poolings(_public_pictures(encoder).to(device))
+    if about["pooling"] not in named or named[about["pooling"]].shape[1] != about["width"]:
+        raise CheckpointError(
+            f"encoder: {encoder.name} has no features {about['pooling']!r} of {about['width']} numbers; expected those of {where}. {remedy}"
+        )
+    theirs, mine = torch.tensor(about["probe"]), torch.tensor(_probe(encoder, about["pooling"], device))
+    weights = weights_digest(encoder)
+    other = weights is not None and about["weights"] is not None and weights != about["weights"]
+    if other or not float((mine - theirs).abs().max()) <= _SAME * float(theirs.abs().max()):
+        raise CheckpointError(
+            f"encoder: {encoder.name} has other {'weights' if other else 'features'} than {about['name']} of {where}; expected the same. "
+            f"{remedy}"
+        )
+
+
+def _public_pictures(encoder: FrozenEncoder) -> Tensor:
+    """Four pictures of fixed noise, normalised for the encoder: float32 (B, C, H, W)."""
+    size, generator = encoder.image_size, torch.Generator().manual_seed(0)
+    bright, contrast = (torch.tensor(v)[:, None, None, None] for v in (_BRIGHTNESS, _CONTRAST))
+    pixel_BCHW = (bright + contrast * torch.randn(4, 3, size, size, generator=generator)).clamp(0, 1)
+    mean, std = (torch.tensor(v)[:, None, None] for v in (encoder.mean, encoder.std))
+    return (pixel_BCHW - mean) / std
+
+
+@torch.inference_mode()
+def _probe(encoder: FrozenEncoder, pooling: str, device: str | torch.device) -> list[list[float]]:
+    x_BCHW = _public_pictures(encoder)[:_PROBE_PICTURES].to(device)
+    return encoder.poolings(x_BCHW)[pooling][:, :_PROBE_NUMBERS].float().cpu().tolist()
+
+
+def _culprits(encoder: FrozenEncoder) -> str:
+    """Layers that take statistics of the batch also in evaluation mode."""
+    if encoder.backbone is None:
+        return ""
+    norms = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+    found = [
+        name
+        for name, module in encoder.backbone().named_modules()
+        if isinstance(module, norms[0]) and not isinstance(module, norms[1]) and module.running_mean is None
+    ]
+    return f" ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''} without running statistics)" if found else ""

@@ -1,0 +1,61 @@
+"""The statement's sentences about a head on frozen features, where they differ from those about a network that was trained."""
+
+from typing import Any
+
+from dpvision.privacy.plan import DPPlan
+
+HEADS = (
+    "The head is what this run releases: it was fitted to the private pictures under this guarantee, and scores measured with it on public "
+    "pictures cost nothing more. The encoder below it was not changed."
+)
+
+
+def is_head(config: dict[str, Any]) -> bool:
+    """Whether a run's config is of a head."""
+    return config["model"].get("kind") == "head"
+
+
+def released(plan: DPPlan) -> str:
+    """What leaves the house."""
+    what = "The head (weight and bias), settings, ledger, public scores, this statement, report.html."
+    if plan.guarantee != "dp":
+        return f"{what} All of them may hold whatever the pictures show."
+    return (
+        f"{what} They are computed from noisy sums alone, from public data, or from neither. Features of the pictures stay with the store."
+    )
+
+
+def clipping(plan: DPPlan) -> str:
+    """What bounds a record's influence."""
+    if plan.max_grad_norm is None:
+        return "None."
+    factor = {
+        "hard": "scaled down to the clip norm if it is longer",
+        "automatic": "divided by its norm plus 0.01 and multiplied by the clip norm, so that it is always shorter",
+    }[plan.clipping]
+    return (
+        f"Each record's whole contribution to a release (the gradient of the head, or its moments and counts together) is {factor} "
+        "(norms in float64)."
+    )
+
+
+def preprocessing(config: dict[str, Any]) -> list[str]:
+    """What was derived from the data before the first release."""
+    model = config["model"]
+    public = "The encoder's mean over procedural textures, which are nobody's, was taken off every feature."
+    centre = f" {public}" if model["centre"] == "textures" else ""
+    chosen = f" Which head was decided by declared numbers alone: {model['reason']}." if model.get("reason") else ""
+    return [
+        "Features: of one centre crop of each picture, by an encoder that was not trained here; encoders whose features of a picture "
+        "depend on other pictures are refused. Normalisation constants are the encoder's own."
+        f"{centre}",
+        f"Labels: {model['num_classes']} classes, declared.{chosen}",
+        "Unreadable and oversized files were left out at import, each judged by itself. Identical files were merged into one record.",
+    ]
+
+
+def settings(kept: dict[str, Any], encoder: dict[str, Any]) -> dict[str, Any]:
+    """Settings without paths of the operator's machine: the encoder by its public name and fingerprint."""
+    frozen = {key: value for key, value in kept["model"]["encoder"].items() if key != "spec"}
+    frozen |= {"name": encoder["name"], "licence": encoder["licence"], "fingerprint": encoder["fingerprint"]}
+    return {**kept, "model": {**{k: v for k, v in kept["model"].items() if k != "labels"}, "encoder": frozen}}

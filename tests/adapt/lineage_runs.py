@@ -1,0 +1,29 @@
+"""Runs that were never trained, to stand in for encoders with a past."""
+
+from pathlib import Path
+from typing import Any
+
+from dpvision.checkpoint import save_checkpoint, state_tensors, write_json
+from dpvision.config import MAEConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
+from dpvision.models import make_model
+
+_CONFIG = RunConfig(
+    recipe="vip.micro",
+    privacy=PrivacyConfig(dataset_size=60, expected_batch_size=20, steps=4, noise_multiplier=2.0),
+    model=MAEConfig(
+        encoder=ViTConfig(image_size=8, patch_size=2, depth=1, width=16, num_heads=2),
+        decoder_depth=1, decoder_width=16, decoder_num_heads=2,
+    ),
+)  # fmt: skip
+
+
+def untrained_run(root: Path, visibility: str, guarantee: dict[str, Any] | None, seed: int = 5) -> Path:
+    """A run folder whose lineage is one store, "5ea1"."""
+    (root / "confidential").mkdir(parents=True)
+    entry = {"store_id": "5ea1", "visibility": visibility, "licence": None, "run_id": "r", "guarantee": guarantee}
+    manifest = {
+        "run_id": "r", "ledger_steps": 4, "updates": 4, "config": to_dict(_CONFIG), "plan": {}, "ledger_digest": "d", "lineage": [entry],
+    }  # fmt: skip
+    save_checkpoint(root / "checkpoints" / "step-00000004", manifest, state_tensors(make_model(_CONFIG.model, seed)))
+    write_json(root / "config.json", to_dict(_CONFIG))
+    return root

@@ -1,0 +1,228 @@
+"""`dpvision adapt`, as a newcomer uses it: from pictures to a statement, and one clear error for each mistake."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from dpvision.checkpoint import find_checkpoint, read_manifest
+from dpvision.cli import main
+from dpvision.data.store import Store
+from dpvision.data.synthetic_store import write_scenes
+from dpvision.privacy.ledger_format import read_ledger
+from dpvision.recipes import RECIPES
+
+from ..adapt.lineage_runs import untrained_run
+from ..adapt.runs_of_heads import write_digits
+from ..eval.labelled import write_store
+from ..report.test_statement import problems
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "statement.schema.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Store]:
+    folder = tmp_path_factory.mktemp("stores")
+    return write_digits(folder / "mine", 0, 900), write_digits(folder / "test", 900, 1400, public=True)
+
+
+def _argv(store: Store, root: Path, *more: str) -> list[str]:
+    return ["adapt", "--data", str(store.path), "--encoder", "pixels", "--num-classes", "10", "--runs", str(root), "--name", "first", *more]
+
+
+DECLARED = ["--dataset-size", "900", "--epsilon", "2"]
+
+
+def test_from_pictures_to_a_statement(stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, test = stores
+    argv = _argv(mine, tmp_path, *DECLARED)
+    assert main([*argv, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "epsilon 2 at" in said and "nothing was charged" in said and not (tmp_path / "first").exists()
+    assert main([*argv, "--test", str(test.path), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["steps"] == read_ledger(tmp_path / "first" / "ledger.jsonl").steps and result["epsilon"] <= 2 and result["reason"]
+    assert result["scores"][0]["value"] > 0.3 and result["scores"][0]["visibility"] == "public"
+    assert main(["evaluate", str(tmp_path / "first"), "--test", str(test.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scores"] == result["scores"], "the same question has the same answer"
+    assert main(["report", str(tmp_path / "first"), "--store", str(mine.path)]) == 0
+    statement = json.loads((tmp_path / "first" / "statement.json").read_text())
+    assert problems(statement, SCHEMA, "statement") == []
+    text = json.dumps(statement) + (tmp_path / "first" / "report.html").read_text()
+    assert str(tmp_path) not in text and str(mine.path) not in text, "no path of the operator's machine"
+    assert statement["settings"]["model"]["head"] == result["head"] and statement["settings"]["model"]["reason"] == result["reason"]
+    assert statement["settings"]["model"]["encoder"]["name"] == "pixels" and "The head" in statement["scope"]["released"]
+    assert statement["guarantee"]["epsilon"] == pytest.approx(2.0, abs=1e-6)
+    assert main(["adapt", "--resume", "--runs", str(tmp_path), "--name", "first", "--quiet"]) == 0, "finished: nothing is left to do"
+    assert read_ledger(tmp_path / "first" / "ledger.jsonl").steps == result["steps"]
+    assert main(["compare", str(tmp_path / "first")]) == 0
+    assert "own head" in (tmp_path / "first" / "confidential" / "compare.html").read_text()
+
+
+def test_what_is_typed_overrides_what_auto_chose(stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = _argv(stores[0], tmp_path, "--dataset-size", "900", "--privacy.guarantee", "none", "--dry-run", "--json")
+    assert main(argv) == 0
+    chosen = json.loads(capsys.readouterr().out)
+    assert chosen["head"] == "feature_covariance" and chosen["steps"] == 8 and chosen["guarantee"] == "none"
+    assert main([*argv, "--privacy.steps", "5"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 5
+    assert main([*argv, "--head", "prototypes"]) == 0
+    assert json.loads(capsys.readouterr().out)["head"] == "prototypes"
+
+
+def test_a_private_score_chooses_among_heads_for_one_charge(
+    stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, test = stores
+    argv = _argv(mine, tmp_path, *DECLARED, "--select", "one_step,prototypes,least_squares")
+    assert main([*argv, "--dry-run", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["selection"]["mean_runs"] == 10 and planned["candidates"] == ["one_step", "prototypes", "least_squares"]
+    assert main([*argv, "--test", str(test.path), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["steps"] == 1 and result["epsilon"] <= 2 and result["head"] == result["chosen"]["candidate"]
+    # Both scores are of one head, on the records it was fitted to (with noise) and on others.
+    assert result["chosen"]["score"] == pytest.approx(result["scores"][0]["value"], abs=0.15)
+    run = tmp_path / "first"
+    manifest = read_manifest(find_checkpoint(run))
+    assert manifest["config"]["model"]["head"] == result["head"] and manifest["chosen"] == result["chosen"]
+    assert "head_s" not in json.loads((run / "confidential" / "head.json").read_text())
+    assert main(["report", str(run)]) == 0
+    statement = json.loads((run / "statement.json").read_text())
+    assert problems(statement, SCHEMA, "statement") == []
+    assert statement["history"]["tuning"]["charged"] and statement["guarantee"]["epsilon"] == pytest.approx(result["epsilon"])
+    capsys.readouterr()
+    assert main([*argv[:-1], "one_step,nothing", "--name", "second"]) == 2
+    assert "'nothing'; expected some of one_step" in capsys.readouterr().err
+    assert main([*argv, "--head", "prototypes", "--name", "second"]) == 2
+    assert main([*argv[:-1], "one_step,feature_covariance", "--name", "second"]) == 2
+    assert "expected 1 with head='one_step'" in capsys.readouterr().err
+    assert not (tmp_path / "second").exists()
+
+
+def test_without_privacy_all_of_it_is_confidential(stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, test = stores
+    argv = _argv(mine, tmp_path, "--dataset-size", "900", "--head", "least_squares", "--privacy.guarantee", "none")
+    assert main([*argv, "--test", str(test.path), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["epsilon"] is None and result["scores"][0]["visibility"] == "private" and result["scores"][0]["value"] > 0.7
+    outside = [f for f in (tmp_path / "first").rglob("*") if f.is_file() and "confidential" not in f.parts and f.name != ".lock"]
+    assert not outside
+    assert main(["report", str(tmp_path / "first")]) == 2
+    assert "no guarantee and was trained on a private store" in capsys.readouterr().err
+
+
+def test_the_lineage_of_an_encoder_of_ours_stands_in_the_statement(
+    stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, _ = stores
+    parent = untrained_run(tmp_path / "parent", "private", {"epsilon": 2.5, "epsilon_rdp": 2.6, "delta": 1e-5, "steps": 4})
+    argv = [*_argv(mine, tmp_path, *DECLARED), "--encoder", str(parent), "--head", "prototypes"]
+    assert main(argv) == 0 and main(["report", str(tmp_path / "first")]) == 0
+    statement = json.loads((tmp_path / "first" / "statement.json").read_text())
+    assert problems(statement, SCHEMA, "statement") == []
+    first, own = statement["history"]["lineage"]
+    assert first["guarantee"]["epsilon"] == 2.5 and own["guarantee"]["epsilon"] == pytest.approx(2.0, abs=1e-6)
+    assert str(tmp_path) not in json.dumps(statement)
+
+
+def test_every_mistake_is_one_clear_error(stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, test = stores
+    good = _argv(mine, tmp_path, *DECLARED)
+    tainted = untrained_run(tmp_path / "tainted", "private", None)
+    cases: list[tuple[list[str], str]] = [
+        (_argv(mine, tmp_path, "--epsilon", "2"), "dataset_size is not declared.*Say --dataset-size 900"),
+        (_argv(mine, tmp_path, "--dataset-size", "800", "--epsilon", "2"), "declared dataset_size=800"),
+        (_argv(mine, tmp_path, "--dataset-size", "900", "--epsilon", "0"), "target_epsilon=0.0; expected a positive number"),
+        (_argv(mine, tmp_path, "--dataset-size", "900", "--epsilon", "nan"), "target_epsilon=nan; expected a positive number"),
+        ([*good, "--num-classes", "5"], "label=9 .*outside the range"),
+        ([*good, "--num-classes", "1"], "num_classes=1; expected at least 2"),
+        ([*good, "--encoder", "timm:resnet18"], "timm:resnet18 has no weights here .*timm:resnet18@FILE"),
+        ([*good, "--encoder", "timm:resnet"], "one of its .* models"),
+        ([*good, "--encoder", "runs/none"], "'runs/none'; expected a run folder"),
+        ([*good, "--encoder", str(tainted)], "without a guarantee"),
+        ([*good, "--encoder", str(tainted), "--model.encoder.image-size", "16"], "image_size=16; expected 8"),
+        ([*good, "--head", "one_step", "--privacy.steps", "3"], "steps=3; expected 1"),
+        (["adapt", "transfer.one_step", "--head", "prototypes", "--data", str(mine.path)], "expected one of the two"),
+        (["adapt", "vip.micro", "--data", str(mine.path)], "vip.micro makes a 'mae'.*dpvision train vip.micro"),
+        (["train", "transfer.auto", "--data", str(mine.path)], "Use `dpvision adapt transfer.auto"),
+        (["evaluate", str(tainted), "--test", str(test.path)], "has no head of its own"),
+        (["evaluate", "pixels", "--test", str(test.path)], "has no head of its own"),
+        (["adapt", "--resume", "--runs", str(tmp_path / "nowhere")], "holds no run"),
+    ]  # fmt: skip
+    for argv, said in cases:
+        assert main(argv) == 2, argv
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and err.count("\n") == 1 and re.search(said, err), (argv, err)
+    assert not (tmp_path / "first").exists()
+
+
+def test_an_empty_class_is_noted_of_public_pictures_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(0)
+    pictures = [rng.integers(0, 255, (8, 8, 3), dtype=np.uint8) for _ in range(60)]
+    for public in (True, False):
+        store = write_store(tmp_path / str(public), pictures, ["a", "b"] * 30, public=public)
+        argv = ["adapt", "--data", str(store.path), "--encoder", "pixels", "--num-classes", "4", "--dataset-size", "60", "--dry-run"]
+        assert main(argv) == 0
+        assert ("2 declared classes have no picture in this public store: 2, 3" in capsys.readouterr().out) is public
+
+
+def test_pictures_of_several_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, test = (
+        write_scenes(tmp_path / n, count, 16, first=first, public=n == "test") for n, count, first in (("mine", 200, 0), ("test", 80, 900))
+    )
+    for store in (mine, test):
+        # Which colours the sentence names: a picture may have several.
+        records = [store.record(row) for row in range(store.num_records)]
+        colours = {r.key: [i for i, c in enumerate(("red", "green", "blue", "yellow")) if c in r.captions[0]] for r in records}
+        (tmp_path / f"{store.path.name}.json").write_text(json.dumps(colours))
+    argv = [
+        "adapt", "--data", str(mine.path), "--encoder", "pixels", "--num-classes", "4", "--dataset-size", "200",
+        "--privacy.guarantee", "none", "--runs", str(tmp_path), "--name", "first", "--model.multi-label",
+        "--model.labels", str(tmp_path / "mine.json"), "--test", str(test.path), "--json",
+    ]  # fmt: skip
+    assert main(argv) == 2 and "a file exactly with several" in capsys.readouterr().err
+    assert not (tmp_path / "first").exists(), "a test that cannot be made is said before the budget is spent"
+    assert main([*argv, "--test-labels", str(tmp_path / "test.json")]) == 0
+    (score,) = json.loads(capsys.readouterr().out)["scores"]
+    assert "mean average precision of 4 classes" in score["protocol"] and score["low"] <= score["value"] <= score["high"]
+    assert score["value"] > score["chance"] + 0.1
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("transfer.") and RECIPES[name]().model.kind == "head"])
+def test_a_head_recipe_declares_nothing_in_a_persons_place(name: str) -> None:
+    config = RECIPES[name]()
+    assert config.model.kind == "head" and config.privacy.dataset_size == 1 and config.model.num_classes is None  # type: ignore[union-attr]
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["adapt", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for words in ("Three numbers are yours to declare", "Nothing is downloaded", "transfer.least_squares", "--epsilon", "--encoder"):
+        assert words in said
+    with pytest.raises(SystemExit) as stopped:
+        main(["adapt"])
+    assert stopped.value.code == 2 and "--num-classes K" in capsys.readouterr().out
+
+
+def test_the_pages_five_lines_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As they stand in docs/adapt.md, on digits in class folders; with an encoder that needs no minute of learning."""
+    pixels, labels = load_digits(return_X_y=True)
+    for folder, part in (("PICTURES", slice(0, 900)), ("TEST_PICTURES", slice(900, 1300))):
+        for i, (x, label) in enumerate(zip(pixels[part], labels[part], strict=True)):
+            (tmp_path / folder / str(label)).mkdir(parents=True, exist_ok=True)
+            grey = Image.fromarray((x.reshape(8, 8) * 15.9).astype(np.uint8)).convert("RGB")
+            grey.save(tmp_path / folder / str(label) / f"{i}.png")
+    page = (Path(__file__).parents[2] / "docs" / "adapt.md").read_text()
+    lines = [line.removeprefix("    dpvision ") for line in page.splitlines() if line.startswith("    dpvision ")]
+    assert len(lines) == 5
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        assert main(line.replace("--encoder dictionary", "--encoder pixels").split()) == 0, capsys.readouterr().err
+    (score, *_) = json.loads((tmp_path / "runs" / "first" / "scores.json").read_text())
+    assert score["value"] > 0.3 and (tmp_path / "runs" / "first" / "report.html").exists()

@@ -1,0 +1,79 @@
+"""Encoders that look at more than one picture are refused by name; one that has changed is not taken for the old one."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.fixed import fixed_encoder
+from dpvision.encoders.identity import check_alone, check_same, describe
+from dpvision.errors import CheckpointError, ConfigError
+
+from ..eval.labelled import MEAN, STD, conv_encoder, vit_encoder
+
+
+def _of(net: nn.Module) -> FrozenEncoder:
+    def poolings(x_BCHW: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"mean": net(x_BCHW)}
+
+    return FrozenEncoder("made", 8, MEAN, STD, poolings, "convnet", lambda: copy.deepcopy(net).train())
+
+
+def _net(norm: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+@pytest.mark.parametrize("encoder", [vit_encoder(), conv_encoder(), fixed_encoder("pixels", 8), fixed_encoder("hog", 16)])
+def test_honest_encoders_pass_and_their_width_is_found(encoder: FrozenEncoder) -> None:
+    pooling, width = check_alone(encoder)
+    x_BCHW = torch.randn(2, 3, encoder.image_size, encoder.image_size)
+    assert encoder.poolings(x_BCHW)[pooling].shape == (2, width)
+
+
+def test_batch_statistics_are_refused_and_the_layer_is_named() -> None:
+    frozen = _net(nn.BatchNorm2d(8)).eval()
+    assert check_alone(_of(frozen)) == ("mean", 8), "with running statistics, in evaluation mode, it is a function of one picture"
+    with pytest.raises(ConfigError, match=r"depend on the other pictures of a batch \(1 without running statistics\)"):
+        check_alone(_of(_net(nn.BatchNorm2d(8, track_running_stats=False)).eval()))
+    with pytest.raises(ConfigError, match=r"made (differ from one pass|depend on the other)"):
+        check_alone(_of(frozen.train()))
+
+
+def test_a_neighbour_that_shows_in_any_other_way_is_refused() -> None:
+    base = vit_encoder()
+
+    def centred(x_BCHW: Tensor) -> dict[str, Tensor]:
+        return {name: x_BD - 0.01 * x_BD.mean(dim=0) for name, x_BD in base.poolings(x_BCHW).items()}
+
+    with pytest.raises(ConfigError, match="function of one picture alone"):
+        check_alone(replace(base, poolings=centred))
+    with pytest.raises(ConfigError, match="differ from one pass to the next"):
+        check_alone(replace(base, poolings=lambda x: {"mean": torch.randn(len(x), 4)}))
+    with pytest.raises(ConfigError, match="not finite"):
+        check_alone(replace(base, poolings=lambda x: {"mean": torch.full((len(x), 4), torch.nan)}))
+    with pytest.raises(ConfigError, match=r"pooling='cls'; expected one of \['mean'\]"):
+        check_alone(base, "cls")
+
+
+def test_an_encoder_is_recognised_whatever_its_name_and_another_is_not() -> None:
+    encoder = vit_encoder()
+    about = describe(encoder, "mean", 32)
+    check_same(replace(encoder, name="moved"), about, "here")
+    assert encoder.backbone is not None
+    nudged = encoder.backbone()
+    with torch.no_grad():
+        next(nudged.parameters())[0] += 1e-6
+    others = [
+        (replace(encoder, backbone=lambda: nudged), "other weights"), (vit_encoder(seed=1), "other weights"),
+        (replace(encoder, image_size=12), "image_size=12.*expected 8"), (replace(encoder, mean=(0.4, 0.5, 0.5)), "mean="),
+        (replace(encoder, poolings=lambda x: {"2x2": x.flatten(1)}), "has no features 'mean'"),
+        (replace(encoder, backbone=None, poolings=lambda x: {n: 1.1 * f for n, f in encoder.poolings(x).items()}), "other features"),
+    ]  # fmt: skip
+    for other, said in others:
+        with pytest.raises(CheckpointError, match=said):
+            check_same(other, about, "here")
