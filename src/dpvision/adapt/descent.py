@@ -29,7 +29,7 @@ BIAS = -10.0
 """The paper's fixed bias: at first no class is likely, which is where most of many classes belong."""
 ONE_STEP = OptimConfig(name="lamb", learning_rate=1e-3, eps=1e-12, weight_decay=0.0, schedule="constant")
 """Adam's eps is far below any noisy gradient, so that the step is the sign of each number."""
-MANY_STEPS = OptimConfig(name="lamb", learning_rate=0.1, betas=(0.9, 0.999), eps=1e-12, weight_decay=0.0, schedule="linear")
+MANY_STEPS = OptimConfig(name="lamb", learning_rate=0.5, betas=(0.9, 0.999), eps=1e-12, weight_decay=0.0, schedule="linear")
 
 Init = Literal["zero", "lecun"]
 
@@ -95,6 +95,8 @@ def many_steps(
     ema = make_ema(head) if optim.ema_decay is not None else None
     mean_KE = torch.zeros(head.weight.shape, dtype=torch.float64)
     done = 0
+    if steps > 1:
+        stream = stream.kept()
     while releases.left:
         # By the steps left, not by those taken here: steps that were charged and lost in a crash shorten the schedule.
         at = steps - releases.left

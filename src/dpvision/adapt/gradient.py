@@ -72,6 +72,8 @@ def _at_zero(blocks: Iterator[Block], width: int, bias_K: Tensor, loss: Loss, pl
             own_B = (1 - 2 * p_K)[block.label_B]
         residual_B = (p_K.square().sum() + own_B).clamp(min=0).sqrt()
         x_BE = block.x_BE * total.factors(residual_B * block.norm_B)[:, None]
-        mean_E = x_BE.sum(dim=0, dtype=torch.float64)
-        total.add("weight", p_K[:, None] * mean_E - block.class_sum(x_BE, num_classes))
+        class_KE = block.class_sum(x_BE, num_classes).double()
+        # With one label each, the sum over the classes is that over the records.
+        sum_E = class_KE.sum(dim=0) if block.target_BK is None else x_BE.sum(dim=0, dtype=torch.float64)
+        total.add("weight", p_K[:, None] * sum_E - class_KE)
     return total.sum()

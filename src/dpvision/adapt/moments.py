@@ -23,7 +23,7 @@ def row_bound(stream: FeatureStream, feature_norm: float | None) -> float:
     """Public bound R on the length of a row: the one asked for, else the stream's own.
 
     Raises:
-        ConfigError: there is none, or it is not a positive number.
+        ConfigError: there is none, or it is out of range.
     """
     bound = stream.longest_row if feature_norm is None else feature_norm
     if bound is None:
@@ -31,8 +31,9 @@ def row_bound(stream: FeatureStream, feature_norm: float | None) -> float:
             "adapt: feature_norm=None for features of any length; expected a public bound. Scale the records to length 1 (unit=True), "
             "or name the length to clip them to."
         )
-    if not 0 < bound < math.inf:
-        raise ConfigError(f"adapt: feature_norm={bound}; expected a positive number. Use the typical length of public features.")
+    # Beyond these its square and the factors made of it leave the range of float32.
+    if not 1e-12 <= bound <= 1e12:
+        raise ConfigError(f"adapt: feature_norm={bound}; expected 1e-12 to 1e12. Use the typical length of public features.")
     return bound
 
 
@@ -60,7 +61,8 @@ def moment_sum(blocks: Iterator[Block], width: int, num_classes: int, bound: flo
         long_B = norm_B > bound
         if long_B.any():
             x_BE = x_BE * torch.where(long_B, bound / norm_B, 1.0).float()[:, None]
-            norm_B = torch.linalg.vector_norm(x_BE, dim=1, dtype=torch.float64)
+            # At most R but for the rounding of the length and of the product, 7 eps, which the margin of the clip covers.
+            norm_B = norm_B.clamp(max=bound)
         length_B = (own**2 * norm_B**4 + cross**2 * norm_B**2 * block.target_square_B()).sqrt()
         factor_B = total.factors(length_B)
         if own:

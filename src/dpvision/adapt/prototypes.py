@@ -6,7 +6,7 @@
 
 the nearest mean, whatever the classes' sizes: a class of ten records has a noisy prototype and no smaller one. Counts are shrunk
 towards equal ones, and means towards their common mean, by what the noise, whose scale is public, explains of their spread (empirical
-Bayes): where the counts drown in noise, sums are as good as means.
+Bayes), and their common mean towards zero: where the counts drown in noise, sums are as good as means.
 
 Legend: B records of a block, E numbers of a row (``stream``), K classes.
 """
@@ -67,7 +67,7 @@ def sizes(share_K: Tensor, variance: float, num_records: float) -> Tensor:
 
 
 def shrunk(mean_KE: Tensor, variance_K: Tensor) -> Tensor:
-    """Means moved towards their common mean, each by the part of its spread that its noise explains.
+    """Means moved towards their common mean, each by the part of its spread that its noise explains, and that mean towards zero.
 
     Args:
         mean_KE: measured means, float64.
@@ -77,6 +77,8 @@ def shrunk(mean_KE: Tensor, variance_K: Tensor) -> Tensor:
     centre_E = (mean_KE * (weight_K / weight_K.sum())[:, None]).sum(dim=0)
     away_KE = mean_KE - centre_E
     width = mean_KE.shape[1]
+    # The common mean as well (James & Stein, positive part): a noisy one times a noisy difference is a noisy bias of the class.
+    centre_E = centre_E * max(0.0, 1 - width / max(float(weight_K.sum() * centre_E.square().sum()), 1e-30))
     excess_K = away_KE.square().sum(dim=1) / width - variance_K
     spread = float((excess_K * weight_K.square()).sum() / weight_K.square().sum())
     spread = max(spread, _LEAST_SPREAD * float(variance_K.min()), 1e-30)

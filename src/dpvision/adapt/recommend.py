@@ -15,9 +15,9 @@ from dpvision.errors import ConfigError
 
 HeadName = Literal["one_step", "least_squares", "feature_covariance", "prototypes"]
 
-MOST_NOISE_FOR_STEPS = 0.01
-MOST_NOISE_FOR_MOMENTS = 0.1
-FEWEST_RECORDS_OF_A_CLASS = 30.0
+MOST_NOISE_FOR_STEPS = 0.03
+MOST_NOISE_FOR_MOMENTS = 0.05
+FEWEST_RECORDS_OF_A_CLASS = 5.0
 WIDEST = 8192
 """Numbers of a feature beyond which a covariance (D x D in float64, its eigenvectors) is too large for an ordinary machine."""
 

@@ -30,7 +30,8 @@ from dpvision.train.distributed import Group, all_reduce_sum
 _ALONE = Group(0, 1, torch.device("cpu"))
 _ROUNDED_UP = 1 + 1e-9
 _MARGIN_EPS = 32
-"""Part of C left free for rounding, as in ``dp.clip``; here norms are float64, so only the factor and products with it round."""
+"""Part of C left free for rounding, in units of float32's eps, as in ``dp.clip``: the lengths of rows are within 6 (``stream``), 14 where a
+row was shortened and squared; the residuals, the factor and the products with them round by half a unit each."""
 _STABILITY = 0.01
 """gamma of automatic clipping, as in ``dp.clip``."""
 
