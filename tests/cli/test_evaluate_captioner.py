@@ -1,10 +1,7 @@
 """``dpvision evaluate captioner``: every test from the command line, where its scores go, and one clear error for wrong input."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -12,19 +9,7 @@ from dpvision.cli import main
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.eval.score_file import read_scores
 
-
-def _helpers() -> ModuleType:
-    """tests/eval/captioners.py: another folder's helpers, by path (tests are no packages)."""
-    file = Path(__file__).parent.parent / "eval" / "captioners.py"
-    spec = importlib.util.spec_from_file_location("captioners_of_eval", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-captioners = _helpers()
+from ..eval import captioners
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from dpvision.dp.support import check_separable
 from dpvision.errors import DPVisionError, PrivacyError
 from dpvision.eval.suite import read_scores
 from dpvision.models import make_model
+from dpvision.optim import ema
 from dpvision.optim.ema import update_ema
 from dpvision.privacy.plan import DPPlan
 from dpvision.report import statement
@@ -104,22 +105,22 @@ def test_ema_unnoised(new_run: NewRun) -> None:
         noise.update({n: gradient.grads[n] - value / plan.expected_batch_size for n, value in total.grads.items()})
         return gradient
 
-    def of_clean_weights(ema, model, decay, updates):
+    def of_clean_weights(average, model, decay, updates):
         clean = copy.deepcopy(model)
         with torch.no_grad():
             for name, p in clean.named_parameters():
                 p += 0.1 * noise[name]  # takes back what the learning rate of 0.1 made of the noise
-        return update_ema(ema, clean, decay, updates)
+        return update_ema(average, clean, decay, updates)
 
-    def twice_a_step(ema, model, decay, updates):
-        return update_ema(update_ema(ema, model, decay, updates), model, decay, updates)
+    def twice_a_step(average, model, decay, updates):
+        return update_ema(update_ema(average, model, decay, updates), model, decay, updates)
 
     privatize = loop.privatize
     check()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "privatize", remember_noise)
         for mistake in (of_clean_weights, twice_a_step):
-            with planted(loop, "update_ema", mistake, "the average is not that of the released weights"):
+            with planted(ema, "update_ema", mistake, "the average is not that of the released weights"):
                 check()
 
 
