@@ -202,6 +202,9 @@ def _said(store: Store, as_json: bool, more: dict[str, Any] | None = None) -> No
     lines = [f"{store.num_records:,} records in {store.path} ({store.visibility})", pairs(_flat(summary | (more or {})))]
     recipe = "vip.micro" if summary.get("without_caption", 1) else "dpcap.micro --data.tokenizer FILE"
     lines.append(f"Next: dpvision train {recipe} --data {store.path} --privacy.dataset-size {store.num_records} --dry-run")
+    if summary.get("without_label", 1) == 0:
+        declared = f"--num-classes K --dataset-size {store.num_records} --epsilon 1 --dry-run"
+        lines.append(f"  or, with the labels: dpvision adapt --data {store.path} --encoder dictionary {declared}")
     emit(result, as_json, "\n".join(lines))
 
 

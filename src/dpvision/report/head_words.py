@@ -58,4 +58,5 @@ def settings(kept: dict[str, Any], encoder: dict[str, Any]) -> dict[str, Any]:
     """Settings without paths of the operator's machine: the encoder by its public name and fingerprint."""
     frozen = {key: value for key, value in kept["model"]["encoder"].items() if key != "spec"}
     frozen |= {"name": encoder["name"], "licence": encoder["licence"], "fingerprint": encoder["fingerprint"]}
-    return {**kept, "model": {**{k: v for k, v in kept["model"].items() if k != "labels"}, "encoder": frozen}}
+    unused = {"labels"} if kept["model"]["candidates"] else {"labels", "candidates", "selection_runs", "selection_shape"}
+    return {**kept, "model": {**{k: v for k, v in kept["model"].items() if k not in unused}, "encoder": frozen}}
