@@ -142,6 +142,15 @@ def test_the_lineage_of_an_encoder_of_ours_stands_in_the_statement(
     assert str(tmp_path) not in json.dumps(statement)
 
 
+def test_a_folder_named_as_an_encoder_is_not_taken_for_a_run(
+    stores: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pixels").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(_argv(stores[0], tmp_path, *DECLARED, "--dry-run", "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["dry_run"]
+
+
 def test_every_mistake_is_one_clear_error(stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine, test = stores
     good = _argv(mine, tmp_path, *DECLARED)

@@ -163,7 +163,7 @@ def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> FrozenEncoder
         raise ConfigError(
             f"encoder: image_size={cfg.image_size}; expected {encoder.image_size}, the only size of {encoder.name}. Leave it out."
         )
-    if Path(cfg.spec).exists():
+    if _is_run(cfg.spec, encoder):
         manifest = load_checkpoint(cfg.spec).manifest
         return replace(encoder, name=f"{manifest['config']['recipe']}, run {manifest['run_id'][:8]}")
     return encoder
@@ -175,9 +175,14 @@ def encoder_lineage(spec: str, encoder: FrozenEncoder, store: Store, plan: DPPla
     Raises:
         PrivacyError: a private head on weights that saw this store, or any private one, without a guarantee.
     """
-    if Path(spec).exists():
+    if _is_run(spec, encoder):
         return inherit(load_checkpoint(spec).manifest, store, plan.guarantee)
     return [public_weights(encoder.name, encoder.licence)] if encoder.weights == "trained" else []
+
+
+def _is_run(spec: str, encoder: FrozenEncoder) -> bool:
+    """Whether ``open_encoder`` took the weights of a run: features that need no file go before a folder of their name."""
+    return encoder.family != "fixed" and Path(spec).exists()
 
 
 def _check_asked(config: RunConfig) -> HeadConfig:
