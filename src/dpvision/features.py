@@ -249,8 +249,9 @@ def write_embeddings(
     """Features of a store, or of anything that ``data import`` takes, in one file.
 
     The file has ``features`` float32 (N, D). From a store also ``id`` int64 (N,), the records' own ids, and ``label`` int64 (N,), -1 where
-    there is none; from another source the pictures' names: the array ``key`` in .npz, a JSON list under ``key`` in the metadata of
-    .safetensors. A source that is not a store counts as private.
+    there is none, or zeros and ones uint8 (N, K) where records may have several (``Store.targets``); from another source the pictures'
+    names: the array ``key`` in .npz, a JSON list under ``key`` in the metadata of .safetensors. A source that is not a store counts as
+    private.
 
     Args:
         out: ends in .npz or .safetensors; replaced if it exists.
@@ -277,7 +278,8 @@ def write_embeddings(
             progress=progress,
         )
         features = named["encoder", pooling].numpy()
-        arrays = {"features": features, "id": store.index["id"][row_N.numpy()].astype(np.int64), "label": label_N.numpy()}
+        label = label_N.numpy() if not store.multi_label else _zeros_and_ones(store, row_N.numpy())
+        arrays = {"features": features, "id": store.index["id"][row_N.numpy()].astype(np.int64), "label": label}
         visibility, total = store.visibility, store.num_records
         if trained_in_confidence(checkpoint.manifest):
             visibility = "private"
@@ -286,6 +288,12 @@ def write_embeddings(
         arrays, visibility = {"features": features}, "private"
     _write_arrays(out, arrays, keys)
     return Embeddings(out, len(features), features.shape[1], visibility, total - len(features))
+
+
+def _zeros_and_ones(store: Store, row_N: np.ndarray) -> np.ndarray:
+    """uint8 (N, K): K are the store's named classes, or those up to the largest number."""
+    classes = store.classes(np.arange(store.num_records))[1]
+    return store.targets(row_N, len(store.label_names) if store.label_names is not None else int(classes.max(initial=-1)) + 1)
 
 
 @torch.inference_mode()

@@ -246,10 +246,10 @@ def test_bad_sources_are_refused_and_leave_nothing(tmp_path):
 def test_fields_and_labels_that_do_not_fit_are_refused(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    tar = write_tar(tmp_path / "a.tar", {"1.png": png(1), "1.json": js(who="x", label=[1, 2])})
+    tar = write_tar(tmp_path / "a.tar", {"1.png": png(1), "1.json": js(who="x", label={"a": 1})})
     refused(r"--unit-from patient: no sample has it; expected one of \['kind', 'who'\]",
             write_tar(tmp_path / "b.tar", {"1.png": png(1), "1.json": js(who="x", kind=1)}), out / "s", unit_from="patient")  # fmt: skip
-    refused(r"label=\[1, 2\]", tar, out / "s")
+    refused(r"label=\{'a': 1\}; expected one class, a name or a number from 0 on", tar, out / "s")
     mixed = write_tar(tmp_path / "c.tar", {"1.png": png(1), "1.cls": b"3", "2.png": png(2), "2.cls": b"cat"})
     refused("names here and numbers there", mixed, out / "s")
     table = {"image": structs(png(1)), "label": [3]}

@@ -20,7 +20,6 @@ from dpvision.adapt.release import full_batch_plan
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import FrozenEncoderConfig, HeadConfig, PrivacyConfig, RunConfig
 from dpvision.config.head_presets import with_candidate, with_head
-from dpvision.data.label_file import read_labels
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.identity import check_alone
@@ -49,7 +48,7 @@ class Prepared:
     row_N: np.ndarray
     """int64 rows that take part."""
     label: np.ndarray
-    """int64 (N,), or int8 (N, K) where a record may have several."""
+    """int64 (N,), or uint8 (N, K) where a record may have several."""
     encoder: FrozenEncoder
     lineage: list[dict[str, Any]]
     """Of the encoder."""
@@ -88,11 +87,8 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     config = settled(config, encoder, pooling, width)
     plan = plan or head_plan(config)
     check_store(plan, store, len(row_N))
-    if model.labels is not None:
-        label = read_labels(model.labels, store, row_N, model.num_classes)
-    else:
-        check_labels(store, row_N, model.num_classes)
-        label = store.labels[row_N]
+    check_labels(store, row_N, model.num_classes, multi_label=model.multi_label)
+    label = store.targets(row_N, model.num_classes) if model.multi_label else store.labels[row_N]
     return Prepared(config, plan, store, row_N, label, encoder, encoder_lineage(model.encoder.spec, encoder, store, plan), device)
 
 

@@ -47,6 +47,7 @@ def import_(
     public: bool = False,
     unit_from: str | None = None,
     label_from: str | None = None,
+    label_separator: str | None = None,
     captions: Path | None = None,
     require_captions: bool = False,
     licence: str | None = None,
@@ -67,7 +68,9 @@ def import_(
         store: New folder for the store.
         public: These pictures need no protection; figures and pictures from this store may be shown.
         unit_from: Field that names the person: column, JSON field, or `parent` for the folder's name.
-        label_from: Field that holds the label (class folders and `label` columns are found without it).
+        label_from: Field that holds the label (class folders and `label` columns are found without it). A list gives a picture several
+            labels; an empty list says that it has none of the classes.
+        label_separator: Between the labels of one picture where the field is a text, as in a table: "|". An empty text is an empty list.
         captions: File of captions: COCO's captions_*.json, lines NAME#NUMBER<TAB>CAPTION, or a CSV with columns image and caption. Those
             beside a picture (NAME.txt, NAME.json, a column `captions`, `caption` or `text`) are found without it.
         require_captions: Leave pictures without a caption out; a captioner needs one of each.
@@ -81,11 +84,11 @@ def import_(
     if dataset is not None or split is not None:
         if captions is not None or require_captions:
             raise DataError("data import: captions with --dataset, whose pictures have labels only; expected none. Leave --dataset out.")
-        return _import_dataset(source, store, dataset, split, public, licence, workers, json, [unit_from, label_from])
+        return _import_dataset(source, store, dataset, split, public, licence, workers, json, [unit_from, label_from, label_separator])
     with Console(stderr=True).status("importing") as status:
         made = import_source(
-            source, store, public=public, unit_from=unit_from, label_from=label_from, captions=captions, require_captions=require_captions,
-            licence=licence, workers=workers,
+            source, store, public=public, unit_from=unit_from, label_from=label_from, label_separator=label_separator, captions=captions,
+            require_captions=require_captions, licence=licence, workers=workers,
             progress=lambda n: status.update(f"importing: {n:,} pictures"),
         )  # fmt: skip
     _said(made, json)
@@ -109,7 +112,7 @@ def _import_dataset(
         raise DataError(f"data import: --dataset {name} without --split; expected one of {', '.join(dataset.splits)}. Add it.")
     if any(field is not None for field in fields):
         raise DataError(
-            f"data import: --unit-from or --label-from with --dataset {name}, which fixes both; expected neither. Leave them out."
+            f"data import: --unit-from or an option on labels with --dataset {name}, which fixes both; expected neither. Leave them out."
         )
     found = dataset_source(name, split, root)
     with Console(stderr=True).status("importing") as status:
@@ -126,6 +129,7 @@ def scenes(
     num: int = 10_000,
     size_px: int = 48,
     first: int = 0,
+    several_labels: bool = False,
     public: bool = False,
     workers: int = 2,
     json: bool = False,
@@ -137,11 +141,12 @@ def scenes(
         num: Number of scenes.
         size_px: Width and height.
         first: Number of the first scene; other numbers are other scenes.
+        several_labels: Label a scene with the shapes of all its objects, instead of that of the largest.
         public: Mark the store public (scenes stand in for a private set in the demo).
         workers: Processes that draw.
         json: Print JSON.
     """
-    _said(write_scenes(store, num, size_px, first=first, workers=workers, public=public), json)
+    _said(write_scenes(store, num, size_px, first=first, several_labels=several_labels, workers=workers, public=public), json)
 
 
 def inspect(store: StorePath, sheet: Path | None = None, num_pictures: int = 64, json: bool = False) -> None:
@@ -196,14 +201,17 @@ def _said(store: Store, as_json: bool, more: dict[str, Any] | None = None) -> No
         "store_id": store.store_id,
         "visibility": store.visibility,
         "num_records": store.num_records,
+        "several_labels": store.multi_label,
         **summary,
         **(more or {}),
     }
-    lines = [f"{store.num_records:,} records in {store.path} ({store.visibility})", pairs(_flat(summary | (more or {})))]
+    labels = ", several labels a record" if store.multi_label else ""
+    lines = [f"{store.num_records:,} records in {store.path} ({store.visibility}{labels})", pairs(_flat(summary | (more or {})))]
     recipe = "vip.micro" if summary.get("without_caption", 1) else "dpcap.micro --data.tokenizer FILE"
     lines.append(f"Next: dpvision train {recipe} --data {store.path} --privacy.dataset-size {store.num_records} --dry-run")
     if summary.get("without_label", 1) == 0:
-        declared = f"--num-classes K --dataset-size {store.num_records} --epsilon 1 --dry-run"
+        several = "--model.multi-label " if store.multi_label else ""
+        declared = f"{several}--num-classes K --dataset-size {store.num_records} --epsilon 1 --dry-run"
         lines.append(f"  or, with the labels: dpvision adapt --data {store.path} --encoder dictionary {declared}")
     emit(result, as_json, "\n".join(lines))
 

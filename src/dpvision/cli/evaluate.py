@@ -80,7 +80,7 @@ def evaluate(
       linear_lars     the linear probe of ViP's tables: tokens of the last 12 blocks, LARS, augmented pictures, 90 epochs
       linear_cls      the same on the class token alone, as in the MAE paper; never compare the two
       few_shot        the whole network fine-tuned on K pictures per class, 200 epochs, 3 draws
-      own_head        a classifier run's own head, on --test
+      own_head        a classifier run's own head, on --test; of a run with several labels a picture, on a store that has them
 
     What a captioner says is measured by `dpvision evaluate captioner RUN` (see its --help): zero-shot classes, compositional tests, CIDEr.
 
@@ -193,10 +193,15 @@ def _tell(found: dict[str, list[Score]], stores: dict[str, str], out: Path | Non
 def scores_table(scores: Sequence[Score]) -> str:
     """Scores as a table, best first within each protocol."""
     rows = [
-        (s.protocol, s.name, f"{s.value:.1%}", f"{s.low:.1%} to {s.high:.1%}") for s in sorted(scores, key=lambda s: (s.protocol, -s.value))
+        (s.protocol, s.name, f"{s.value:.1%}", f"{s.low:.1%} to {s.high:.1%}", f"{s.chance:.1%}")
+        for s in sorted(scores, key=lambda s: (s.protocol, -s.value))
     ]
-    first = scores[0]
-    text = table(f"{first.n:,} test records, chance {first.chance:.1%}, {first.visibility}", ("protocol", "features", "score", "95%"), rows)
+    first, columns = scores[0], ("protocol", "features", "score", "95%", "chance")
+    if len({row[-1] for row in rows}) == 1:  # then it stands above
+        title = f"{first.n:,} test records, chance {first.chance:.1%}, {first.visibility}"
+        text = table(title, columns[:-1], [row[:-1] for row in rows])
+    else:
+        text = table(f"{first.n:,} test records, {first.visibility}", columns, rows)
     drawn = next((s for s in scores if " draws" in s.protocol), None)
     if drawn is not None:
         low, high = wilson_interval(round(drawn.value * drawn.n), drawn.n)

@@ -39,9 +39,7 @@ class HeadConfig:
     num_classes: int | None = None
     """Labels are 0 ... num_classes - 1. Declared and public: None is refused, and nothing is counted in private data."""
     multi_label: bool = False
-    """A record has any number of classes; they are read from ``labels``."""
-    labels: str | None = None
-    """JSON file {key of a record: [its classes]}, for multi_label."""
+    """A record has any number of classes, as the store has them."""
     head: Literal["auto", "one_step", "many_steps", "least_squares", "feature_covariance", "prototypes"] = "auto"
     """'auto': chosen from public numbers before the plan is made (``adapt.recommend``), with steps, optimizer, loss and bias of its own."""
     reason: str | None = None
@@ -86,8 +84,6 @@ class HeadConfig:
         )
         single = self.loss == "sigmoid" or not self.multi_label or self.head not in ("one_step", "many_steps", "feature_covariance")
         require(single, w, "loss", self.loss, "'sigmoid' with multi_label", "Softmax says that a record has one class.")
-        both = self.multi_label == (self.labels is not None)
-        require(both, w, "labels", self.labels, "a file exactly with multi_label", "Say --model.multi-label --model.labels FILE.")
         steps = self.iterate == "last" or self.head in ("auto", "many_steps", "feature_covariance")
         if self.candidates:
             different = len(set(self.candidates)) == len(self.candidates) >= 2

@@ -174,6 +174,8 @@ class ClassifierConfig:
     """False: the bias stays what it is."""
     loss: Literal["softmax", "sigmoid"] = "softmax"
     """Cross-entropy over the classes, or the sum over the classes of binary cross-entropies, which also takes several labels."""
+    multi_label: bool = False
+    """A record has any number of classes, as the store has them; needs the sigmoid loss."""
     pooling: Literal["mean", "cls", "own"] = "mean"
     """What the head sees: the mean of all places, a transformer's class token, or what a timm model itself hands to its classifier."""
 
@@ -189,6 +191,8 @@ class ClassifierConfig:
         require(self.lora_rank >= 1, w, "lora_rank", self.lora_rank, "at least 1", "Typical: 4 to 16. For none say --model.tuned head.")
         require(0 < self.lora_scale < math.inf, w, "lora_scale", self.lora_scale, "a positive number", "Use 1.")
         require(0 < self.head_scale < math.inf, w, "head_scale", self.head_scale, "a positive number", "For zeros say head_init=zero.")
+        ok = self.loss == "sigmoid" or not self.multi_label
+        require(ok, w, "loss", self.loss, "'sigmoid' with multi_label", "Softmax says that a record has one class.")
         require(-math.inf < self.head_bias < math.inf, w, "head_bias", self.head_bias, "a number", "The paper: -10; otherwise 0.")
 
 

@@ -25,6 +25,8 @@ def from_dict(cls: type[T], values: Any, where: str = "config") -> T:
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: {values!r}; expected an object of settings. Restore the file that the run wrote.")
     hints = get_type_hints(cls)
+    # A setting that this version has no more, and that was not used, says nothing.
+    values = {name: value for name, value in values.items() if name in hints or value is not None}
     unknown = sorted(set(values) - set(hints))
     if unknown:
         raise ConfigError(f"{where}: {unknown[0]}; expected one of {sorted(hints)}. Remove it, or use the version that wrote it.")

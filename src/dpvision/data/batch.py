@@ -20,4 +20,5 @@ class Batch(NamedTuple):
     token_BVL: Tensor | None = None
     """int64 token ids, None without captions."""
     label_B: Tensor | None = None
-    """int64 of shape (B,), or (B, K) for several labels; None without labels."""
+    """int64 of shape (B,), -1 for none; or, where records may have several labels, uint8 (B, K), 1 for each class of the record and 0
+    elsewhere, ``multi_label.NOT_KNOWN`` throughout for no answer. None without labels."""

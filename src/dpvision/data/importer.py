@@ -19,6 +19,7 @@ import numpy as np
 from dpvision.data.caption_files import CaptionFile
 from dpvision.data.captions import Captions, find_captions
 from dpvision.data.decode import BadPicture, decode, extension
+from dpvision.data.import_labels import ImportedLabels
 from dpvision.data.merge import merge_duplicates
 from dpvision.data.ordered import ordered_map
 from dpvision.data.sources import Sample, open_source
@@ -38,6 +39,7 @@ def import_source(
     public: bool = False,
     unit_from: str | None = None,
     label_from: str | None = None,
+    label_separator: str | None = None,
     captions: str | Path | None = None,
     require_captions: bool = False,
     licence: str | None = None,
@@ -54,7 +56,8 @@ def import_source(
         store_dir: folder to make; must not exist.
         public: the pictures need no protection; what is computed from them may be shown.
         unit_from: field that names the person a picture belongs to.
-        label_from: field that holds the class; default the class folder, or the field ``label``.
+        label_from: field that holds the class, or a list of classes; default the class folder, or the field ``label``.
+        label_separator: between the classes of one picture where that field is a text, as in a table; an empty text is then an empty list.
         captions: a file of captions for these pictures, see ``caption_files``; those that stand beside a picture stay.
         require_captions: leave pictures without a caption out.
         licence: licence of the pictures, for the statement of runs on a public store.
@@ -70,13 +73,14 @@ def import_source(
     if origin.is_dir() and target.is_relative_to(origin):
         raise DataError(f"data import: store={store_dir} lies inside the source; expected it elsewhere. Choose another folder.")
     caption_file = CaptionFile(captions) if captions is not None else None
-    found = open_source(source, unit_from=unit_from, label_from=label_from, workers=workers)
+    found = open_source(source, unit_from=unit_from, label_from=label_from, label_separator=label_separator, workers=workers)
     return import_samples(
         found.samples,
         store_dir,
         public=public,
         unit_from=unit_from,
         label_from=label_from,
+        label_separator=label_separator,
         label_names=found.label_names,
         caption_file=caption_file,
         require_captions=require_captions,
@@ -93,6 +97,7 @@ def import_samples(
     public: bool = False,
     unit_from: str | None = None,
     label_from: str | None = None,
+    label_separator: str | None = None,
     label_names: list[str] | None = None,
     caption_file: CaptionFile | None = None,
     require_captions: bool = False,
@@ -110,7 +115,8 @@ def import_samples(
     """
     target = Path(store_dir).resolve()
     with new_folder(target, private=not public) as folder, contextlib.ExitStack() as files:
-        build = _Build(folder, files, unit_from, label_from or "label", label_names, licence, metric)
+        labels = ImportedLabels(label_from or "label", label_names, label_separator)
+        build = _Build(folder, files, unit_from, labels, licence, metric)
         done = 0
         named = samples if caption_file is None else caption_file.attach(samples)
         for chunk in _checked(named, build.store_id, require_captions, workers):
@@ -189,15 +195,14 @@ class _Build:
         folder: Path,
         files: contextlib.ExitStack,
         unit_from: str | None,
-        label_from: str,
-        label_names: list[str] | None,
+        labels: ImportedLabels,
         licence: str | None,
         metric: str | None,
     ) -> None:
         self.store_id = secrets.token_hex(16)
         self._folder = folder
-        self._unit_from, self._label_from = unit_from, label_from
-        self._label_names, self._licence, self._metric = label_names, licence, metric
+        self._unit_from, self._labels = unit_from, labels
+        self._licence, self._metric = licence, metric
         (folder / "confidential").mkdir(mode=0o700)
         self._text = files.enter_context((folder / "records.jsonl").open("w+b"))
         self._left_out = files.enter_context((folder / "confidential" / "left_out.jsonl").open("w"))
@@ -208,8 +213,6 @@ class _Build:
         self._reasons: Counter[str] = Counter()
         self._num_captions = self._num_cut = 0
         self._dropped: Counter[str] = Counter()
-        self._classes: dict[str, int] = {}
-        self._integer_labels = False
         self._fields_seen: set[str] = set()
 
     def add(self, checked: _Checked) -> None:
@@ -221,11 +224,12 @@ class _Build:
             self._left_out.write(json.dumps({"key": sample.key, "reason": problem, **where}) + "\n")
             return
         self._fields_seen |= sample.fields.keys()
-        captions, label, unit = text.kept, self._label(sample), self._unit(sample)
+        captions, unit, value = text.kept, self._unit(sample), self._labels.value(sample)
+        label = self._labels.number(sample.key, value)
         self._num_captions += len(captions)
         self._num_cut += text.num_cut
         if sample.place is None:
-            shard, offset = self._writer.add(sample, captions, sample.fields.get(self._label_from), unit)
+            shard, offset = self._writer.add(sample, captions, value, unit)
         else:
             shard, offset = self._in_place.setdefault(sample.place[0], len(self._in_place)), sample.place[1]
         position, size = append_line(self._text, sample.key, captions)
@@ -241,19 +245,6 @@ class _Build:
         value = sample.fields.get(self._unit_from) if self._unit_from is not None else None
         return -1 if value in (None, "") else keyed_hash(self.store_id, str(value).encode("utf-8", "surrogatepass"))
 
-    def _label(self, sample: Sample) -> int:
-        value = sample.fields.get(self._label_from)
-        if value is None or value == -1:  # -1: how public test sets without labels mark it
-            return -1
-        if isinstance(value, str):
-            return self._classes.setdefault(value, len(self._classes))
-        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if not whole or not 0 <= value < (len(self._label_names) if self._label_names else 2**31):
-            where = f"data import: {sample.key}: {self._label_from}={value!r}"
-            raise DataError(f"{where}; expected one class, a name or a number from 0 on. Correct it, or choose another --label-from.")
-        self._integer_labels = True
-        return int(value)
-
     def finish(self, visibility: str, num_seen: int, more: dict[str, int]) -> None:
         self._flush()
         rows = np.concatenate(self._blocks)
@@ -262,17 +253,10 @@ class _Build:
             got = f"{num_seen} files, none a picture that can be read: {left_out}" if num_seen else "empty source"
             what = "pictures with captions" if "no caption" in left_out else "pictures"
             raise DataError(f"data import: {got}; expected {what}. Check the path, or convert them to JPEG or PNG.")
-        for option, name in (("--unit-from", self._unit_from), ("--label-from", self._label_from)):
+        for option, name in (("--unit-from", self._unit_from), ("--label-from", self._labels.field)):
             if name is not None and name != "label" and name not in self._fields_seen:
                 raise DataError(f"data import: {option} {name}: no sample has it; expected one of {sorted(self._fields_seen)}. Correct it.")
-        names = self._label_names
-        if self._classes:
-            if self._integer_labels:
-                raise DataError("data import: labels are names here and numbers there; expected one kind. Choose another --label-from.")
-            names = sorted(self._classes, key=int if all(name.isdecimal() for name in self._classes) else str)
-            rank = {name: i for i, name in enumerate(names)}
-            to_rank = np.array([*(rank[name] for name in self._classes), -1])  # the last one serves label -1
-            rows["label"] = to_rank[rows["label"]]
+        names, labels = self._labels.finish(rows, self._folder)
         rows, merged = merge_duplicates(rows, self._text)
         shards = [(str(path), path.stat().st_size) for path in self._in_place] or self._writer.finish()
         self._text.flush()
@@ -285,6 +269,7 @@ class _Build:
             shards=shards,
             text=("records.jsonl", self._text.tell()),
             label_names=names,
+            labels=labels,
             unit_field=self._unit_from,
             licence=self._licence,
             metric=self._metric,

@@ -24,7 +24,9 @@ def inspect_store(store: Store, seed: int = 0) -> dict[str, Any]:
     data: show it on the terminal or write it under ``confidential/``.
     """
     index = store.index
-    labels, counts = np.unique(index["label"][index["label"] >= 0], return_counts=True)
+    place_M, class_M = store.classes(np.arange(store.num_records))
+    labels, counts = np.unique(class_M, return_counts=True)
+    per_record_N = np.bincount(place_M, minlength=store.num_records)
     names = store.label_names
     _, per_unit = np.unique(index["unit"][index["unit"] >= 0], return_counts=True)
     rows = _sample(store, SAMPLED, seed)
@@ -36,7 +38,9 @@ def inspect_store(store: Store, seed: int = 0) -> dict[str, Any]:
         "num_shards": len(store.shard_paths),
         "picture_bytes": int(index["size"].sum(dtype=np.int64)),
         "labels": {(names[k] if names else str(k)): n for k, n in zip(labels.tolist(), counts.tolist(), strict=True)},
-        "without_label": int((index["label"] < 0).sum()),
+        "without_label": int((~store.labelled).sum()),
+        "several_labels": store.multi_label,
+        "labels_per_record": _quantiles(per_record_N[store.labelled]) if store.multi_label else None,
         "unit_field": store.meta.get("unit_field"),
         "units": len(per_unit),
         "without_unit": int((index["unit"] < 0).sum()),
@@ -50,12 +54,12 @@ def inspect_store(store: Store, seed: int = 0) -> dict[str, Any]:
 
 
 def contact_sheet(store: Store, num: int = 64, *, tile_px: int = 96, columns: int = 8, seed: int = 0) -> Image.Image:
-    """A sheet of ``num`` random records as square tiles (centre crops), each with the name of its label under it.
+    """A sheet of ``num`` random records as square tiles (centre crops), each with the name of its label, or labels, under it.
 
     For a private store it shows private pictures: keep it under ``confidential/``.
     """
     rows = _sample(store, num, seed)
-    strip_px = 14 if (store.index["label"][rows] >= 0).any() else 0
+    strip_px = 14 if store.labelled[rows].any() else 0
     columns = min(columns, len(rows))
     sheet = Image.new("RGB", (columns * tile_px, -(-len(rows) // columns) * (tile_px + strip_px)), "white")
     draw = ImageDraw.Draw(sheet)
@@ -68,9 +72,9 @@ def contact_sheet(store: Store, num: int = 64, *, tile_px: int = 96, columns: in
             continue
         size = (tile_px - 2, tile_px - 2)
         sheet.paste(image.resize(size, Image.Resampling.BICUBIC, box=centre_box(*image.size)), (left + 1, top + 1))
-        label = int(store.index["label"][row])
-        if label >= 0:
-            name = store.label_names[label] if store.label_names else str(label)
+        labels = store.classes(np.array([row]))[1].tolist()
+        name = ", ".join(store.label_names[label] if store.label_names else str(label) for label in labels)
+        if name:
             while len(name) > 1 and draw.textlength(name) > tile_px - 4:
                 name = name[:-1]
             draw.text((left + 2, top + tile_px), name, fill="black")

@@ -44,6 +44,7 @@ def physical_batches(
     workers: int,
     device: str | torch.device = "cpu",
     captions: CaptionReader | None = None,
+    num_classes: int | None = None,
 ) -> Iterator[Batch]:
     """Augmented batches of the given rows, in their order; the last one may be smaller, and no rows give no batch.
 
@@ -58,9 +59,10 @@ def physical_batches(
         workers: threads, at least 1. Neither of the last two changes a bit of any record.
         device: textures are made where they are needed; other pictures come on the CPU whatever it is.
         captions: reads token_BVL beside the pictures (``caption_reader``); None: no tokens.
+        num_classes: declared; K of the labels of a store whose records may have several, which has no labels without it.
 
     Yields:
-        Batch with image_BVCHW float32 of size ``image_size``, normalised, and label_B (-1 where there is none; None if the store has none).
+        Batch with image_BVCHW float32 of size ``image_size``, normalised, and label_B (None if the store has none).
 
     Raises:
         DataError: a row is not in the store, or a shard or the file of captions cannot be read.
@@ -70,7 +72,14 @@ def physical_batches(
     if isinstance(store, TextureStore) and device.type != "cpu" and captions is None:
         yield from _texture_batches(store, rows, key, data, image_size, physical_batch_size, device)
         return
-    has_labels = bool((store.index["label"] >= 0).any()) if len(rows) else False
+    has_labels = bool(store.labelled.any()) if len(rows) else False
+
+    def labels(part: np.ndarray) -> Tensor | None:
+        if not has_labels:
+            return None
+        if not store.multi_label:
+            return torch.from_numpy(store.index["label"][part].astype(np.int64))
+        return None if num_classes is None else torch.from_numpy(store.targets(part, num_classes))
 
     def augmented(part: np.ndarray) -> _Arrays:
         return _augment(store, part, key, data, image_size, captions)
@@ -81,7 +90,7 @@ def physical_batches(
             valid_B=torch.from_numpy(valid),
             image_BVCHW=torch.from_numpy(x_BVCHW),
             token_BVL=torch.from_numpy(tokens[0]) if tokens else None,
-            label_B=torch.from_numpy(store.index["label"][part].astype(np.int64)) if has_labels else None,
+            label_B=labels(part),
         )
 
 
@@ -94,7 +103,8 @@ def pictures(
         rows: int64 positions in the store; None: all of them.
 
     Yields:
-        x_BCHW float32, row_B int64, label_B int64 (-1 where there is none). Records that do not decode are absent.
+        x_BCHW float32, row_B int64, label_B int64 (-1 where there is none, and throughout where records may have several: those are to be
+        asked of the store). Records that do not decode are absent.
     """
     rows = np.arange(store.num_records) if rows is None else _checked_rows(store, rows)
 
@@ -104,7 +114,8 @@ def pictures(
     for part, (_, valid, x_BCHW) in _batched(centred, rows, batch_size, workers):
         if valid.any():
             kept = part[valid]
-            yield torch.from_numpy(x_BCHW[valid]), torch.from_numpy(kept), torch.from_numpy(store.index["label"][kept].astype(np.int64))
+            label = np.full(len(kept), -1) if store.multi_label else store.index["label"][kept]
+            yield torch.from_numpy(x_BCHW[valid]), torch.from_numpy(kept), torch.from_numpy(label.astype(np.int64))
 
 
 def _texture_batches(

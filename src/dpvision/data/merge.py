@@ -12,8 +12,8 @@ def merge_duplicates(rows: np.ndarray, text: BinaryIO) -> tuple[np.ndarray, dict
     """Rows with distinct ids, each the first of its picture, with the captions of all rows of the same unit.
 
     Two rows with one id have identical bytes (the chance that 63 bits collide among 200 million pictures is 0.2%, and costs one
-    record). The first row's label and unit stand. Captions under another unit are dropped: the record is bounded and removed with the
-    first unit, so nothing of the other may hang on it.
+    record). The first row's label (or labels) and unit stand. Captions under another unit are dropped: the record is bounded and removed
+    with the first unit, so nothing of the other may hang on it.
 
     Args:
         rows: ROW array in the order of the source.

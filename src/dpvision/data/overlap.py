@@ -187,7 +187,7 @@ def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Sto
     keep[rows] = False
     if not keep.any():
         raise DataError(f"overlap: every picture of {public.path} is in {private.path}; expected some that are not. It is the same data.")
-    text = public.meta["text"]
+    text, labels = public.meta["text"], public.meta.get("labels")
     with new_folder(target, private=True) as folder:
         write_description(
             folder,
@@ -201,6 +201,7 @@ def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Sto
             licence=public.licence,
             split=public.meta.get("split"),
             metric=public.meta.get("metric"),
+            labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),
         )
         before = public.meta.get("deduplicated") or {"against": [], "methods": []}
         record = {

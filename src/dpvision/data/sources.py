@@ -21,7 +21,7 @@ from dpvision.data.tarindex import Member, scan
 from dpvision.errors import DataError
 
 PICTURE_EXTENSIONS = frozenset(["jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "bmp", "ppm", "pgm", "avif", "jp2"])
-METADATA_NAME = "metadata.csv"
+METADATA_NAMES = ("metadata.csv", "metadata.jsonl")
 _BESIDE = (".txt", ".json")
 
 
@@ -47,13 +47,21 @@ class Source(NamedTuple):
     label_names: list[str] | None = None
 
 
-def open_source(source: str | Path, *, unit_from: str | None = None, label_from: str | None = None, workers: int = 2) -> Source:
+def open_source(
+    source: str | Path,
+    *,
+    unit_from: str | None = None,
+    label_from: str | None = None,
+    label_separator: str | None = None,
+    workers: int = 2,
+) -> Source:
     """Samples of an image folder, of parquet files or of WebDataset tars.
 
     Args:
         source: a folder of pictures (flat, or with class folders), a .parquet or .tar file, a folder of either, or a pattern such as
             ``photos/train-*.tar``.
         unit_from, label_from: fields that have to be read (parquet columns, columns of metadata.csv, ``parent``, keys of the json).
+        label_separator: where there is one, an empty label in a table is an answer and not a missing one.
         workers: threads that scan tars.
 
     Raises:
@@ -65,7 +73,7 @@ def open_source(source: str | Path, *, unit_from: str | None = None, label_from:
         return Source(_tar_samples(paths, workers))
     if kind == "parquet":
         return _parquet_source(paths, label_from or "label", wanted)
-    return Source(_folder_samples(paths[0], unit_from, wanted))
+    return Source(_folder_samples(paths[0], unit_from, wanted, None if label_separator is None else label_from or "label"))
 
 
 def _recognise(source: Path) -> tuple[str, list[Path]]:
@@ -89,8 +97,9 @@ def _require_fields(wanted: Iterable[str], known: Iterable[str], where: object) 
             raise DataError(f"source: {where}: field={name!r}; expected one of {sorted(known)}. Correct --unit-from or --label-from.")
 
 
-def _folder_samples(root: Path, unit_from: str | None, wanted: list[str]) -> Iterator[Sample]:
-    columns, rows = _read_metadata(root / METADATA_NAME)
+def _folder_samples(root: Path, unit_from: str | None, wanted: list[str], may_be_empty: str | None) -> Iterator[Sample]:
+    columns, rows = _read_metadata(root, may_be_empty)
+    tables = {root / name for name in METADATA_NAMES}
     _require_fields(wanted, {"parent", "label", *columns}, root)
 
     def walk() -> Iterator[Sample]:
@@ -100,7 +109,7 @@ def _folder_samples(root: Path, unit_from: str | None, wanted: list[str]) -> Ite
             texts = {path for found in beside.values() for path in found}
             for name in sorted(names):
                 path = Path(folder, name)
-                if path == root / METADATA_NAME or path in texts:
+                if path in tables or path in texts:
                     continue
                 inside = path.relative_to(root)
                 fields: dict[str, Any] = {}
@@ -173,20 +182,40 @@ def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
         return Sample(key, b"", fields, problem="cannot be read")
 
 
-def _read_metadata(file: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Columns and rows (by file_name) of the table beside the pictures, as Hugging Face's imagefolder has it; empty without one."""
-    if not file.exists():
+def _read_metadata(root: Path, may_be_empty: str | None) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Columns and rows (by file_name) of the table beside the pictures, as Hugging Face's imagefolder has it; empty without one.
+
+    Args:
+        may_be_empty: the column of which an empty cell is kept; all others are left out where they are empty.
+    """
+    files = [root / name for name in METADATA_NAMES if (root / name).exists()]
+    if not files:
         return [], {}
+    if len(files) > 1:
+        raise DataError(f"source: {root} has {' and '.join(METADATA_NAMES)}; expected one of them. Move the other away.")
+    (file,) = files
     try:
         with file.open(newline="", encoding="utf-8-sig") as lines:
-            reader = csv.DictReader(lines)
-            columns = list(reader.fieldnames or [])
+            columns, read = _csv_rows(lines) if file.suffix == ".csv" else _jsonl_rows(lines)
             if "file_name" not in columns:
                 raise DataError(f"source: {file}: columns {columns}; expected one named file_name. Add it, or move the file away.")
-            rows = {row["file_name"]: {k: v for k, v in row.items() if k and v} for row in reader}
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+            rows = {
+                row["file_name"]: {k: v for k, v in row.items() if k and (v not in ("", None) or (k == may_be_empty and v is not None))}
+                for row in read
+            }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error) as error:
         raise DataError(f"source: {file}: {error}; expected a readable table in UTF-8. Repair it, or move it away.") from None
     return columns, rows
+
+
+def _csv_rows(lines: Iterable[str]) -> tuple[list[str], Iterable[dict[str, Any]]]:
+    reader = csv.DictReader(lines)
+    return list(reader.fieldnames or []), reader
+
+
+def _jsonl_rows(lines: Iterable[str]) -> tuple[list[str], Iterable[dict[str, Any]]]:
+    rows = [json.loads(line) for line in lines if line.strip()]
+    return list(dict.fromkeys(name for row in rows for name in row)), rows
 
 
 def _parquet_source(paths: list[Path], label: str, wanted: list[str]) -> Source:
@@ -232,10 +261,13 @@ def _image_column(schema: pa.Schema, path: Path) -> str:
 
 
 def _class_names(schema: pa.Schema, label: str) -> list[str] | None:
-    """Names of the classes from the metadata that Hugging Face datasets leaves in the schema."""
+    """Names of the classes from the metadata that Hugging Face datasets leaves in the schema, of a column of classes or of lists."""
     try:
-        names = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]["names"]
-    except (KeyError, TypeError, ValueError):
+        feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]
+        if isinstance(feature, list):
+            (feature,) = feature
+        names = feature.get("feature", feature)["names"]
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
     return [str(name) for name in names]
 

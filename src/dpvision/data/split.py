@@ -55,7 +55,7 @@ def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fra
 
 
 def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> None:
-    text, home = store.meta["text"], store.path.resolve()
+    text, labels, home = store.meta["text"], store.meta.get("labels"), store.path.resolve()
     with new_folder(target, private=store.visibility == "private") as folder:
         write_description(
             folder,
@@ -69,4 +69,5 @@ def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> 
             licence=store.licence,
             split=split,
             metric=store.meta.get("metric"),
+            labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),
         )

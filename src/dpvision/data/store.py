@@ -4,11 +4,12 @@ A store is a folder::
 
     store.json          format, store_id (random), visibility, num_records, shards [{path, bytes}], text {path, bytes}, label_names, ...
     index.npy           one row per record, ROW below; memory-mapped
+    labels.npy          of a store whose records may have several labels (multi_label.py)
     records.jsonl       one line per record: its key in the source and its captions
     shards/*.tar        WebDataset shards; tars that were already in that form stay where they are and shards names their paths
     confidential/       what the import left out and why
 
-Legend: B rows asked for, N records of the store.
+Legend: B rows asked for, N records of the store, M labels of all rows asked for, K classes.
 """
 
 import functools
@@ -23,10 +24,13 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from dpvision.data.keys import StepKey
+from dpvision.data.multi_label import LabelSets, zero_one
 from dpvision.data.tarindex import BLOCK, member_size
 from dpvision.errors import DataError
 
 FORMAT = "dpvision-store-1"
+SEVERAL_FORMAT = "dpvision-store-several-1"
+"""A store whose records may have several labels: a name of its own, for the column ``label`` means something else there."""
 TEXTURES_FORMAT = "dpvision-textures-1"
 """A store that the texture generator stands behind (``data.texture_store``)."""
 ROW = np.dtype(
@@ -41,7 +45,8 @@ ROW = np.dtype(
         ("label", "<i4"),
     ]
 )
-"""caption_offset and caption_size: the record's line in records.jsonl. unit and label are -1 where there is none."""
+"""caption_offset and caption_size: the record's line in records.jsonl. unit and label are -1 where there is none. With several labels
+label is the place of the record's set (multi_label.py)."""
 
 _OPEN_SHARDS = 256
 _CHECK_ROWS = 1 << 20
@@ -89,10 +94,14 @@ class _Shard:
 class Store:
     """Records by position, 0 ... num_records - 1. Made by ``Store.open``; safe to read from several threads."""
 
-    def __init__(self, path: Path, meta: dict[str, Any], index: np.memmap) -> None:
+    label_sets: LabelSets | None = None
+    """Of a store whose records may have several labels."""
+
+    def __init__(self, path: Path, meta: dict[str, Any], index: np.memmap, label_sets: LabelSets | None = None) -> None:
         self.path = path
         self.meta = meta
         self.index = index
+        self.label_sets = label_sets
         rows = np.asarray(index)  # the same memory; plain arrays are looked up faster than numpy's memmap class
         self._where = rows["shard"], rows["size"], rows["offset"]
         self.store_id: str = meta["store_id"]
@@ -125,7 +134,8 @@ class Store:
         if index.dtype != ROW or index.shape != (meta["num_records"],):
             got = f"{index.dtype} of shape {index.shape}"
             raise DataError(f"store: {path}: index is {got}; expected {meta['num_records']} rows of {FORMAT}. {_REMEDY}")
-        store = cls(path, meta, index)
+        sets = LabelSets.open(path / meta["labels"]["path"], meta["labels"]["bytes"]) if meta["format"] == SEVERAL_FORMAT else None
+        store = cls(path, meta, index, sets)
         store._check()
         return store
 
@@ -148,6 +158,8 @@ class Store:
             limit = shard_bytes[rows["shard"]]
             outside = (rows["offset"] < BLOCK) | (rows["offset"] > limit) | (rows["offset"] + rows["size"] > limit)
             outside |= rows["caption_offset"] + rows["caption_size"] > text["bytes"]
+            if self.label_sets is not None:
+                self.label_sets.check(rows["label"])
             if outside.any():
                 row = start + int(outside.argmax())
                 raise DataError(f"store: {self.path}: index row {row} lies outside its file; expected it inside. {_REMEDY}")
@@ -220,14 +232,14 @@ class Store:
     def record(self, row: int) -> Record:
         """One record with everything the store knows about it."""
         entry, line = self.index[row], self._line(row)
-        unit, label = int(entry["unit"]), int(entry["label"])
+        unit = int(entry["unit"])
         return Record(
             id=int(entry["id"]),
             key=line["key"],
             unit=None if unit < 0 else f"{unit:016x}",
             image=self.read(row),
             captions=tuple(line["captions"]),
-            labels=() if label < 0 else (label,),
+            labels=tuple(self.classes(np.array([row]))[1].tolist()),
         )
 
     def _line(self, row: int) -> dict[str, Any]:
@@ -240,9 +252,37 @@ class Store:
             raise DataError(f"store: {where}: row {row} is damaged; expected a line of JSON. {_REMEDY}") from None
 
     @property
+    def multi_label(self) -> bool:
+        """Whether records may have several labels."""
+        return self.label_sets is not None
+
+    @property
+    def labelled(self) -> np.ndarray:
+        """Which records have a label, or a list of labels that may be empty: bool (N,)."""
+        return self.index["label"] >= 0
+
+    @property
     def labels(self) -> np.ndarray:
-        """int64 labels of all records (N,), -1 where there is none."""
+        """int64 labels of all records (N,), -1 where there is none. Raises DataError where records may have several."""
+        if self.multi_label:
+            raise DataError(
+                f"store: {self.path} has several labels a record; expected one each for this. What takes several: `dpvision adapt` and "
+                "`dpvision train` with --model.multi-label, and `dpvision evaluate RUN --test STORE` on such a run."
+            )
         return self.index["label"].astype(np.int64)
+
+    def classes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """All labels of int64 ``rows`` (B,), in order: the place in ``rows`` and the class of each, int64 (M,)."""
+        label_B = self.index["label"][rows]
+        if self.label_sets is not None:
+            return self.label_sets.listed(label_B)
+        place_M = np.flatnonzero(label_B >= 0)
+        return place_M, label_B[place_M].astype(np.int64)
+
+    def targets(self, rows: np.ndarray, num_classes: int) -> np.ndarray:
+        """Labels of int64 ``rows`` (B,) as zeros and ones, uint8 (B, K); a record without any answer, or with a class outside
+        0 ... K - 1, has ``multi_label.NOT_KNOWN`` throughout."""
+        return zero_one(*self.classes(rows), self.index["label"][rows] >= 0, num_classes)
 
     def eligible_rows(self, max_records_per_unit: int, seed: int) -> np.ndarray:
         """Rows that may be drawn when a unit (person) contributes at most k records: sorted int64.
@@ -280,10 +320,11 @@ def _read_meta(path: Path) -> dict[str, Any]:
         raise DataError(f"store: {path}: {error.strerror}; expected a store. Make one with `dpvision data import SOURCE STORE`.") from None
     except ValueError:
         raise DataError(f"store: {file}: not JSON; expected the description of a store. {_REMEDY}") from None
-    if not isinstance(meta, dict) or meta.get("format") not in (FORMAT, TEXTURES_FORMAT):
+    if not isinstance(meta, dict) or meta.get("format") not in (FORMAT, SEVERAL_FORMAT, TEXTURES_FORMAT):
         got = meta.get("format") if isinstance(meta, dict) else meta
         raise DataError(f"store: {file}: format={got!r}; expected {FORMAT}. Import the source again with this version.")
-    files = {"shards", "text"} if meta["format"] == FORMAT else {"first", "size_px"}
+    files = {"first", "size_px"} if meta["format"] == TEXTURES_FORMAT else {"shards", "text"}
+    files |= {"labels"} if meta["format"] == SEVERAL_FORMAT else set()
     missing = {"store_id", "visibility", "num_records", "label_names", *files} - set(meta)
     if missing or meta["visibility"] not in ("private", "public"):
         raise DataError(f"store: {file}: incomplete ({sorted(missing)}); expected every field of {FORMAT}. {_REMEDY}")
@@ -327,13 +368,15 @@ def write_description(
     licence: str | None = None,
     split: dict[str, Any] | None = None,
     metric: str | None = None,
+    labels: tuple[str, int] | None = None,
 ) -> None:
-    """Write index.npy and store.json, the two files that make a folder a store; ``metric`` is what scores on its labels are."""
+    """Write index.npy and store.json, the two files that make a folder a store; ``metric`` is what scores on its labels are, ``labels``
+    path and size of labels.npy where records may have several."""
     with (folder / "index.npy").open("wb") as file:
         np.save(file, index, allow_pickle=False)
         os.fsync(file.fileno())
     meta = {
-        "format": FORMAT,
+        "format": FORMAT if labels is None else SEVERAL_FORMAT,
         "store_id": store_id,
         "visibility": visibility,
         "num_records": len(index),
@@ -345,6 +388,8 @@ def write_description(
         "split": split,
         "metric": metric,
     }
+    if labels is not None:
+        meta["labels"] = {"path": labels[0], "bytes": labels[1]}
     with (folder / "store.json").open("w") as out:
         json.dump(meta, out, indent=1)
         out.flush()

@@ -9,24 +9,22 @@ from typing import Literal
 
 import numpy as np
 import torch
-from sklearn.metrics import average_precision_score
 from torch import Tensor
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import ClassifierConfig, DataConfig, HeadConfig, RunConfig
-from dpvision.data.label_file import read_labels
 from dpvision.data.loader import pictures
 from dpvision.data.store import Store
 from dpvision.encoders.headed import is_head, open_headed
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.metric import chance_level, measure, titled
+from dpvision.eval.multi_label import multi_label_scores
 from dpvision.eval.score import Score
 from dpvision.eval.several_labels import SeveralLabels, several_score
 from dpvision.features import Progress, load_model, trained_in_confidence
 
 _Classifier = Callable[[Tensor], Tensor]
 """x_BCHW -> scores_BK."""
-_BOOTSTRAP = 200
 
 
 @torch.inference_mode()
@@ -34,7 +32,6 @@ def score_own_head(
     run_or_checkpoint: str | Path,
     test_store: Store,
     *,
-    labels: str | Path | None = None,
     several_labels: SeveralLabels | None = None,
     ema: bool = False,
     batch_size: int = 256,
@@ -45,11 +42,10 @@ def score_own_head(
     """Accuracy of a classifier run, or of a head on a frozen encoder, on the labelled pictures of a store, one centre crop each.
 
     Which number of the head is which class is the order of the training store's labels: import both stores in the same way. Beside the
-    accuracy over pictures stands the mean of the classes' own, where the classes are not of one size. Where a picture may have several
-    classes it is the mean over the classes of the average precision, with an interval by bootstrap over pictures.
+    accuracy over pictures stands the mean of the classes' own, where the classes are not of one size. A run with several classes a picture
+    is scored by ``multi_label.multi_label_scores`` on a store with several labels.
 
     Args:
-        labels: the classes of each picture, for a run with several (``data.label_file``).
         several_labels: the classes any of which is right, for a run with one class a picture; the accuracy is then by them.
         ema: the averaged weights. To score both and report the better is a selection.
         progress: called with the number of pictures done.
@@ -58,14 +54,15 @@ def score_own_head(
         Scores named "own head" or "own head, averaged weights"; private if the store is, or if the weights are.
 
     Raises:
-        ConfigError: the run has no head of its own, or one for several classes a picture and ``labels`` is not given.
+        ConfigError: the run has no head of its own, or one for several classes a picture and ``several_labels`` is given.
         CheckpointError: as in ``features.load_encoder``, or the encoder under the head is not there.
-        DataError: no readable picture with a label, a label that the head does not have, or pictures that the run was trained on.
+        DataError: no readable picture with a label, a label that the head does not have, one label a picture where the run has several or
+            the reverse, other classes than the training store's, or pictures that the run was trained on.
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
     classifier, config, data, image_size = _open(checkpoint, ema, device)
     assert isinstance(config.model, ClassifierConfig | HeadConfig) and config.model.num_classes is not None
-    rows = check_scorable(config, test_store, labels)
+    rows = check_scorable(config, test_store, any_is_right=several_labels is not None)
     scored, kept = [torch.empty(0, config.model.num_classes)], [np.empty(0, dtype=np.int64)]
     done = 0
     for x_BCHW, row_B, _ in pictures(test_store, rows, image_size, data, batch_size=batch_size, workers=workers):
@@ -83,9 +80,9 @@ def score_own_head(
     private = test_store.visibility == "private" or trained_in_confidence(checkpoint.manifest)
     visibility: Literal["private", "public"] = "private" if private else "public"
     name = "own head, averaged weights" if ema else "own head"
-    if labels is not None:
-        truth_NK = read_labels(labels, test_store, row_N, config.model.num_classes)
-        return [_precision(name, score_NK.numpy(), truth_NK, visibility)]
+    if config.model.multi_label:
+        target_NK = test_store.targets(row_N, config.model.num_classes)
+        return multi_label_scores(name, score_NK.numpy(), target_NK, _threshold(config.model), "own head, centre crop", visibility)
     predicted_N, truth_N = score_NK.argmax(1).numpy(), test_store.labels[row_N]
     scores = []
     if several_labels is not None:
@@ -100,41 +97,36 @@ def score_own_head(
     return scores if uneven else scores[:1]
 
 
-def check_scorable(config: RunConfig, test_store: Store, labels: str | Path | None = None) -> np.ndarray:
-    """Rows of a test store that a run's own head can be scored on, int64; raises as ``score_own_head``, without reading a picture."""
+def check_scorable(config: RunConfig, test_store: Store, *, any_is_right: bool = False) -> np.ndarray:
+    """Rows of a test store that a run's own head can be scored on, int64; raises as ``score_own_head``, without reading a picture.
+
+    Args:
+        any_is_right: several labels are given for a run with one class a picture.
+    """
     model = config.model
     assert isinstance(model, ClassifierConfig | HeadConfig) and model.num_classes is not None
     check_unseen(config.data, test_store, "own_head")
-    several = isinstance(model, HeadConfig) and model.multi_label
-    if several != (labels is not None):
+    if model.multi_label and any_is_right:
         raise ConfigError(
-            f"own_head: labels={labels} for a run with {'several classes' if several else 'one class'} a picture; expected a file exactly "
-            "with several. Say --test-labels FILE, or leave it out."
+            "own_head: labels any of which is right, for a run with several classes a picture; expected none: its test store has the "
+            "classes. Leave --labels out."
         )
-    if labels is None:
-        return _labelled_rows(test_store, model.num_classes)
-    rows = np.arange(test_store.num_records)
-    read_labels(labels, test_store, rows, model.num_classes)
-    return rows
+    if model.multi_label != test_store.multi_label:
+        has, rule = ("one label", "several") if model.multi_label else ("several labels", "one")
+        raise DataError(
+            f"own_head: {test_store.path} has {has} a record; expected {rule}, as the run was trained with. Import it with such labels, or "
+            "evaluate another run."
+        )
+    _check_names(config.data, test_store)
+    return _labelled_rows(test_store, model.num_classes)
 
 
-def _precision(name: str, score_NK: np.ndarray, truth_NK: np.ndarray, visibility: Literal["private", "public"]) -> Score:
-    """Mean average precision over the classes that a picture of the set has."""
-    present_K = truth_NK.any(axis=0)
-    score_NK, truth_NK = score_NK[:, present_K], truth_NK[:, present_K]
-    rng = np.random.Generator(np.random.PCG64(0))
-    drawn = (rng.integers(0, len(truth_NK), len(truth_NK)) for _ in range(_BOOTSTRAP))
-    means = [_mean_precision(score_NK[row_N], truth_NK[row_N]) for row_N in drawn]
-    low, high = np.quantile(means, (0.025, 0.975))
-    value = _mean_precision(score_NK, truth_NK)
-    protocol = f"own head, mean average precision of {truth_NK.shape[1]} classes, centre crop"
-    chance = float(truth_NK.mean())
-    return Score(name, value, min(value, float(low)), max(value, float(high)), len(truth_NK), chance, protocol, visibility)
-
-
-def _mean_precision(score_NK: np.ndarray, truth_NK: np.ndarray) -> float:
-    present = np.flatnonzero(truth_NK.any(axis=0))
-    return float(np.mean([average_precision_score(truth_NK[:, k], score_NK[:, k]) for k in present]))
+def _threshold(model: ClassifierConfig | HeadConfig) -> float | None:
+    """Above which score a class is said to be there; None where scores mean an order only."""
+    if isinstance(model, ClassifierConfig):
+        return 0.0  # of a logit: probability 1/2
+    # Least squares is fitted to zeros and ones. One step has a rate that nothing chose, and a prototype's scores compare classes.
+    return {"least_squares": 0.5, "many_steps": 0.0, "feature_covariance": 0.0}.get(model.head)
 
 
 def _open(checkpoint: Checkpoint, ema: bool, device: str | torch.device) -> tuple[_Classifier, RunConfig, DataConfig, int]:
@@ -157,15 +149,32 @@ def has_own_head(run_or_checkpoint: str | Path) -> bool:
 
 
 def _labelled_rows(store: Store, num_classes: int) -> np.ndarray:
-    rows = np.flatnonzero(store.labels >= 0)
+    rows = np.flatnonzero(store.labelled)
     if not len(rows):
         raise DataError(f"own_head: {store.path} has no labels; expected a class for each picture. Import it with --label-from FIELD.")
-    if (largest := int(store.labels.max())) >= num_classes:
+    if (largest := int(store.classes(rows)[1].max(initial=-1))) >= num_classes:
         raise DataError(
             f"own_head: {store.path} has label={largest}; expected 0 to {num_classes - 1}, the classes of the run. "
             "Import it with the same classes as the training store."
         )
     return rows
+
+
+def _trained(data: DataConfig) -> Store | None:
+    """The store of the run, as far as it is still where it was."""
+    return Store.open(data.store) if data.store is not None and (Path(data.store) / "store.json").exists() else None
+
+
+def _check_names(data: DataConfig, store: Store) -> None:
+    """Refuse classes that another store numbers otherwise: every score would be of the wrong ones."""
+    trained = _trained(data)
+    ours, theirs = None if trained is None else trained.label_names, store.label_names
+    if ours is not None and theirs is not None and ours != theirs:
+        first = next((f"{a!r} and {b!r}" for a, b in zip(ours, theirs, strict=False) if a != b), f"{len(ours)} and {len(theirs)} of them")
+        raise DataError(
+            f"own_head: classes of {store.path} are not those of the training store ({first}); expected the same names in the same order. "
+            "Import both together and cut them with `dpvision data split`, or give classes as numbers."
+        )
 
 
 def check_unseen(data: DataConfig, store: Store, what: str) -> None:
@@ -175,10 +184,8 @@ def check_unseen(data: DataConfig, store: Store, what: str) -> None:
         data: of the run.
         what: is measured, for the error.
     """
-    if data.store is None or not (Path(data.store) / "store.json").exists():
-        return
-    trained = Store.open(data.store)
-    if trained.store_id == store.store_id and len(np.intersect1d(trained.index["id"], store.index["id"])):
+    trained = _trained(data)
+    if trained is not None and trained.store_id == store.store_id and len(np.intersect1d(trained.index["id"], store.index["id"])):
         raise DataError(
             f"{what}: {store.path} shares records with the store that the run was trained on; expected other pictures. "
             "Hold some out before training: dpvision data split."

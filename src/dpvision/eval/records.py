@@ -88,6 +88,11 @@ def units(store: Store) -> np.ndarray:
 
 
 def _labelled_rows(store: Store) -> np.ndarray:
+    if store.multi_label:
+        raise DataError(
+            f"evaluate: {store.path} has several labels a record; expected one, which is what probes learn. Score a run that was "
+            "trained with several by its own head: leave --train out."
+        )
     labels = store.labels
     rows = np.flatnonzero(labels >= 0)
     if not len(rows):

@@ -24,8 +24,9 @@ class Score:
     n: int
     """Test records."""
     chance: float
-    """What one gets who does not look: of classes, the share of the most frequent one among the test records; of a choice among captions,
-    one in their number; of CIDEr, what the same captions get when each is given to another picture."""
+    """What one gets who does not look: of classes, the share of the most frequent one among the test records; where records have several,
+    the share of positives (average precision) or what the best constant answers get (decisions); of a choice among captions, one in their
+    number; of CIDEr, what the same captions get when each is given to another picture."""
     protocol: str
     """How, in words that are complete enough to repeat it."""
     visibility: Literal["private", "public"]

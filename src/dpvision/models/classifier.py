@@ -71,7 +71,7 @@ def losses(model: Classifier, x_BVCHW: Tensor, label_B: Tensor) -> Tensor:
     the first step.
 
     Args:
-        label_B: int64; for the sigmoid loss also (B, K), 1 for each class that a record belongs to and 0 elsewhere.
+        label_B: int64 (B,); for the sigmoid loss also (B, K) of any integers, 1 for each class of a record and 0 elsewhere.
 
     Returns:
         loss_B, float32 also under autocast (float64 for float64 pictures).

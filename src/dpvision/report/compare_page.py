@@ -177,7 +177,7 @@ def _score_figures(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
         else:
             bars = [(run.name + _more_than_kind(score), *_range(score), True) for run, score in ours]
             beside = {(score["name"], *_range(score), False): None for _, score in entries if not is_of_the_run(score["name"])}
-            svg = bars_figure([("Score", [*bars, *beside])], chance, pictures)
+            svg = bars_figure([("Score", [*bars, *beside])], [chance], pictures)
         drawn.append({"title": protocol, "data": data, "private": private, "svg": Markup(svg)})
     return drawn
 

@@ -104,20 +104,25 @@ def profile_figure(profile: Sequence[Sequence[float]], epsilon: float, delta: fl
 
 
 def bars_figure(
-    groups: Sequence[tuple[str, Sequence[tuple[str, float, float, float, bool]]]], chance: float, pictures: str = "public pictures"
+    groups: Sequence[tuple[str, Sequence[tuple[str, float, float, float, bool]]]],
+    chances: Sequence[float],
+    pictures: str = "public pictures",
 ) -> str:
-    """Scores as SVG: horizontal bars with intervals, in groups, and a line where blind guessing stands.
+    """Scores as SVG: horizontal bars with intervals, in groups, and in each a line where blind guessing stands.
 
     Args:
         groups: (title, bars), a bar being (label, value, low, high, whether it is what the figure is about), shares in [0, 1].
-        chance: score of blind guessing.
+        chances: score of blind guessing in each group.
         pictures: what they were measured on, for those who cannot see the figure.
     """
-    said = [f"{title}: " + ", ".join(f"{name} {value:.1%}" for name, value, *_ in bars) for title, bars in groups]
+    said = [
+        f"{title}: {', '.join(f'{name} {value:.1%}' for name, value, *_ in bars)}; chance {chance:.1%}"
+        for (title, bars), chance in zip(groups, chances, strict=True)
+    ]
     rows = sum(len(bars) + 1.4 for _, bars in groups)
-    with svg_axes(f"Scores on {pictures}. {'; '.join(said)}; chance {chance:.1%}.", (_SIZE[0], 0.27 * rows + 0.55)) as (ax, svg):
+    with svg_axes(f"Scores on {pictures}. {'; '.join(said)}.", (_SIZE[0], 0.27 * rows + 0.55)) as (ax, svg):
         y, most = 0.0, max(high for _, bars in groups for *_, high, _ in bars)
-        for title, bars in groups:
+        for (title, bars), chance in zip(groups, chances, strict=True):
             ax.text(0, y, title, color=INK, weight="bold", va="center")
             for i, (name, value, low, high, matters) in enumerate(bars):
                 bar, ink = (ACCENT, INK) if matters else (MUTED, MUTED)
@@ -127,7 +132,7 @@ def bars_figure(
                 ax.annotate(f"{value:.1%}  {name}", (high, at), (5, 0), textcoords="offset points", va="center", color=ink)
             ax.plot([chance, chance], [y + 0.5, y + len(bars) + 0.5], color=SECOND, linewidth=1.4, linestyle=(0, (4, 2)))
             y += len(bars) + 1.4
-        ax.annotate("chance", (chance, y - 0.72), (0, 0), textcoords="offset points", color=SECOND, ha="center", va="center")
+        ax.annotate("chance", (chances[-1], y - 0.72), (0, 0), textcoords="offset points", color=SECOND, ha="center", va="center")
         ax.set(xlim=(0, 1.8 * most), ylim=(y - 0.4, -0.6), xticks=[], yticks=[])
         ax.spines["bottom"].set_visible(False)
         ax.grid(False)

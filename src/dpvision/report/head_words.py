@@ -49,7 +49,7 @@ def preprocessing(config: dict[str, Any]) -> list[str]:
         "Features: of one centre crop of each picture, by an encoder that was not trained here; encoders whose features of a picture "
         "depend on other pictures are refused. Normalisation constants are the encoder's own."
         f"{centre}",
-        f"Labels: {model['num_classes']} classes, declared.{chosen}",
+        f"Labels: {model['num_classes']} classes, declared{'; a record may have several' if model.get('multi_label') else ''}.{chosen}",
         "Unreadable and oversized files were left out at import, each judged by itself. Identical files were merged into one record.",
     ]
 

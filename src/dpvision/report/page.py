@@ -134,12 +134,14 @@ def _figures(plan: DPPlan, statement: dict[str, Any], asked: float | None) -> di
     return {name: None if svg is None else Markup(svg) for name, svg in drawn.items()}
 
 
-def _score_groups(scores: list[dict[str, Any]]) -> tuple[list[tuple[str, list[tuple[str, float, float, float, bool]]]], float]:
-    """Scores by test data and protocol, and the chance level."""
+def _score_groups(scores: list[dict[str, Any]]) -> tuple[list[tuple[str, list[tuple[str, float, float, float, bool]]]], list[float]]:
+    """Scores by test data and protocol, and the chance level of each group."""
     groups: dict[str, list[tuple[str, float, float, float, bool]]] = {}
+    chances: dict[str, float] = {}
     for score in scores:
         protocol, _, pooling = score["protocol"].rpartition(", ")
         label = score["name"] if pooling == "pixels" else f"{score['name']}, {pooling}"
         title = f"{protocol.split(',')[0]} on {score['test_data']}"
         groups.setdefault(title, []).append((label, score["value"], score["low"], score["high"], is_of_the_run(score["name"])))
-    return list(groups.items()), max(score["chance"] for score in scores)
+        chances[title] = max(score["chance"], chances.get(title, 0.0))
+    return list(groups.items()), list(chances.values())

@@ -52,7 +52,7 @@ def _patch_orders(batch: Batch, key: StepKey, num_patches: int) -> Tensor:
 
 
 def classification_losses(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
-    """Cross-entropy of each record against its label, the mean over its views (augmentation multiplicity, De et al. 2022).
+    """Cross-entropy of each record against its label or labels, the mean over its views (augmentation multiplicity, De et al. 2022).
 
     The views' losses are averaged before the record's gradient is clipped, so a record costs the same whatever the number of its views. A
     record whose label is no class of the model contributes exactly zero (``models.classifier.losses``).
@@ -83,8 +83,14 @@ def example_batch(config: RunConfig, num_records: int = 4) -> Batch:
         token_BVL=_random_captions(cfg, num_records * views, generator).unflatten(0, (-1, views))
         if isinstance(cfg, CaptionerConfig)
         else None,
-        label_B=number_B % cfg.num_classes if isinstance(cfg, ClassifierConfig) else None,
+        label_B=_random_labels(cfg, number_B, generator) if isinstance(cfg, ClassifierConfig) else None,
     )
+
+
+def _random_labels(cfg: ClassifierConfig, number_B: Tensor, generator: torch.Generator) -> Tensor:
+    if not cfg.multi_label:
+        return number_B % cfg.num_classes
+    return torch.randint(0, 2, (len(number_B), cfg.num_classes), dtype=torch.uint8, generator=generator)
 
 
 def _random_captions(cfg: CaptionerConfig, num: int, generator: torch.Generator) -> Tensor:

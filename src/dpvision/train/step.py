@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dpvision.config import RunConfig
+from dpvision.config import ClassifierConfig, RunConfig
 from dpvision.data.batch import Batch
 from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.keys import StepKey
@@ -54,6 +54,7 @@ def step_sum(
     batches = physical_batches(
         store, mine, key, config.data, config.model.encoder.image_size,
         physical_batch_size=hardware.physical_batch_size, workers=hardware.workers, device=group.device, captions=words,
+        num_classes=config.model.num_classes if isinstance(config.model, ClassifierConfig) else None,
     )  # fmt: skip
     with autocast(hardware.precision, group.device):
         scale = _loss_scale(config, model, loss_fn, key, group) if hardware.precision == "float16" else 1.0
