@@ -6,7 +6,7 @@
 DIR of --data holds cifar10, mednist and pets_sample. SPEC is what ``dpvision adapt --encoder`` takes; --own names the set that an encoder
 was trained on, to which it is not adapted. Parts, in this order:
 
-    rules     scenes and digits: the heads that ``recommend_head`` chooses among, and its thresholds (MOST_NOISE_*)
+    rules     scenes and digits: the presets of all heads, and what the thresholds of ``recommend_head`` (MOST_NOISE_*) cost there
     tune      scenes and digits: the learning rate of many steps, for each optimizer, from the paper's grids (tables 6 and 7)
     heads     the real sets: every head at every epsilon (figure 1b), and in how many cells the recommendation is within a point of the best
     batches   CIFAR-10, ten epochs: batch sizes as the paper's parts of ImageNet, momentum against LAMB (tables 1 and 2)
@@ -42,6 +42,7 @@ from dpvision.adapt.recommend import covariance_noise, recommend_head
 from dpvision.adapt.release import Releases, SumOf, full_batch_plan
 from dpvision.adapt.stream import FeatureStream, Head
 from dpvision.config import OptimConfig, PrivacyConfig
+from dpvision.config.head_presets import PRESETS
 from dpvision.dp.clip import ClippedSum
 from dpvision.privacy.plan import DPPlan, make_plan
 
@@ -58,7 +59,8 @@ OPTIMS = {
 }
 BATCH_PARTS = tuple(2**k / 1_281_167 for k in (17, 18, 19, 20))
 SCALES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 1.0)
-RULE_HEADS = ("one_step", "least_squares", "feature_covariance", "prototypes")
+BY_RULE = {"lamb": PRESETS["many_steps"].optim.learning_rate}
+"""The rate of the steps that ``recommend_head`` chooses."""
 Train = Callable[[FeatureStream, Releases], Head]
 
 
@@ -159,7 +161,7 @@ def rules(features: Features, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows, cells = [], []
     for name, task in public_tasks(features, [e for e in features.encoders if e not in args.own], args.quick).items():
         for epsilon in (0.1, 0.3, 1.0, 3.0, 8.0, math.inf):
-            got = {h: measured(h, {}, task, epsilon, min(args.seeds, 3)) for h in RULE_HEADS}
+            got = {h: measured(h, BY_RULE, task, epsilon, min(args.seeds, 3)) for h in heads(BY_RULE)}
             rows += [line(f"{name}, epsilon {epsilon:g}", h, values) for h, values in got.items()]
             cells.append((task, epsilon, {h: float(np.mean(values)) for h, values in got.items()}))
             show(f"{name} epsilon {epsilon:g} noise {noise_of(task, epsilon):.3g}", rows[-len(got) :])
@@ -182,7 +184,7 @@ def judged(name: str, cells: Sequence[tuple[Task, float, dict[str, float]]]) -> 
     lost = []
     for task, epsilon, got in cells:
         chosen = recommend_head(len(task.train_N), task.num_classes, epsilon, task.train_ND.shape[1])[0]
-        lost.append(max(got.values()) - got[chosen])
+        lost.append(max(got.values()) - got["many_steps, lamb" if chosen == "many_steps" else chosen])
     within = 100 * float(np.mean(np.array(lost) <= 1))
     print(f"recommended head on {name}: {sum(x <= 1 for x in lost)} of {len(lost)} cells within one point", flush=True)
     return [

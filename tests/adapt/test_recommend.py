@@ -7,7 +7,7 @@ import pytest
 from dpvision.adapt.recommend import covariance_noise, recommend_head
 from dpvision.errors import ConfigError
 
-ORDER = ["prototypes", "least_squares", "feature_covariance"]
+ORDER = ["prototypes", "many_steps", "feature_covariance"]
 
 
 def rank(*numbers: float) -> int:

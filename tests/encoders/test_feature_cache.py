@@ -76,7 +76,7 @@ def test_a_features_name_changes_with_store_and_rows(tmp_path: Path) -> None:
 def test_an_array_comes_back_memory_mapped_and_one_of_another_shape_is_a_miss(tmp_path: Path) -> None:
     cache, x = FeatureCache(tmp_path, max_bytes=100), np.arange(24, dtype=np.float16).reshape(6, 4)
     assert cache.make_folder() and cache.load_array("k", (6, 4), x.dtype) is None
-    written = cache.save_array("k", (6, 4), x.dtype, iter([x[:1], x[1:5], x[5:]]))
+    written = cache.save_array("k", (6, 4), x.dtype, lambda _: iter([x[:1], x[1:5], x[5:]]))
     assert np.array_equal(written, x) and isinstance(written, np.memmap) and not written.flags.writeable, "larger than the cache, yet kept"
     assert cache.load_array("k", (6, 5), x.dtype) is None and cache.load_array("k", (6, 4), np.dtype(np.float32)) is None
     path = cache.folder / "k.npy"

@@ -7,16 +7,14 @@ cannot be told from noise.
 """
 
 import math
-from typing import Literal
 
 from dp_accounting import gaussian_mechanism
 
+from dpvision.config.head_presets import HeadName
 from dpvision.errors import ConfigError
 
-HeadName = Literal["one_step", "least_squares", "feature_covariance", "prototypes"]
-
-MOST_NOISE_FOR_STEPS = 0.03
-MOST_NOISE_FOR_MOMENTS = 0.05
+MOST_NOISE_FOR_COVARIANCE = 0.03
+MOST_NOISE_FOR_STEPS = 0.6
 FEWEST_RECORDS_OF_A_CLASS = 5.0
 WIDEST = 8192
 """Numbers of a feature beyond which a covariance (D x D in float64, its eigenvectors) is too large for an ordinary machine."""
@@ -49,14 +47,14 @@ def recommend_head(
             f"features of {feature_width} numbers are too wide for a covariance (at most {WIDEST}); "
             "one step needs none, and nothing about it is to be chosen"
         )
-    if noise > MOST_NOISE_FOR_MOMENTS or per_class < FEWEST_RECORDS_OF_A_CLASS:
+    if noise > MOST_NOISE_FOR_STEPS or per_class < FEWEST_RECORDS_OF_A_CLASS:
         return "prototypes", (
             f"{per_class:.3g} records a class, and noise of {noise:.2g} in a covariance whose eigenvalues add up to 1: "
             "only class means are worth measuring"
         )
-    if noise > MOST_NOISE_FOR_STEPS:
-        return "least_squares", (
-            f"noise of {noise:.2g} in the covariance: enough is left for one closed form, not for several steps as well"
+    if noise > MOST_NOISE_FOR_COVARIANCE:
+        return "many_steps", (
+            f"noise of {noise:.2g} in a covariance whose eigenvalues add up to 1: too much to measure one; gradient steps need none"
         )
     return "feature_covariance", f"noise of {noise:.2g} in the covariance: it can be measured, and steps after it correct the closed form"
 

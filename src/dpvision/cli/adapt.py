@@ -1,8 +1,9 @@
 """``dpvision adapt``: a public encoder, private pictures, a private classifier."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -17,6 +18,7 @@ from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli.evaluate import scores_table
 from dpvision.cli.output import CONFIG, RecipeName, emit
 from dpvision.cli.recipe import get_recipe, recipe_lines
+from dpvision.cli.run_args import RunArgs, Where, lost_words, resumed_hardware, saved_config, spent
 from dpvision.cli.train import TrainArgs, plan_text, train
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.head_presets import PRESETS, HeadName, with_candidates, with_head
@@ -50,7 +52,7 @@ _Head = Literal["auto", "one_step", "many_steps", "least_squares", "feature_cova
 
 
 @dataclass(frozen=True)
-class AdaptArgs:
+class _What:
     recipe: RecipeName = "transfer.auto"
     """Name of a recipe (dpvision adapt --help lists them)."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
@@ -70,29 +72,22 @@ class AdaptArgs:
     (docs/selection.md)."""
     test: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
     """Store with labels to score the result on right away: public pictures, for the score to leave."""
-    test_labels: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Classes of the test pictures, for a head with --model.multi-label."""
-    name: str | None = None
-    """Name of the run's folder; the recipe's name if left out."""
-    runs: Path = Path("runs")
-    """Folder that holds the runs."""
+
+
+@dataclass(frozen=True)
+class AdaptArgs(RunArgs, _What):
+    """What `dpvision adapt` takes."""
+
     resume: bool = False
     """Go on with a run that was stopped: its own settings, the releases that are left, new secret keys."""
     dry_run: bool = False
     """Make the plan and all checks, then stop: no features are computed, nothing is charged."""
-    quiet: bool = False
-    """No progress."""
-    json: bool = False
-    """Print the result as JSON."""
-    config: Annotated[RunConfig, tyro.conf.arg(name="")] = field(kw_only=True)
 
 
 @dataclass(frozen=True)
-class _Early:
+class _Early(Where):
     """What decides the default of the other settings."""
 
-    name: str | None = None
-    runs: Path = Path("runs")
     head: str | None = None
     select: str | None = None
     dataset_size: int | None = None
@@ -119,7 +114,7 @@ def run(argv: Sequence[str]) -> None:
         raise ConfigError(f"adapt: recipe {recipe!r} and --head {early.head}; expected one of the two. Drop one.")
     if early.select is not None and (early.head or recipe or "transfer.auto") not in ("auto", "transfer.auto"):
         raise ConfigError(f"adapt: --select {early.select} beside {early.head or recipe}; expected one of the two. Drop one.")
-    recipe = recipe or f"transfer.{early.head or 'auto'}"
+    recipe = recipe or _recipe(early)
     default = AdaptArgs(recipe=recipe, config=_default(recipe, early))
     rest = list(argv) if not argv[0].startswith("-") else [recipe, *argv]
     args = tyro.cli(AdaptArgs, prog="dpvision adapt", description=_DOC + _recipes(asks), args=rest, default=default, config=CONFIG)
@@ -143,7 +138,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _adapt_new(args: AdaptArgs, made: Prepared) -> None:
-    root = args.runs / (args.name or args.recipe)
+    root = args.root(args.recipe)
     _check_test(args, made.config)
     text = head_text(made)
     if args.dry_run:
@@ -156,21 +151,18 @@ def _adapt_new(args: AdaptArgs, made: Prepared) -> None:
         }
         emit(result, args.json, f"{text}\nDry run: every check passed, no features were computed, nothing was charged.")
         return
-    if not args.json and not args.quiet:
-        print(text, flush=True)
+    args.say(text)
     with new_head_session(made, root) as session:
         _finish(args, session, root)
 
 
 def _resume(args: AdaptArgs, config: RunConfig, saved: RunConfig) -> None:
-    root = args.runs / (args.name or args.recipe)
-    asked = replace(config, hardware=saved.hardware, data=replace(config.data, store=saved.data.store))
-    if asked != saved or (config.data.store not in (None, saved.data.store)):
-        raise ConfigError(f"adapt: settings differ from those of {root}; expected only --hardware.* with --resume. Drop the others.")
-    with resumed_head_session(root, {f.name: getattr(config.hardware, f.name) for f in fields(config.hardware)}) as session:
+    root = args.root(args.recipe)
+    if config.data.store is None:
+        config = replace(config, data=replace(config.data, store=saved.data.store))
+    with resumed_head_session(root, resumed_hardware("adapt", root, config, saved)) as session:
         _check_test(args, session.config)
-        if not args.json and not args.quiet:
-            print(head_text(session.prepared), flush=True)
+        args.say(head_text(session.prepared))
         _finish(args, session, root)
 
 
@@ -179,19 +171,16 @@ def _finish(args: AdaptArgs, session: HeadSession, root: Path) -> None:
     made, plan = session.prepared, session.plan
     lost = 0 if session.finished else session.charged_before
     if not session.finished:
-        with Console(stderr=True, quiet=args.quiet).status("reading pictures") as status:
-            total = len(made.row_N)
-            adapt(session, progress=lambda n: status.update(f"features: {n:,} of {total:,} pictures (once: they are kept)"))
+        with _features_line(args.quiet, len(made.row_N)) as progress:
+            adapt(session, progress=progress)
     steps = session.ledger.steps
-    epsilon = plan.spent(steps).epsilon if plan.guarantee == "dp" else None
+    epsilon, said = spent(plan, steps)
     scores = _score(args, root)
     chosen = read_manifest(find_checkpoint(root)).get("chosen")
-    said = f"epsilon {epsilon:.4g} at delta {plan.delta:.3g}" if epsilon is not None else "no privacy guarantee"
     lines = [f"Finished after {steps} of {plan.steps} releases: {said}. Run folder: {root}"]
     if chosen is not None:
         lines.append(f"Chosen: {chosen['candidate']}, right about {chosen['score']:.1%} of the records by the noisy count that chose it.")
-    if lost:
-        lines.append(f"{lost} releases were charged and lost in a crash; they count in epsilon.")
+    lines += lost_words(lost, "releases")
     if scores:
         lines.append(scores_table(scores))
     if any(score.visibility == "private" for score in scores):
@@ -208,10 +197,26 @@ def _finish(args: AdaptArgs, session: HeadSession, root: Path) -> None:
     emit(result, args.json, "\n".join(lines))
 
 
+@contextlib.contextmanager
+def _features_line(quiet: bool, total: int) -> Iterator[Callable[[int], None]]:
+    """Progress of the features; where they were begun before, a line that stays says so."""
+    console, called = Console(stderr=True, quiet=quiet), False
+    with console.status("reading pictures") as status:
+
+        def show(done: int) -> None:
+            nonlocal called
+            if done and not called:
+                console.print(f"Features: going on at {done:,} of {total:,} pictures.", highlight=False)
+            called = True
+            status.update(f"features: {done:,} of {total:,} pictures (once: they are kept)")
+
+        yield show
+
+
 def _check_test(args: AdaptArgs, config: RunConfig) -> None:
     """A test that cannot be made is said before the budget is spent."""
     if args.test is not None:
-        check_scorable(config, Store.open(args.test), args.test_labels)
+        check_scorable(config, Store.open(args.test))
 
 
 def _score(args: AdaptArgs, root: Path) -> list[Score]:
@@ -219,9 +224,7 @@ def _score(args: AdaptArgs, root: Path) -> list[Score]:
         return []
     store = Store.open(args.test)
     with Console(stderr=True, quiet=args.quiet).status("test pictures") as status:
-        scores = score_own_head(
-            root, store, labels=args.test_labels, progress=lambda n: status.update(f"test pictures: {n:,} of {store.num_records:,}")
-        )
+        scores = score_own_head(root, store, progress=lambda n: status.update(f"test pictures: {n:,} of {store.num_records:,}"))
     write_scores(root, scores, train_data=args.test.name, test_data=args.test.name)
     return scores
 
@@ -232,9 +235,9 @@ def _train(args: AdaptArgs, config: RunConfig) -> None:
         raise ConfigError(
             f"adapt: {args.recipe} makes a {config.model.kind!r}; expected a classifier or a head. Use `dpvision train {args.recipe}`."
         )
-    root = args.runs / (args.name or args.recipe)
+    root = args.root(args.recipe)
     _check_test(args, config)
-    train(TrainArgs(args.recipe, args.data, args.name, args.runs, args.resume, args.dry_run, args.quiet, args.json, config=config))
+    train(TrainArgs(**{f.name: getattr(args, f.name) for f in fields(TrainArgs)} | {"config": config}))
     if args.test is not None and not args.dry_run and int(os.environ.get("RANK", "0")) == 0:
         scores = _score(args, root)
         if not args.json:
@@ -259,6 +262,13 @@ def head_text(made: Prepared) -> str:
     return text
 
 
+def _recipe(early: _Early) -> str:
+    """The recipe where none is named: the head's; with --resume and a --name that of the run."""
+    if early.resume and early.name and not early.head and run_base(root := early.runs / early.name) is not None:
+        return read_run(root)[1].recipe or "transfer.auto"
+    return f"transfer.{early.head or 'auto'}"
+
+
 def _with_shorts(args: AdaptArgs) -> RunConfig:
     """The config with the short options in their places."""
     config = args.config
@@ -266,6 +276,8 @@ def _with_shorts(args: AdaptArgs) -> RunConfig:
     if args.epsilon is not None:
         if config.privacy.guarantee == "none":
             raise ConfigError("adapt: --epsilon with guarantee=none; expected one of the two. Drop one.")
+        if config.privacy.target_epsilon is None and config.privacy.noise_multiplier is not None:
+            raise ConfigError("adapt: --epsilon with --privacy.noise-multiplier; expected one of the two: each gives the other. Drop one.")
         privacy |= {"target_epsilon": args.epsilon, "noise_multiplier": None}
     if args.dataset_size is not None:
         privacy["dataset_size"] = args.dataset_size
@@ -287,12 +299,8 @@ def _with_shorts(args: AdaptArgs) -> RunConfig:
 
 def _default(recipe: str, early: _Early) -> RunConfig:
     """What unnamed settings are: the recipe's, with what follows from the options; with --resume those that the run was started with."""
-    root = early.runs / (early.name or recipe)
-    if early.resume and run_base(root) is not None:
-        _, config, _ = read_run(root)
-        if config.recipe != recipe:
-            raise ConfigError(f"adapt: recipe={recipe!r}; expected {config.recipe!r}, the recipe of {root}. Correct one of them.")
-        return config
+    if early.resume and (saved := saved_config("adapt", early.root(recipe), recipe)) is not None:
+        return saved
     config = get_recipe(recipe)
     changes: dict[str, Any] = {}
     if early.privacy.guarantee in ("none", "simulated") or early.privacy.noise_multiplier is not None:

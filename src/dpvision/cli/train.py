@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +12,14 @@ import tyro
 
 from dpvision.cli.output import CONFIG, RecipeName, emit, pairs
 from dpvision.cli.recipe import get_recipe, recipe_lines
+from dpvision.cli.run_args import RunArgs, Where, lost_words, resumed_hardware, saved_config, spent
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.data.store import Store
 from dpvision.data.texture_store import write_texture_store
 from dpvision.encoders.parent import open_parent
 from dpvision.errors import ConfigError, DataError
 from dpvision.privacy.plan import DPPlan
-from dpvision.train.folder import read_run, run_base
+from dpvision.train.folder import read_run
 from dpvision.train.loop import Session, fit
 from dpvision.train.start import check_run, new_session, resumed_session
 
@@ -36,24 +37,16 @@ charged before each step. Any setting of the recipe can be overridden: --privacy
 
 
 @dataclass(frozen=True)
-class TrainArgs:
+class _What:
     recipe: RecipeName
     """Name of a recipe (dpvision train --help lists them)."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
     """Store made by `dpvision data import`; synthetic.* recipes need none."""
-    name: str | None = None
-    """Name of the run's folder; the recipe's name if left out."""
-    runs: Path = Path("runs")
-    """Folder that holds the runs."""
-    resume: bool = False
-    """Go on with an existing run: its own settings (only --hardware.* may change), new secret keys."""
-    dry_run: bool = False
-    """Make the plan and all checks, then stop: nothing is trained, nothing is charged."""
-    quiet: bool = False
-    """No progress."""
-    json: bool = False
-    """Print the result as JSON."""
-    config: Annotated[RunConfig, tyro.conf.arg(name="")] = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class TrainArgs(RunArgs, _What):
+    """What `dpvision train` takes."""
 
 
 def run(argv: Sequence[str]) -> None:
@@ -78,19 +71,14 @@ def train(args: TrainArgs) -> None:
             f"train: {args.recipe} is a head on frozen features; expected a network to train. Use `dpvision adapt {args.recipe} "
             "--data STORE --encoder ENCODER --num-classes K --dataset-size N --epsilon E`."
         )
-    root = args.runs / (args.name or args.recipe)
-    config = args.config
-    data = args.data
+    root, config, data = args.root(args.recipe), args.config, args.data
     if data is None and config.data.store is None and config.data.pictures == "textures" and not args.resume:
         data = _texture_store(config.privacy.dataset_size)
     if data is not None:
         config = replace(config, data=replace(config.data, store=str(data)))
     main_process = int(os.environ.get("RANK", "0")) == 0
     if args.resume:
-        _, saved, _ = read_run(root)
-        if replace(config, hardware=saved.hardware) != saved:
-            raise ConfigError(f"train: settings differ from those of {root}; expected only --hardware.* with --resume. Drop the others.")
-        opened = resumed_session(root, {f.name: getattr(config.hardware, f.name) for f in fields(config.hardware)}, open_parent)
+        opened = resumed_session(root, resumed_hardware("train", root, config, read_run(root)[1]), open_parent)
     else:
         opened = new_session(config, root, open_parent)
     if args.dry_run:
@@ -100,8 +88,8 @@ def train(args: TrainArgs) -> None:
             emit(result, args.json, plan_text(config, plan, store) + "\nDry run: every check passed, nothing was trained or charged.")
         return
     with opened as session:
-        if main_process and not args.json and not args.quiet:
-            print(plan_text(session.config, session.plan, session.store), flush=True)
+        if main_process:
+            args.say(plan_text(session.config, session.plan, session.store))
         complete = fit(session, quiet=args.quiet)
         if session.ledger is not None:
             _finish(session, root, complete, args.json)
@@ -119,16 +107,13 @@ def _texture_store(num: int) -> Path:
 def _finish(session: Session, root: Path, complete: bool, as_json: bool) -> None:
     assert session.ledger is not None and session.folder is not None
     plan, steps = session.plan, session.ledger.steps
-    private = plan.guarantee == "dp"
-    epsilon = plan.spent(steps).epsilon if private and steps else None
+    epsilon, said = spent(plan, steps)
     result = {
         "run": str(root), "complete": complete, "steps": steps, "updates": session.updates,
-        "epsilon": epsilon, "delta": plan.delta if private else None, "guarantee": plan.guarantee,
+        "epsilon": epsilon, "delta": plan.delta if plan.guarantee == "dp" else None, "guarantee": plan.guarantee,
     }  # fmt: skip
-    said = f"epsilon {epsilon:.4g} at delta {plan.delta:.3g}" if epsilon is not None else "no privacy guarantee"
     lines = [f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} steps: {said}. Run folder: {root}"]
-    if steps > session.updates:
-        lines.append(f"{steps - session.updates} steps were charged and lost in a crash; they count in epsilon.")
+    lines += lost_words(steps - session.updates, "steps")
     if complete:
         lines += ["Next:", f"  dpvision evaluate {root} --train STORE --test STORE", f"  dpvision report {root}"]
     emit(result, as_json, "\n".join(lines))
@@ -162,17 +147,5 @@ def _default(recipe: str, argv: Sequence[str]) -> RunConfig:
     """What unnamed settings are: the recipe's, or with --resume those that the run was started with."""
     if "--resume" not in argv:
         return get_recipe(recipe)
-    known = tyro.cli(_Where, args=list(argv), return_unknown_args=True)[0]
-    root = known.runs / (known.name or recipe)
-    if run_base(root) is None:
-        return get_recipe(recipe)  # open_run will say what is wrong
-    _, config, _ = read_run(root)
-    if config.recipe != recipe:
-        raise ConfigError(f"train: recipe={recipe!r}; expected {config.recipe!r}, the recipe of {root}. Correct one of them.")
-    return config
-
-
-@dataclass(frozen=True)
-class _Where:
-    name: str | None = None
-    runs: Path = Path("runs")
+    known = tyro.cli(Where, args=list(argv), return_unknown_args=True)[0]
+    return saved_config("train", known.root(recipe), recipe) or get_recipe(recipe)  # open_run will say what is wrong

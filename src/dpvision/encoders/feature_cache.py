@@ -11,7 +11,10 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,10 +31,12 @@ from dpvision import features
 from dpvision.data import decode, loader, transform
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.partial_array import claim, partial_path, remove_unclaimed
 from dpvision.errors import DataError
 
 MAX_BYTES = 4 << 30
 """A store's cache is kept below this: what was used longest ago goes first."""
+_LEFT_S = 24 * 3600
 
 
 class FeatureCache:
@@ -65,33 +70,51 @@ class FeatureCache:
             return None
         return found if found.shape == shape and found.dtype == dtype else None
 
-    def save_array(self, key: str, shape: tuple[int, ...], dtype: np.dtype, blocks: Iterable[np.ndarray]) -> np.ndarray:
+    def save_array(
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        blocks_from: Callable[[int], Iterable[np.ndarray]],
+        *,
+        step: int = 1,
+        progress: Callable[[int], None] | None = None,
+    ) -> np.ndarray:
         """Write an array of any size in pieces along its first axis, and give it as ``load_array`` does. The folder has to be there.
 
-        It may be larger than the cache: then it is all that stays.
+        Going on where an earlier process stopped or was killed; while another one writes the same array, it is waited for. The array may
+        be larger than the cache: then it is all that stays.
+
+        Args:
+            blocks_from: the blocks from a row on, a multiple of ``step``, in order.
+            progress: called with the rows of another process, while it is waited for.
 
         Raises:
-            DataError: the disk refuses.
+            DataError: the disk refuses. What is done stays.
         """
-        partial = self.folder / f".{key}.npy.partial-{os.getpid()}"
         try:
-            with open(partial, "wb") as file:
-                header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-                np.lib.format.write_array_header_1_0(file, header)
-                for block in blocks:
-                    file.write(np.ascontiguousarray(block, dtype=dtype).data)
-            partial.replace(self.folder / f"{key}.npy")
+            with claim(self.folder / f"{key}.npy", shape, dtype, progress) as partial:
+                if self.load_array(key, shape, dtype) is not None:  # the one that was waited for has finished
+                    partial.discard()
+                else:
+                    first = partial.rows_done() // step * step
+                    partial.write(first, blocks_from(first))
             self._make_room()
         except OSError as error:
             raise DataError(
                 f"features: {self.folder} ({error.strerror or error}); expected a writable place with space. Make room, then repeat."
             ) from None
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
         written = self.load_array(key, shape, dtype)
         assert written is not None, "just written"
         return written
+
+    def has_room(self, key: str, num_bytes: int) -> bool:
+        """Whether the folder is there, or can be made, and its disk takes what is missing of an array of ``num_bytes``."""
+        if not self.make_folder():
+            return False
+        partial = partial_path(self.folder / f"{key}.npy")
+        there = partial.stat().st_size if partial.exists() else 0
+        return shutil.disk_usage(self.folder).free > 1.05 * num_bytes - there
 
     def make_folder(self) -> bool:
         """Whether the folder is there, or could be made, readable by its owner only."""
@@ -131,12 +154,18 @@ class FeatureCache:
                 partial.unlink(missing_ok=True)
 
     def _make_room(self) -> None:
+        for entry in os.scandir(self.folder):  # left by a process that was killed while it wrote
+            if re.search(r"\.partial-\d+$", entry.name) and time.time() - entry.stat().st_mtime > _LEFT_S:
+                os.unlink(entry)
         files = sorted(((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path) for entry in os.scandir(self.folder)), reverse=True)
         total = 0
         for place, (_, size, path) in enumerate(files):
             total += size
             if total > self.max_bytes and place:  # the newest stays, whatever its size
-                os.unlink(path)
+                if path.endswith(".partial"):
+                    remove_unclaimed(Path(path))
+                else:
+                    os.unlink(path)
 
 
 @torch.inference_mode()

@@ -10,7 +10,6 @@ Numbers above 65504 do not fit, and take their record out like any other that is
 Legend: N records, B pictures of a batch, D numbers of a feature, C channels, H height, W width.
 """
 
-import shutil
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -46,14 +45,18 @@ def feature_array(
         width: D.
         rows: sorted int64 positions in the store.
         keep: take them from the store's cache, and leave them there. Another encoder, preprocessing, store or row has another name.
-        progress: called with the number of records done; never where the cache has them.
+        progress: called with the number of records done, first before anything is computed: then it is not 0 where an extraction that
+            was stopped or killed is gone on with. Never called where the cache has all.
 
     Raises:
         DataError: a shard cannot be read, or there is no room for the features.
     """
     dtype = np.dtype(np.float32 if 4 * len(rows) * width <= _WHOLE_BYTES else np.float16)
     shape = (len(rows), width)
-    blocks = _blocks(encoder, pooling, width, store, rows, dtype, batch_size, workers, device, progress)
+
+    def blocks_from(first: int) -> Iterator[np.ndarray]:
+        return _blocks(encoder, pooling, width, store, rows, first, dtype, batch_size, workers, device, progress)
+
     num_bytes = shape[0] * shape[1] * dtype.itemsize
     if keep:
         cache = FeatureCache(store.path)
@@ -61,13 +64,13 @@ def feature_array(
         kept = cache.load_array(key, shape, dtype)
         if kept is not None:
             return kept
-        if cache.make_folder() and shutil.disk_usage(cache.folder).free > 1.05 * num_bytes:
-            return cache.save_array(key, shape, dtype, blocks)
+        if cache.has_room(key, num_bytes):
+            return cache.save_array(key, shape, dtype, blocks_from, step=batch_size, progress=progress)
     if num_bytes > _WHOLE_BYTES:
         raise DataError(
             f"features: no room for {num_bytes / 1e9:,.1f} GB under {store.path}/confidential; expected it. Make room, or move the store."
         )
-    return np.concatenate(list(blocks)) if len(rows) else np.empty(shape, dtype)
+    return np.concatenate(list(blocks_from(0))) if len(rows) else np.empty(shape, dtype)
 
 
 @torch.inference_mode()
@@ -77,27 +80,32 @@ def _blocks(
     width: int,
     store: Store,
     rows: np.ndarray,
+    first: int,
     dtype: np.dtype,
     batch_size: int,
     workers: int,
     device: str | torch.device,
     progress: Callable[[int], None] | None,
 ) -> Iterator[np.ndarray]:
-    """The rows in order, in pieces; every row once."""
-    done = 0
+    """The rows from ``first`` on in order, in whole batches, which begin at multiples of ``batch_size`` wherever one starts: a record has
+    the same neighbours, and so the same bits, after a stop."""
+    done = first
+    if progress is not None:
+        progress(done)
     found = pictures(
-        store, rows, encoder.image_size, DataConfig(mean=encoder.mean, std=encoder.std), batch_size=batch_size, workers=workers
+        store, rows[first:], encoder.image_size, DataConfig(mean=encoder.mean, std=encoder.std), batch_size=batch_size, workers=workers
     )  # fmt: skip
     for x_BCHW, row_B, _ in found:
         missing = batch_size - len(x_BCHW)
         padded = torch.cat([x_BCHW, x_BCHW.new_zeros(missing, *x_BCHW.shape[1:])]) if missing else x_BCHW
         x_BD = encoder.poolings(padded.to(device))[pooling][: len(x_BCHW)].float().cpu().numpy()
         place_B = np.searchsorted(rows, row_B.numpy())
-        piece = np.full((int(place_B[-1]) + 1 - done, width), np.nan, dtype=dtype)
+        end = min((int(place_B[-1]) // batch_size + 1) * batch_size, len(rows))
+        piece = np.full((end - done, width), np.nan, dtype=dtype)
         with np.errstate(over="ignore"):  # what does not fit becomes infinite, and takes its record out
             piece[place_B - done] = x_BD
         yield piece
-        done += len(piece)
+        done = end
         if progress is not None:
             progress(done)
     if done < len(rows):

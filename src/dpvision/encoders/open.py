@@ -45,7 +45,7 @@ def open_encoder(spec: str, *, ema: bool = False, device: str | torch.device = "
         return fixed_encoder(spec, image_size or 32, device=device)
     if kind == "random" and rest:
         return run_encoder(rest, untrained=True, device=device)
-    if Path(spec).exists():
+    if spec and Path(spec).exists():  # an empty text would be the working directory
         return run_encoder(spec, ema=ema, device=device)
     raise ConfigError(f"encoder: {spec!r}; expected {_FORMS}. Correct it.")
 
@@ -56,9 +56,16 @@ def run_encoder(
     """The encoder of a run, or its architecture with the weights that it was initialised with.
 
     Raises:
-        CheckpointError: as for ``features.load``.
+        ConfigError: it is the run of a head. CheckpointError: as for ``features.load``.
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
+    model = checkpoint.manifest["config"].get("model", {})
+    if model.get("kind") == "head":
+        below = model.get("encoder", {}).get("spec")
+        raise ConfigError(
+            f"encoder: {run_or_checkpoint} is a head on frozen features, no encoder; expected what it stands on. Say {below!r}; the head "
+            "itself is scored by `dpvision evaluate RUN --test STORE`."
+        )
     encoder, config = load_encoder(checkpoint, ema=ema and not untrained)
     if untrained:
         encoder = initial_encoder(config.model, config.seed)

@@ -1,12 +1,14 @@
 """The append-only record of what was executed: charged before the deed, so that a crash never under-counts."""
 
+import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from dpvision.errors import CheckpointError, PrivacyError
+from dpvision.errors import CheckpointError, DataError, PrivacyError
 from dpvision.privacy.account import Cap, RunAccount, StoreAccount, check_cap, set_cap, store_account
 from dpvision.privacy.ledger_format import (
     LedgerContents,
@@ -22,6 +24,17 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import Mark, StoreLedgers, make_folders, write_file
 
 __all__ = ["Cap", "Ledger", "LedgerContents", "RunAccount", "StoreAccount", "read_ledger", "set_cap", "store_account"]
+
+
+@contextlib.contextmanager
+def _access() -> Iterator[None]:
+    try:
+        yield
+    except PermissionError as error:
+        raise DataError(
+            f"ledger: {error.filename} ({error.strerror}); expected a place that you may write to: the ledger lies beside the store. "
+            "Ask for access, or copy the store to where you have it."
+        ) from None
 
 
 class Ledger:
@@ -46,6 +59,7 @@ class Ledger:
         self._digest = contents.digest
 
     @classmethod
+    @_access()
     def open(cls, store_dir: Path, run_id: str, plan: DPPlan, *, resume: bool) -> Self:
         """Start or resume a run's ledger, LEDGERS/<store_id>/<run_id>.jsonl beside the store.
 
@@ -62,7 +76,7 @@ class Ledger:
             CheckpointError: the run is open elsewhere, exists although ``resume`` is False, does not exist although it is True,
                 or the disk is full.
             PrivacyError: a ledger was altered, shortened, deleted or replaced by an older copy; another plan; above the cap.
-            DataError: not a store.
+            DataError: not a store, or its ledgers may not be written.
         """
         ledgers = StoreLedgers.of(store_dir)
         path = ledgers.ledger_path(run_id)

@@ -57,11 +57,11 @@ def check_store(plan: DPPlan, store: Store, num_rows: int) -> None:
     if not fits:
         raise DataError(
             f"store: {num_rows} records in {store.store_id[:8]}; expected the declared dataset_size={declared} (within 1%). "
-            f"Say --privacy.dataset-size {num_rows}, and adjust the batch, for a new plan."
+            f"Say --privacy.dataset-size {num_rows} for a new plan; where a batch is drawn it may want another size too."
         )
 
 
-def check_labels(store: Store, rows: np.ndarray, num_classes: int) -> None:
+def check_labels(store: Store, rows: np.ndarray, num_classes: int, *, multi_label: bool = False) -> None:
     """Refuse a store that a classifier cannot be trained on.
 
     Labels are private where the pictures are: the message is for whoever holds them, and stands in no file of the run. During a step
@@ -69,21 +69,33 @@ def check_labels(store: Store, rows: np.ndarray, num_classes: int) -> None:
 
     Args:
         rows: int64 rows that take part.
+        multi_label: a record may have several.
 
     Raises:
-        DataError: a record has no label, a label is no class of the model, or all have the same.
+        DataError: the store has one label a record and several are expected, or the reverse; a record has none (no answer: an empty list
+            is one), one is no class of the model, or they tell no two records apart.
     """
-    label_N = store.labels[rows]
     where = f"store: {store.path}"
-    if (missing := int((label_N < 0).sum())) > 0:
-        raise DataError(f"{where}: {missing} of {len(label_N)} records have no label; expected one each. Import with --label-from FIELD.")
-    if (outside := int((label_N >= num_classes).sum())) > 0:
+    if store.multi_label != multi_label:
+        got, rule = ("several labels", "one") if store.multi_label else ("one label", "several")
+        change = "Say --model.multi-label (a network: with --model.loss sigmoid)" if store.multi_label else "Drop --model.multi-label"
+        raise DataError(f"{where} has {got} a record; expected {rule} with multi_label={multi_label}. {change}, or import other labels.")
+    if (missing := int((~store.labelled[rows]).sum())) > 0:
+        one, but = ("a list", " Write [] for none of the classes.") if multi_label else ("one", "")
         raise DataError(
-            f"{where}: label={int(label_N.max())} in {outside} records is outside the range; expected 0 to {num_classes - 1}. "
-            f"Say --model.num-classes {int(label_N.max()) + 1}, or import with the right classes."
+            f"{where}: {missing} of {len(rows)} records have no label; expected {one} each. Import with --label-from FIELD.{but}"
         )
-    if len(label_N) and (label_N == label_N[0]).all():
-        raise DataError(f"{where}: one class only, label={int(label_N[0])}; expected two or more. Add pictures of another class.")
+    place_M, class_M = store.classes(rows)
+    if (outside := len(np.unique(place_M[class_M >= num_classes]))) > 0:
+        raise DataError(
+            f"{where}: label={int(class_M.max())} in {outside} records is outside the range; expected 0 to {num_classes - 1}. "
+            f"Say --model.num-classes {int(class_M.max()) + 1}, or import with the right classes."
+        )
+    count_K = np.bincount(class_M, minlength=num_classes)
+    if multi_label and len(rows) and ((count_K == 0) | (count_K == len(rows))).all():
+        raise DataError(f"{where}: every record has the same labels; expected some that differ. Correct the labels.")
+    if not multi_label and len(rows) and count_K.max() == len(rows):
+        raise DataError(f"{where}: one class only, label={int(class_M[0])}; expected two or more. Add pictures of another class.")
 
 
 def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> tuple[DPPlan, Store, int]:
@@ -177,7 +189,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
     rows = store.eligible_rows(plan.max_records_per_unit, config.seed)
     check_store(plan, store, len(rows))
     if isinstance(config.model, ClassifierConfig):
-        check_labels(store, rows, config.model.num_classes)
+        check_labels(store, rows, config.model.num_classes, multi_label=config.model.multi_label)
     model = make_model(config.model, config.seed)
     lineage: list[dict[str, Any]] = []
     parent = open_parent(config.init_from) if checkpoint is None and config.init_from is not None else None
