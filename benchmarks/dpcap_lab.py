@@ -7,7 +7,7 @@ Runs the product itself, `dpvision train` recipes in DIR, unless a complete run 
 
     random            the network of dpcap.micro as its seed initialises it
     warm              synthetic.dpcap_micro: the warm start on textures alone (--warm names a run made elsewhere)
-    private_eps8      dpcap.micro, N steps of the expected batch; also private_eps2, private_eps1
+    private_eps8      dpcap.micro, its own steps and batch unless N say otherwise; also private_eps2, private_eps1
     non_private       dpcap.micro_non_private, small batches
     vip_eps8          dpcap.micro_vip: DP-MAE at the same epsilon, batch and steps, from the same warm encoder
 
@@ -61,8 +61,9 @@ def command(arm: str, args: argparse.Namespace) -> list[str]:
     store = ["--data", str(args.scenes), "--privacy.dataset-size", str(Store.open(args.scenes).num_records)]
     store += ["--init-from", str(train("warm", args))]
     words = ["--data.tokenizer", str(args.tokenizer)]
-    size = ["--privacy.expected-batch-size", str(args.batch), "--privacy.steps", str(args.steps)]
-    size += ["--optim.warmup-steps", str(max(1, args.steps // 10))]
+    size = [] if args.batch is None else ["--privacy.expected-batch-size", str(args.batch)]
+    if args.steps is not None:
+        size += ["--privacy.steps", str(args.steps), "--optim.warmup-steps", str(max(1, args.steps // 20))]
     if arm == "non_private":
         batch = int(RECIPES["dpcap.micro_non_private"]().privacy.expected_batch_size)
         steps = max(1, args.non_private_gradients // batch)
@@ -159,8 +160,8 @@ def main() -> None:
     for name in ("work", "scenes", "tokenizer"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--batch", type=int, default=4000)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--batch", type=int, help="records of a private step; the recipe's if left out")
+    parser.add_argument("--steps", type=int, help="private steps; the recipe's if left out")
     parser.add_argument("--warm", type=Path, help="a warm start made elsewhere")
     parser.add_argument("--non-private-gradients", type=int, default=300_000)
     parser.add_argument("--set", action="extend", nargs="+", default=[], help="further settings of every run")
