@@ -151,11 +151,11 @@ def replace_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        _sync_folder(partial)
+        sync_folder(partial)
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     except OSError as error:
         raise CheckpointError(
             f"checkpoint: cannot write {folder} ({error.strerror or error}); earlier checkpoints are untouched. "
@@ -179,7 +179,7 @@ def write_json(path: Path, value: Any) -> None:
     try:
         write_durably(partial, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
         partial.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise CheckpointError(
@@ -192,7 +192,8 @@ def state_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in module.state_dict().items()}
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Let a new name in ``folder`` outlast a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -21,6 +21,8 @@ from typing import IO
 
 import numpy as np
 
+from dpvision.checkpoint import sync_folder
+
 _MAGIC = b"dpv-part"
 _SYNC_S = 1.0
 """Rows are counted this often; what comes after the last count is lost with the process."""
@@ -126,15 +128,6 @@ def remove_unclaimed(partial: Path) -> bool:
 def partial_path(path: Path) -> Path:
     """Where an array grows that shall lie at ``path``."""
     return path.with_name(f".{path.name}.partial")
-
-
-def sync_folder(folder: Path) -> None:
-    """Let a new name in ``folder`` outlast a power cut."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _lock(file: IO[bytes]) -> bool:
