@@ -33,7 +33,7 @@ def _access() -> Iterator[None]:
     except PermissionError as error:
         raise DataError(
             f"ledger: {error.filename} ({error.strerror}); expected a place that you may write to: the ledger lies beside the store. "
-            "Ask for access, or copy the store to where you have it."
+            "Ask for access; a copy of the store elsewhere would not know what this one was charged."
         ) from None
 
 
