@@ -1,0 +1,118 @@
+"""The state of a dense training in one safetensors file: written whole or not at all, and taken up only by the training that wrote it."""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from dpvision.checkpoint import sync_folder, write_durably
+from dpvision.errors import CheckpointError
+
+FILE = "training.safetensors"
+_FORMAT = "dpvision-dense-1"
+
+
+@dataclass(frozen=True)
+class DenseCheckpoint:
+    """Where a training's state lies and what it belongs to. Made by ``open_checkpoint``, before the first step."""
+
+    path: Path
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    about: str
+    start: str
+    """SHA-256 of the weights that the training started from."""
+
+    def save(self, step: int) -> None:
+        """Keep the state after ``step`` steps in the place of the one before.
+
+        Raises:
+            CheckpointError: the disk refuses; what was there is untouched.
+        """
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        for i, p in enumerate(self._parameters):
+            tensors |= {f"optimizer.{i}.{key}": value for key, value in self.optimizer.state.get(p, {}).items()}
+        # Clones, because safetensors refuses tensors that share memory.
+        blob = save(
+            {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()},
+            {
+                "format": _FORMAT, "step": str(step), "about": self.about, "start": self.start,
+                "scaler": json.dumps(self.scaler.state_dict()),
+            },
+        )  # fmt: skip
+        partial = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
+        try:
+            write_durably(partial, blob)
+            partial.replace(self.path)
+            sync_folder(self.path.parent)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"training: cannot write {self.path} ({error.strerror or error}); the one before is untouched. Free space, then repeat."
+            ) from None
+
+    def restore(self) -> int:
+        """Take up the state that was kept.
+
+        Returns:
+            Steps that it has had; 0 when there is none.
+
+        Raises:
+            CheckpointError: it cannot be read, or another training wrote it.
+        """
+        if not self.path.exists():
+            return 0
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                meta = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"training: {self.path} cannot be read ({error}); expected a checkpoint. Move it away.") from None
+        for name, ours in (("format", _FORMAT), ("start", self.start), ("about", self.about)):
+            if meta.get(name) != ours:
+                got = f"{name}={meta.get(name)!r}"
+                remedy = "Name another work folder, or repeat the settings, the pictures and the encoder that it was begun with."
+                raise CheckpointError(f"training: {self.path} has {got}; expected {ours!r}, this training's. {remedy}")
+        self.model.load_state_dict(_below(tensors, "model."))
+        states = [_below(tensors, f"optimizer.{i}.") for i in range(len(self._parameters))]
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": {i: state for i, state in enumerate(states) if state}, "param_groups": groups})
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(json.loads(meta["scaler"]))
+        return int(meta["step"])
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def open_checkpoint(
+    work: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, about: str
+) -> DenseCheckpoint:
+    """The checkpoint of a training that has not begun: ``model`` has to have the weights that it starts from.
+
+    Raises:
+        CheckpointError: the folder cannot be made.
+    """
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"training: work={str(work)!r} ({error.strerror}); expected a folder that can be written. Name one."
+        ) from None
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return DenseCheckpoint(work / FILE, model, optimizer, scaler, about, digest.hexdigest())
+
+
+def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
