@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -30,14 +31,15 @@ from dpvision.train.folder import run_base
 
 Encoders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")]
 _DEFAULTS = ProtocolSettings()
+_OWN = ("captioner", "detection", "segmentation")
+"""Evaluations that are commands of their own: `dpvision evaluate WORD` is evaluate_WORD of the module evaluate_WORD."""
 
 
 def run(argv: Sequence[str]) -> None:
-    """Parse and run; ``captioner`` before the rest asks for a captioner's own measurements."""
-    if argv and argv[0] == "captioner":
-        from dpvision.cli.evaluate_captioner import evaluate_captioner
-
-        parse(evaluate_captioner, "evaluate captioner", argv[1:])
+    """Parse and run; a first word that is no encoder asks for an evaluation of its own."""
+    if argv and argv[0] in _OWN:
+        name = f"evaluate_{argv[0]}"
+        parse(getattr(import_module(f"dpvision.cli.{name}"), name), f"evaluate {argv[0]}", argv[1:])
         return
     parse(evaluate, "evaluate", argv)
 
@@ -83,6 +85,8 @@ def evaluate(
       own_head        a classifier run's own head, on --test; of a run with several labels a picture, on a store that has them
 
     What a captioner says is measured by `dpvision evaluate captioner RUN` (see its --help): zero-shot classes, compositional tests, CIDEr.
+    `dpvision evaluate detection ENCODER` trains it on to find objects, with boxes and masks: COCO's AP.
+    `dpvision evaluate segmentation ENCODER` trains it on to name every pixel: mIoU.
 
     A run's scores from public stores go to its scores.json (and into its report), those from private stores to its confidential/.
 

@@ -1,0 +1,237 @@
+"""Pictures with a class for every pixel: a folder of pictures, a folder of masks with the same stems, and which id is which class.
+
+ADE20K as its benchmark publishes it (``ADEChallengeData2016``) is one such pair for each part: label 0 is "other" and ignored, 1 to 150 are
+the classes. Masks are drawn over the pixels as they are stored, so a picture's EXIF orientation is not applied here.
+
+Legend: H height, W width, K classes.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from dpvision.data.decode import FORMATS, MAX_PIXELS
+from dpvision.data.ordered import ordered_map
+from dpvision.data.sources import PICTURE_EXTENSIONS
+from dpvision.errors import DataError
+
+IGNORED = 255
+"""In masks of class numbers: a pixel that does not count."""
+MAX_CLASSES = 255
+ADE20K_CLASSES = 150
+_SINGLE = {"L", "P", "1", "I", "I;16", "I;16B", "I;16L"}
+_WHERE = "segmentation"
+
+
+@dataclass(frozen=True)
+class ClassMap:
+    """Which id in a mask is which class: class k of K has ``names[k]``."""
+
+    names: tuple[str, ...]
+    number_of: Mapping[int, int]
+    """Class number by id."""
+    ignored: frozenset[int]
+    """Ids of pixels that do not count."""
+
+    def numbers(self, id_HW: np.ndarray) -> tuple[np.ndarray, list[int]]:
+        """Class numbers uint8 (H, W), ``IGNORED`` where a pixel does not count, and the ids that are neither class nor ignored."""
+        ids, place = np.unique(id_HW, return_inverse=True)
+        unknown = [int(i) for i in ids if int(i) not in self.number_of and int(i) not in self.ignored]
+        table = np.array([self.number_of.get(int(i), IGNORED) for i in ids], dtype=np.uint8)
+        return table[place].reshape(id_HW.shape), unknown
+
+    def note(self) -> str | None:
+        """What a person may have overlooked."""
+        for i, number in self.number_of.items():
+            if self.names[number].lower() in ("unlabeled", "unlabelled", "void", "ignore", "ignored"):
+                others = " ".join(map(str, sorted({i, *self.ignored})))
+                return f"id {i} is called {self.names[number]!r} and counts as a class; leave it out with --ignore-ids {others}."
+        return None
+
+
+class Labelled(NamedTuple):
+    """One picture with its mask, as read."""
+
+    pixels_HWC: np.ndarray
+    """uint8 RGB."""
+    class_HW: np.ndarray
+    """uint8 class numbers, or ``IGNORED``."""
+
+
+@dataclass(frozen=True)
+class SemanticFolder:
+    """Pictures and masks by stem. Made by ``open_folder``, which has looked at all of them."""
+
+    name: str
+    """As scores name the data."""
+    files: tuple[tuple[Path, Path], ...]
+    """Picture and mask, in the order of their stems."""
+    classes: ClassMap
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, number: int) -> Labelled:
+        """A picture and its mask, of one size.
+
+        Raises:
+            DataError: a file changed since the folder was opened.
+        """
+        picture, mask = self.files[number]
+        return Labelled(read_pixels(picture), read_mask(mask, picture, self.classes))
+
+
+def load_classes(path: Path, ignore_ids: Sequence[int] = (IGNORED,)) -> ClassMap:
+    """Classes from JSON, ``{"1": "person", "7": "train"}``, in the order of their ids, without those that are ignored.
+
+    Raises:
+        DataError: not such a file, fewer than two classes, or more than 255.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{_WHERE}: classes={str(path)!r} ({error.strerror}); expected a JSON file. Correct the path.") from None
+    except (ValueError, RecursionError):
+        found = None
+    wrong = f'{_WHERE}: classes={str(path)!r}; expected JSON from ids to names, {{"1": "person"}}. Correct it.'
+    if not isinstance(found, dict) or not all(isinstance(name, str) and key.isdecimal() for key, name in found.items()):
+        raise DataError(wrong)
+    ignored = frozenset(ignore_ids)
+    kept = sorted((int(key), name) for key, name in found.items() if int(key) not in ignored)
+    if not 2 <= len(kept) <= MAX_CLASSES:
+        rule = f"expected 2 to {MAX_CLASSES} that are not ignored"
+        raise DataError(f"{_WHERE}: classes={str(path)!r} has {len(kept)} classes; {rule}. Correct it, or --ignore-ids.")
+    return ClassMap(tuple(name for _, name in kept), {i: k for k, (i, _) in enumerate(kept)}, ignored)
+
+
+def ade20k_classes(root: Path) -> ClassMap:
+    """The 150 classes of ADE20K's benchmark, named by ``objectInfo150.txt`` where it is there."""
+    names = [f"class {i}" for i in range(1, ADE20K_CLASSES + 1)]
+    table = root / "objectInfo150.txt"
+    if table.is_file():
+        rows = [line.split("\t") for line in table.read_text(encoding="utf-8", errors="replace").splitlines()]
+        for row in rows:
+            if row[0].isdecimal() and 1 <= int(row[0]) <= ADE20K_CLASSES:
+                names[int(row[0]) - 1] = row[-1].split(",")[0].strip()
+    return ClassMap(tuple(names), {i + 1: i for i in range(ADE20K_CLASSES)}, frozenset([0]))
+
+
+def open_ade20k(root: Path, *, workers: int = 2, progress: Callable[[str], None] | None = None) -> tuple[SemanticFolder, SemanticFolder]:
+    """Training and validation part of ``ADEChallengeData2016``; raises as ``open_folder``."""
+    if not (root / "annotations").is_dir() or not (root / "images").is_dir():
+        rule = "expected ADEChallengeData2016 with its folders images and annotations"
+        raise DataError(f"{_WHERE}: ade20k={str(root)!r}; {rule}. Correct the path.")
+    classes = ade20k_classes(root)
+    train, test = (
+        open_folder(
+            root / "images" / part, root / "annotations" / part, classes,
+            name=f"{root.name} {part}", workers=workers, progress=progress,
+        )
+        for part in ("training", "validation")
+    )  # fmt: skip
+    return train, test
+
+
+def open_folder(
+    pictures: Path,
+    masks: Path,
+    classes: ClassMap,
+    *,
+    name: str | None = None,
+    workers: int = 2,
+    progress: Callable[[str], None] | None = None,
+) -> SemanticFolder:
+    """Every mask with its picture, after a look at each of them: the ids of all masks, the sizes of all pictures.
+
+    Args:
+        pictures: folder; pictures without a mask are left out (COCO's folders have many), masks without a picture are an error.
+        masks: folder of PNG files with one channel, an id for each pixel.
+        name: as scores name the data; None: the last two parts of the masks' path.
+        progress: called with a line now and then.
+
+    Raises:
+        DataError: no folder, no mask, a stem twice, a missing picture, a file that cannot be read, a mask with several channels, of another
+            size, with ids that are no class, or masks without a single labelled pixel.
+    """
+    shown = name or "/".join(masks.absolute().parts[-2:])
+    mask_of, picture_of = _by_stem(masks, {"png"}, "masks"), _by_stem(pictures, PICTURE_EXTENSIONS, "pictures")
+    missing = sorted(set(mask_of) - set(picture_of))
+    if missing:
+        first = f"{len(missing):,} of {len(mask_of):,} masks have no picture in {pictures}, the first is {mask_of[missing[0]].name}"
+        raise DataError(f"{_WHERE}: {first}; expected one of the same stem for each. Restore them, or move these masks away.")
+    files = tuple((picture_of[stem], mask_of[stem]) for stem in sorted(mask_of))
+
+    def look(pair: tuple[Path, Path]) -> bool:
+        picture, mask = pair
+        class_HW = read_mask(mask, picture, classes)
+        size = _opened(picture).size
+        if size != class_HW.shape[::-1]:
+            got = f"{class_HW.shape[1]} x {class_HW.shape[0]} px for a picture of {size[0]} x {size[1]}"
+            raise DataError(f"{_WHERE}: {mask}: {got}; expected the picture's size. Resize it without interpolation.")
+        return bool((class_HW != IGNORED).any())
+
+    labelled = 0
+    for n, found in enumerate(ordered_map(look, files, workers=workers, ahead=8 * workers), 1):
+        labelled += found
+        if progress is not None and (n % 100 == 0 or n == len(files)):
+            progress(f"{shown}: looked at {n:,} of {len(files):,} masks")
+    if not labelled:
+        raise DataError(f"{_WHERE}: {masks}: no pixel of {len(files):,} masks counts; expected classes. Correct --classes or --ignore-ids.")
+    return SemanticFolder(shown, files, classes)
+
+
+def read_pixels(path: Path) -> np.ndarray:
+    """Stored pixels of a picture, uint8 RGB (H, W, 3); transparency over white is not composed. Raises DataError."""
+    image = _opened(path)
+    try:
+        return np.asarray(image.convert("RGB"))
+    except Exception as error:  # Pillow's readers raise a dozen types on damaged input
+        raise DataError(f"{_WHERE}: {path}: {error}; expected a whole picture. Restore it.") from None
+
+
+def read_mask(path: Path, picture: Path, classes: ClassMap) -> np.ndarray:
+    """Class numbers of a mask, uint8 (H, W). Raises DataError as ``open_folder``."""
+    image = _opened(path)
+    if image.mode not in _SINGLE:
+        got = f"{path}: mode {image.mode}, {len(image.getbands())} channels"
+        raise DataError(f"{_WHERE}: {got}; expected one channel with an id for each pixel (of {picture.name}). Convert its colours to ids.")
+    try:
+        id_HW = np.asarray(image)
+    except Exception as error:
+        raise DataError(f"{_WHERE}: {path}: {error}; expected a whole PNG. Restore it.") from None
+    class_HW, unknown = classes.numbers(id_HW)
+    if unknown:
+        some = ", ".join(map(str, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+        remedy = "Add them to --classes, or leave them out with --ignore-ids."
+        raise DataError(f"{_WHERE}: {path}: ids {some}; expected those of {len(classes.names)} classes. {remedy}")
+    return class_HW
+
+
+def _opened(path: Path) -> Image.Image:
+    try:
+        image = Image.open(path, formats=FORMATS)
+    except Exception as error:
+        why = getattr(error, "strerror", None) or type(error).__name__
+        raise DataError(f"{_WHERE}: {path} ({why}); expected a picture. Restore it.") from None
+    if image.width * image.height > MAX_PIXELS:
+        raise DataError(f"{_WHERE}: {path}: {image.width} x {image.height} px; expected at most {MAX_PIXELS:,} pixels. Leave it out.")
+    return image
+
+
+def _by_stem(folder: Path, extensions: set[str] | frozenset[str], what: str) -> dict[str, Path]:
+    if not folder.is_dir():
+        raise DataError(f"{_WHERE}: {what}={str(folder)!r} is no folder; expected one with {what}. Correct the path.")
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix[1:].lower() in extensions and not path.name.startswith("."):
+            if path.stem in found:
+                raise DataError(f"{_WHERE}: {path} and {found[path.stem].name}; expected every stem once. Move one away.")
+            found[path.stem] = path
+    if not found:
+        raise DataError(f"{_WHERE}: {what}={str(folder)!r} has none ({', '.join(sorted(extensions))}); expected some. Correct the path.")
+    return found
