@@ -10,26 +10,32 @@ Runs the product itself in DIR, for each size of encoder (depth x width; decoder
     warm, no training       synthetic.vip_micro: --warm sample-gradients on textures
     warm                    vip.micro, epsilon 8: T steps, N sample-gradients, from that warm start
 
-STORE holds private scenes (`dpvision data scenes STORE`); measured are ridge probes of the scenes' attributes (4000 public scenes of other
-numbers to fit, 2000 to test), and the parameters trained. Value, low and high in the JSON are median, least and greatest over seeds.
+STORE holds private scenes (`dpvision data scenes STORE`); measured are the masked loss on 2000 public scenes of other numbers (the paper's
+figures show losses), ridge probes of the scenes' attributes (4000 others to fit, the 2000 to test), and the parameters trained. Value, low
+and high in the JSON are median, least and greatest over seeds.
 """
 
 import argparse
 import json
 from pathlib import Path
 
+import torch
 from common import row, write_result
 from runs import trained
-from scene_probes import FIRST_FIT, FIRST_TEST, attribute_probes, scenes
+from scene_probes import FIRST_FIT, FIRST_TEST, attribute_probes, pixels, scenes
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.data.store import Store
 from dpvision.features import Encoder, load_model
 from dpvision.models import make_model
+from dpvision.models.mae import MAE, losses
+from dpvision.synthetic.scenes import Scene
 
-SIZES = {"2x64": (2, 64, 2), "4x128": (4, 128, 4), "6x192": (6, 192, 6), "8x256": (8, 256, 8)}
+SIZES = {"1x32": (1, 32, 1), "2x64": (2, 64, 2), "4x128": (4, 128, 4), "6x192": (6, 192, 6), "8x256": (8, 256, 8)}
 STARTS = ("random", "warm")
 WARM_BATCH = 64
+MASKED_LOSS = "masked loss"
+UNITS = {"parameters": "count", MASKED_LOSS: "mean_square"}
 
 
 def network(size: str) -> list[str]:
@@ -56,6 +62,14 @@ def private(start: str, size: str, seed: int, args: argparse.Namespace) -> Path:
     return trained(args.work / f"{start}-{size}-{seed}", line)
 
 
+def masked_loss(model: MAE, made: list[Scene]) -> float:
+    """Mean reconstruction loss of public scenes, under the same masks for every network."""
+    order_NL = torch.randint(2**62, (len(made), model.num_patches), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        parts = [losses(model, x, order) for x, order in zip(pixels(made).split(250), order_NL.split(250), strict=True)]
+    return float(torch.cat(parts).mean())
+
+
 def measure(arm: str, size: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
     """Probes of one network in percent, and its parameters; kept in DIR."""
     kept = args.work / f"{arm}-{size}-{seed}.scores.json"
@@ -67,7 +81,7 @@ def measure(arm: str, size: str, seed: int, args: argparse.Namespace) -> dict[st
             model = make_model(config.model, seed)
         px = config.model.encoder.image_size
         fit, test = scenes(FIRST_FIT, args.num_fit, px), scenes(FIRST_TEST, args.num_test, px)
-        found = attribute_probes(Encoder(model.encoder).eval(), fit, test)
+        found = {MASKED_LOSS: masked_loss(model, test), **attribute_probes(Encoder(model.encoder).eval(), fit, test)}
         kept.write_text(json.dumps(found | {"parameters": sum(p.numel() for p in model.parameters() if p.requires_grad)}))
     return json.loads(kept.read_text())
 
@@ -95,13 +109,11 @@ def main() -> None:
             for arm in (f"{start}, no training", start):
                 for seed in map(int, args.seeds.split(",")):
                     made = measure(arm, size, seed, args)
-                    shown = ", ".join(f"{name} {value:.1f}" for name, value in made.items() if name.startswith("mean of"))
+                    shown = ", ".join(f"{name} {value:.4g}" for name, value in made.items() if name.startswith(("mean of", "masked")))
                     print(f"{size}, {arm}, seed {seed}: {shown}", flush=True)
                     for name, value in made.items():
                         found.setdefault((size, arm, name), []).append(value)
-    rows = [
-        row(f"{size}, {arm}", name, "count" if name == "parameters" else "percent", values) for (size, arm, name), values in found.items()
-    ]
+    rows = [row(f"{size}, {arm}", name, UNITS.get(name, "percent"), values) for (size, arm, name), values in found.items()]
     write_result(args.json, "vip_sizes", rows, packages=("torch", "numpy", "dp-accounting"))
 
 

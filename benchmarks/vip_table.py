@@ -12,6 +12,7 @@ Runs the product itself: `dpvision train` recipes in DIR, each arm of a seed fro
     private_eps8      vip.micro, epsilon 8
     private_eps2      vip.micro, epsilon 2
     random_eps8       vip.micro_random_start, epsilon 8
+    private_eps8@3e-3 an arm of another learning rate than its recipe's
 
 STOREs are imported from CIFAR-10 or the like: --train is trained on, --probe and --test have labels. A run that is complete in DIR is not
 run again, so several processes may share the work by --arms or --seeds. Scores: ridge probes, and few-shot probes of 5, 10 and 30 per class
@@ -52,8 +53,8 @@ def command(arm: str, seed: int, args: argparse.Namespace) -> list[str]:
             start += ["--data", str(args.textures), "--privacy.dataset-size", str(Store.open(args.textures).num_records)]
         return ["synthetic.vip_micro", *start, *steps(count, WARM_BATCH), *warmup(count, WARM_BATCH), *common]
     data = ["--data", str(args.train), "--privacy.dataset-size", str(Store.open(args.train).num_records)]
-    start = ["--init-from", "None" if arm == "random_eps8" else warm]
-    private = "vip.micro_random_start" if arm == "random_eps8" else "vip.micro"
+    start = ["--init-from", "None" if arm.startswith("random_eps") else warm]
+    private = "vip.micro_random_start" if arm.startswith("random_eps") else "vip.micro"
     if arm == "pictures":
         recipe = Path(warm, "config.json")  # the warm start's optimizer: the best this arm can do
         optim = json.loads(recipe.read_text())["optim"]
@@ -67,9 +68,10 @@ def command(arm: str, seed: int, args: argparse.Namespace) -> list[str]:
         ]
         sizes = [*steps(args.gradients, WARM_BATCH), *warmup(args.gradients, WARM_BATCH)]
         return ["vip.micro_non_private", *data, *start, *sizes, *same, *common]
-    epsilon = arm.split("_eps")[1]
+    epsilon, _, rate = arm.split("_eps")[1].partition("@")
     sizes = [*steps(args.gradients, PRIVATE_BATCH), *warmup(args.gradients, PRIVATE_BATCH)]
-    return [private, *data, *start, "--privacy.target-epsilon", epsilon, *sizes, *common]
+    rates = ["--optim.learning-rate", rate] if rate else []
+    return [private, *data, *start, "--privacy.target-epsilon", epsilon, *sizes, *rates, *common]
 
 
 def train(arm: str, seed: int, args: argparse.Namespace) -> Path:

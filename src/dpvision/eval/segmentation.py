@@ -156,7 +156,7 @@ def pixel_counts(
     return all_reduce_vector(torch.from_numpy(count_N3K).double(), group).long().numpy()
 
 
-def segmentation_scores(name: str, count_N3K: np.ndarray, how: str, visibility: Visibility, test_name: str = "segmentation") -> list[Score]:
+def segmentation_scores(name: str, count_N3K: np.ndarray, how: str, visibility: Visibility) -> list[Score]:
     """mIoU, pixel accuracy and mean class accuracy as scores; ``how`` are the settings in words.
 
     Raises:
