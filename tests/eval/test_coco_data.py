@@ -31,7 +31,7 @@ def test_boxes_masks_and_classes_are_those_that_were_drawn(tmp_path: Path) -> No
 
 def test_masks_are_pycocotools(tmp_path: Path) -> None:
     """Polygons of several parts, run lengths as numbers (COCO's crowds) and compressed ones."""
-    theirs = pytest.importorskip("pycocotools.mask", reason="needs the extra `bench`")
+    theirs = pytest.importorskip("pycocotools.mask", reason="needs the extra `dev`")
     rng = np.random.Generator(np.random.PCG64(3))
     file, images = write_shapes(tmp_path, 1)
     blob = np.asfortranarray(rng.uniform(size=(48, 64)) < 0.3).astype(np.uint8, order="F")

@@ -59,7 +59,7 @@ def answers(coco: CocoSet, seed: int, spread: float) -> list[Found]:
 
 def pycocotools_stats(coco: CocoSet, found: list[Found], kind: str) -> list[float]:
     """The six figures as the original library has them, from files in its own form."""
-    COCO = pytest.importorskip("pycocotools.coco", reason="needs the extra `bench`").COCO
+    COCO = pytest.importorskip("pycocotools.coco", reason="needs the extra `dev`").COCO
     from pycocotools.cocoeval import COCOeval
 
     marks, results = [], []
