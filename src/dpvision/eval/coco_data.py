@@ -7,7 +7,7 @@ Legend: N objects, H height, W width.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -257,11 +257,3 @@ def _pictures(
     if missing:
         counts["pictures whose file is missing left out"] = len(missing)
     return tuple(pictures)
-
-
-def check_sizes(pictures: Iterable[CocoPicture], progress: Callable[[int], None] | None = None) -> None:
-    """Read every picture once; raises as ``CocoPicture.read``. For dry runs."""
-    for done, picture in enumerate(pictures):
-        picture.read()
-        if progress is not None:
-            progress(done + 1)

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from dpvision.config.checks import check_choices
@@ -297,8 +297,3 @@ def detection_scores(
         for kind in KINDS
         for p in average_precisions(test, found, kind, resamples=settings.resamples, progress=progress)
     ]
-
-
-def trained_parameters(model: nn.Module) -> int:
-    """How many numbers are trained."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
