@@ -1,4 +1,4 @@
-"""A model that mixes records at one batch size only: the gates on two and three records pass it, and one record moves the sum by several C."""
+"""A model that mixes records at some batch sizes only: gates on three records pass it, and one record moves the sum by several C."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -113,8 +113,8 @@ def check_at_sizes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey
     references = [_check_probes(loss_fn, copied, take(batch, slice(0, size)), key, probes) for size in sizes]
     if not (references[0] - references[-1]).norm() <= _SHAPE_TOLERANCE * references[0].norm():
         raise PrivacyError(
-            f"separability: gradients of records in a batch of {sizes[0]} differ from those in a batch of {sizes[-1]}; expected functions of "
-            "each record alone. Remove what depends on the number of records, such as a division by it."
+            f"separability: gradients of records in a batch of {sizes[0]} differ from those in a batch of {sizes[-1]}; expected functions "
+            "of each record alone. Remove what depends on the number of records, such as a division by it."
         )
     _check_sum(loss_fn, copied, [take(batch, slice(0, size)) for size in sizes], batch, key)
 
