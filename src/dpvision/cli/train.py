@@ -88,7 +88,11 @@ def train(args: TrainArgs) -> None:
         if main_process:
             result = {"dry_run": True, **plan.to_dict(), "num_records": num_records, "store_visibility": store.visibility}
             result["total"] = spent(plan, plan.steps, runs_on(lineage, store.store_id))[0]
-            emit(result, args.json, plan_text(config, plan, store, lineage) + "\nDry run: every check passed, nothing was trained or charged.")
+            emit(
+                result,
+                args.json,
+                plan_text(config, plan, store, lineage) + "\nDry run: every check passed, nothing was trained or charged.",
+            )
         return
     with opened as session:
         if main_process:

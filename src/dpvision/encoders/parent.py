@@ -29,8 +29,8 @@ def open_parent(init_from: str) -> Checkpoint:
 
     Returns:
         A run's checkpoint as it is. Of timm's weights one in memory: the encoder under a classifier's names, without its classifier;
-        in the manifest the encoder's config, the constants, and the lineage: what the file carries, or one entry, declared by the name where
-        the weights are timm's cache's, undeclared where they are a file's.
+        in the manifest the encoder's config, the constants, and the lineage: what the file carries, or one entry, declared by the name
+        where the weights are from timm's caches, undeclared where they are a file's.
 
     Raises:
         ConfigError: timm does not know the name. CheckpointError: nothing is there, it cannot be read, or it does not fit the name.

@@ -36,7 +36,8 @@ def open_weights(path: str | Path, otherwise: dict[str, Any]) -> WeightsFile:
         otherwise: the lineage entry of a file that carries none and is in no run's folder.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or refused; its lineage is not that of its tensors, or that of its run cannot be read.
+        CheckpointError: the file is missing, damaged, or refused; its lineage is not that of its tensors, or that of its run cannot be
+            read.
     """
     path = Path(path)
     if path.suffix == ".safetensors":

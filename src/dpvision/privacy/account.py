@@ -152,7 +152,7 @@ def filter_epsilon(events: Iterable[dp_event.DpEvent], delta: float) -> float | 
 
 
 def filter_bound(events: Iterable[dp_event.DpEvent], delta: float) -> tuple[float, float, float] | None:
-    """As ``filter_epsilon``, with what the filter proves of the events: (cap, order a, their divergence at a), so that they are (a, it)-RDP."""
+    """As ``filter_epsilon``, with what the filter proves of the events: (cap, order a, divergence B), so that they are (a, B)-RDP."""
     curves = []
     for event in events:
         curve = accountant.rdp_curve(event)

@@ -15,7 +15,6 @@ earlier results (Smith and Thakurta, arXiv 2210.17520: "gaussian").
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -88,7 +87,6 @@ def total_epsilon(parts: tuple[Part, ...], *, fixed: bool = False) -> tuple[floa
     return epsilon, delta, method
 
 
-@lru_cache(maxsize=64)
 def total(parts: tuple[Part, ...], *, fixed: bool = False) -> Total:
     """All figures of all runs together; arguments as ``total_epsilon``, with one part or more."""
     epsilon, delta, method = total_epsilon(parts, fixed=fixed)
@@ -130,7 +128,6 @@ def check_total(parts: tuple[Part, ...]) -> None:
         )
 
 
-@lru_cache(maxsize=16)
 def curve(parts: tuple[Part, ...], fprs: tuple[float, ...], *, fixed: bool = False, num_points: int = 49) -> Curve:
     """The privacy profile and the attack terms of all runs together.
 

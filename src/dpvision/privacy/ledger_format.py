@@ -94,7 +94,9 @@ def read_ledger(path: Path) -> LedgerContents:
         run_id, store_id, lineage = str(header["run_id"]), str(header["store_id"]), list(header["lineage"])
     except (ConfigError, PrivacyError, KeyError, TypeError) as error:
         raise PrivacyError(f"ledger: {path}, line 1: {error} Restore the ledger, or read it with the version that wrote it.") from None
-    if lines[0] != encode(header_line(run_id, store_id, plan, lineage)) or lines[1:2] != [encode(start_line(digest(lines[0]), resume=False))]:
+    if lines[0] != encode(header_line(run_id, store_id, plan, lineage)) or lines[1:2] != [
+        encode(start_line(digest(lines[0]), resume=False))
+    ]:
         raise _altered(path, 1)
 
     heads = {digest(lines[0]): 0, digest(lines[1]): 0}

@@ -162,8 +162,8 @@ def read_evidence(root: Path, store_dir: Path | None = None) -> Evidence:
     ledger = _ledger(root / "ledger.jsonl", about, store_dir)
     if manifest["lineage"][:-1] != ledger.lineage:
         raise PrivacyError(
-            f"report: the lineage of {checkpoint.path} is not the one in the first line of ledger {ledger.path}; expected the runs that this "
-            "one started from, as it began. Restore the run's own checkpoints."
+            f"report: the lineage of {checkpoint.path} is not the one in the first line of ledger {ledger.path}; expected what the run "
+            "started from. Restore the run's own checkpoints."
         )
     for entry in manifest["lineage"]:
         spoils_own = about["guarantee"] == "dp" and entry["store_id"] == about["store_id"]

@@ -70,8 +70,8 @@ COMPOSITION: dict[Method, str] = {
     "gaussian": "All of them are Gaussian mechanisms, composed in closed form: their settings were declared to be fixed beforehand.",
     "renyi": "Their Renyi divergences are added: the settings of all of them were declared to be fixed beforehand.",
     "filter": (
-        "Their total is given by a Renyi filter (Feldman and Zrnic, arXiv 2008.11193), which allows for settings chosen after seeing earlier "
-        "results; it is proven for an owner who had set this total, or a larger one, as a cap beforehand."
+        "Their total is given by a Renyi filter (Feldman and Zrnic, arXiv 2008.11193), which allows for settings chosen after seeing "
+        "earlier results; it is proven for an owner who had set this total, or a larger one, as a cap beforehand."
     ),
     "basic": "One of them has no Renyi accounting: their epsilons, each at an equal share of delta, are added.",
 }

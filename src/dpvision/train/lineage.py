@@ -93,6 +93,8 @@ def inherit(
                 f"lineage: the parent has tensors of run {entry['run_id'][:8]}, which trained on store {entry['store_id'][:8]} "
                 f"({entry['visibility']}) without a guarantee; expected none of them. Start from another checkpoint, or from scratch."
             )
+    for store_id in private_stores(made):
+        runs_on(made, store_id)  # says what is missing before a step is charged
     check_total(parts_of([*runs_on(made, store.store_id), (plan, plan.steps)]))
     return made
 
