@@ -168,8 +168,8 @@ def filter_epsilon(events: Iterable[dp_event.DpEvent], delta: float) -> float | 
     (the Balle conversion) it is (B + c, delta)-DP.
 
     The order must not depend on what was seen. Here it is a function of the cap (epsilon, delta) alone: the order whose
-    budget admits the most Gaussian noise, a(epsilon, delta) = argmax of (epsilon - c(a, delta)) / a over dp-accounting's
-    orders, and B = epsilon - c. A cap fixed before the first run is therefore kept, under full adaptivity, if and only if this
+    budget admits the most Gaussian noise, a(epsilon, delta) = argmax of (epsilon - c(a, delta)) / a over the fixed
+    orders of ``renyi``, and B = epsilon - c. A cap fixed before the first run is therefore kept, under full adaptivity, if and only if this
     filter admits the runs. The figure returned is the smallest of 8001 caps (0.23% apart, 1e-3 to 1e5) that admits them: proven for an
     owner who had set that cap or a larger one beforehand, a description otherwise.
 
