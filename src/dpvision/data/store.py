@@ -4,6 +4,7 @@ A store is a folder::
 
     store.json          format, store_id (random), visibility, num_records, shards [{path, bytes}], text {path, bytes}, label_names, ...
     index.npy           one row per record, ROW below; memory-mapped
+    ledger_marks.json   what the store remembers of its runs (privacy.marks)
     labels.npy          of a store whose records may have several labels (multi_label.py)
     records.jsonl       one line per record: its key in the source and its captions
     shards/*.tar        WebDataset shards; tars that were already in that form stay where they are and shards names their paths
@@ -27,6 +28,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.multi_label import LabelSets, zero_one
 from dpvision.data.tarindex import BLOCK, member_size
 from dpvision.errors import DataError
+from dpvision.privacy.store_marks import StoreLedgers
 
 FORMAT = "dpvision-store-1"
 SEVERAL_FORMAT = "dpvision-store-several-1"
@@ -370,8 +372,8 @@ def write_description(
     metric: str | None = None,
     labels: tuple[str, int] | None = None,
 ) -> None:
-    """Write index.npy and store.json, the two files that make a folder a store; ``metric`` is what scores on its labels are, ``labels``
-    path and size of labels.npy where records may have several."""
+    """Write index.npy and store.json, the two files that make a folder a store, and ledger_marks.json; ``metric`` is what scores on its
+    labels are, ``labels`` path and size of labels.npy where records may have several."""
     with (folder / "index.npy").open("wb") as file:
         np.save(file, index, allow_pickle=False)
         os.fsync(file.fileno())
@@ -394,3 +396,4 @@ def write_description(
         json.dump(meta, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
+    StoreLedgers.of(folder).register()

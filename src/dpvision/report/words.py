@@ -33,6 +33,10 @@ OTHER_RUNS_UNKNOWN = (
     "Unknown: the store was out of reach when this statement was written. If other runs used the same pictures, what they cost comes on "
     "top; `dpvision ledger STORE` adds it up."
 )
+COPIES_UNKNOWN = (
+    "What cannot be known: a second import of the same images, or a copy of the store that somebody made to use elsewhere, has ledgers of "
+    "its own, and what is charged there comes on top."
+)
 TUNING: dict[Tuning, str] = {
     "none": "Declared by the operator: the settings were fixed before the first run on these pictures, and the checkpoint is the last one.",
     "public": (
@@ -348,13 +352,18 @@ def other_runs(account: StoreAccount, run_id: str) -> str:
             f"{_count(len(account.unprotected), 'run')} without a guarantee used the same pictures. Their results are confidential; if "
             "they were released, or chosen by, no total would hold."
         )
+    unknown = COPIES_UNKNOWN if not account.moves else f"{COPIES_UNKNOWN} {_moved(account.moves)}"
     if not others:
-        return "None: this is the only run that the store's ledgers know."
+        return f"None is known: this is the only run in the ledgers beside the store. {unknown}"
     return (
         f"{_count(others, 'other run')} used the same pictures. All together cost epsilon {round_up(account.epsilon or 0.0, 2)} at delta "
         f"{short(account.delta or 0.0)} if their settings were fixed beforehand; epsilon_filter is for settings chosen after seeing "
-        "earlier runs."
+        f"earlier runs. {unknown}"
     )
+
+
+def _moved(moves: int) -> str:
+    return f"The operator declared {_count(moves, 'time')} that the store was moved and that no copy of it is in use."
 
 
 def round_up(x: float, digits: int) -> str:
