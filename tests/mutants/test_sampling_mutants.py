@@ -106,7 +106,7 @@ def test_one_step_too_many(new_run: NewRun) -> None:
             assert session.ledger.steps == session.updates == session.plan.steps
 
     def off_by_one(session):
-        return shared_steps(session) - 1  # steps < plan.steps + 1
+        return steps_left(session) + 1
 
     def check_draw() -> None:
         """Even if the ledger let a step too many pass, it could not be drawn."""
@@ -115,12 +115,12 @@ def test_one_step_too_many(new_run: NewRun) -> None:
             fit(session, quiet=True)
             assert session.updates == session.plan.steps
 
-    shared_steps = loop._shared_steps
+    steps_left = loop._steps_left
     check()
-    with planted(loop, "_shared_steps", off_by_one, r"ledger: steps=2; .*The plan is used up"):
+    with planted(loop, "_steps_left", off_by_one, r"ledger: steps=2; .*The plan is used up"):
         check()
     check_draw()
-    with planted(loop, "_shared_steps", off_by_one, r"plan.draw: step=2; .*The plan is used up"):
+    with planted(loop, "_steps_left", off_by_one, r"plan.draw: step=2; .*The plan is used up"):
         check_draw()
 
 
