@@ -27,6 +27,11 @@ class Group:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def add_up(self, values: Tensor) -> None:
+        """Replace ``values`` by their sum over all ranks (``dp.noise.Owners``)."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+
 
 def join(device: str) -> Group:
     """Join the process group that torchrun describes in the environment, or stand alone.
@@ -35,7 +40,7 @@ def join(device: str) -> Group:
         device: 'auto', 'cpu' or 'cuda'.
 
     Raises:
-        ConfigError: cuda is asked for and there is none.
+        ConfigError: cuda is asked for and there is none, or some ranks have a CPU and some a GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("hardware: device='cuda'; expected a CUDA device on this machine. Use --hardware.device auto.")
@@ -47,8 +52,24 @@ def join(device: str) -> Group:
     if use_cuda:
         torch.cuda.set_device(place)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if use_cuda else "gloo")
+        store, rank, size = next(dist.rendezvous("env://"))
+        check_one_device_type(store, rank, size, place.type)
+        dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=size)
     return Group(dist.get_rank(), world_size, place)
+
+
+def check_one_device_type(store: dist.Store, rank: int, world_size: int, device_type: str) -> None:
+    """Refuse CPU and GPU ranks in one run, before their first collective call, which would never end.
+
+    Noise agrees between the two to the last bits only, and gradients less than that.
+    """
+    store.set(f"dpvision/device/{rank}", device_type)
+    of_ranks = [store.get(f"dpvision/device/{r}").decode() for r in range(world_size)]
+    if len(set(of_ranks)) > 1:
+        raise ConfigError(
+            f"hardware: ranks on {', '.join(of_ranks)}; expected one type of device in a run. Use --hardware.device cpu, or only machines "
+            "with GPUs."
+        )
 
 
 def leave() -> None:
