@@ -108,10 +108,10 @@ def _killed(config: RunConfig, root: Path, last: int) -> None:
         try:
             real = release.privatize
 
-            def killed(total: ClippedSum, plan: DPPlan, step: int, key: bytes) -> DPGradient:
+            def killed(total: ClippedSum, plan: DPPlan, step: int, key: bytes, **settings: Any) -> DPGradient:
                 if step + 1 == last:
                     os.kill(os.getpid(), signal.SIGKILL)
-                return real(total, plan, step, key)
+                return real(total, plan, step, key, **settings)
 
             release.privatize = killed
             _run(config, root)

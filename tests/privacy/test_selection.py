@@ -1,9 +1,11 @@
 """Private selection: its price against the theorems by hand and against exact distributions, the law of the number of runs, the ledger."""
 
 import dataclasses
+import decimal
 import json
 import math
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +58,23 @@ def test_the_number_of_runs_follows_its_law(shape: float | None) -> None:
     assert len(cells) > 8
     assert stats.chisquare(counts, cells * counts.sum() / cells.sum()).pvalue > 1e-4
     assert shape is None or drawn.min() >= 1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mean", [1.01, 6.0, 300.0])
+def test_the_number_of_runs_is_the_inverse_of_its_law(mean: float, shape: float | None) -> None:
+    """Just below and just above each value of the distribution function, by exact sums of the definition."""
+    selection = Selection(mean, shape, 1, 1.0)
+    distribution = np.cumsum(pmf(mean, shape, 20_000))
+    with decimal.localcontext(prec=50):
+        for k in (0, 1, 2, 3, 5, 11, 40, 290, 350):
+            for uniform in (distribution[k] * (1 - 1e-9), distribution[k] * (1 + 1e-9)):
+                if 0 < uniform < 1:
+                    assert selection.runs_at(Decimal(uniform)) == np.searchsorted(distribution, uniform, side="right")
+        tail = selection.runs_at(1 - Decimal(2) ** -129)
+    # 2^-129 of the law is beyond: more than any float64 distribution function could tell.
+    law = stats.poisson(mean) if shape is None else None
+    assert tail > 10 and (law is None or law.sf(tail) < 2.0**-129 < law.sf(tail - 2))
 
 
 @pytest.mark.parametrize("shape", [0.0, 0.01, 0.5, 1.0, 5.0])

@@ -87,7 +87,7 @@ def problems(value: Any, schema: dict[str, Any], where: str) -> list[str]:
 
 
 def test_it_says_where_the_default_noise_comes_from(statement: dict[str, Any]) -> None:
-    assert "256-bit key" in statement["mechanism"]["noise_generator"]
+    assert "ChaCha20, a cryptographic stream, with a 256-bit key" in statement["mechanism"]["noise_generator"]
 
 
 def test_delta_times_n_is_a_half_by_default(statement: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ SumOf = Callable[[Iterator[Block]], ClippedSum]
 class Releases:
     """The releases of one head: spends the steps of a plan, each charged before anything of it is computed.
 
-    ``charge`` is ``ledger.append``: it returns the number of the step when the charge is durable. Keys are ``noise.new_key()``, new at
+    ``charge`` is ``ledger.append``: it returns the number of the step when the charge is durable. Keys are ``stream.new_key()``, new at
     every start. With several processes all share keys and charged numbers, each sums its slice of the draw, and noise is added to the
     total once, the same on all.
     """
@@ -120,7 +120,7 @@ class Releases:
             PrivacyError: the plan has no further step.
         """
         step = self._charge()
-        return step, privatize(self._sum(stream, sum_of, step), self.plan, step, self.noise_key)
+        return step, self._privatize(self._sum(stream, sum_of, step), step)
 
     def average(self, stream: FeatureStream, sum_of: SumOf, count: int) -> DPGradient:
         """Mean of ``count`` releases of the same function of the records; in full batches the sum is computed once."""
@@ -130,13 +130,16 @@ class Releases:
             step = self._charge()
             if total is None or self.plan.sampling != "full_batch":
                 total = self._sum(stream, sum_of, step)
-            for name, value in privatize(total, self.plan, step, self.noise_key).grads.items():
+            for name, value in self._privatize(total, step).grads.items():
                 totals[name] = totals.get(name, 0) + value / count
         return DPGradient(totals)
 
     def entry_std(self, count: int = 1) -> float:
         """Standard deviation of the noise in each number of ``average(..., count)``; public."""
         return self.plan.noise_std / self.plan.expected_batch_size / math.sqrt(count)
+
+    def _privatize(self, total: ClippedSum, step: int) -> DPGradient:
+        return privatize(total, self.plan, step, self.noise_key, owners=self.group, dtype=torch.float64)
 
     def _charge(self) -> int:
         step = self.charge()

@@ -32,7 +32,6 @@ class PrivacyConfig:
     """Cap of a truncated Poisson batch; required there, forbidden elsewhere."""
     max_records_per_unit: int = 1
     """Bound on the records of one unit (person); 1 means that the unit of privacy is the record."""
-    noise_generator: Literal["torch", "hardened"] = "torch"
     clipping: Literal["hard", "automatic"] = "hard"
     """'hard': scale down to the clip norm what is longer. 'automatic': scale every gradient to nearly the clip norm (Bu et al. 2023)."""
 

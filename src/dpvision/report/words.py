@@ -303,17 +303,15 @@ def sensitivity(plan: DPPlan) -> str:
 
 
 def noise_generator(plan: DPPlan) -> str:
-    """Where the noise comes from, and how good it is."""
+    """Where the noise comes from, its precision, and what that leaves open."""
     if plan.noise_multiplier == 0:
         return "No noise."
-    if plan.noise_generator == "torch":
-        return (
-            "PyTorch's generator (Mersenne Twister): normal numbers drawn in float64, rounded once to float32. Its whole state is filled "
-            "from a 256-bit key of the operating system, new at every start. Not a cryptographic generator: noise_generator=hardened is."
-        )
     return (
-        "Hardened: an AES-CTR stream keyed by the operating system at every start, with four normal numbers added and halved for each "
-        "one used: a mitigation of attacks on floating point, not a proof against them."
+        "ChaCha20, a cryptographic stream, with a 256-bit key of the operating system, new at every start; noise, draws of batches and every "
+        "other secret random number come from it. Normal numbers by Box-Muller in float64, up to 9.49 standard deviations (a true normal is "
+        "beyond with probability 2e-21). Sum plus noise is rounded in float64 to a public grid, the noise's standard deviation divided by "
+        "about a million, before it is divided by the expected batch size. The grid is a mitigation of attacks on floating point, not a "
+        "proof against them."
     )
 
 

@@ -30,6 +30,11 @@ class Group:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def add_up(self, values: Tensor) -> None:
+        """Replace ``values`` by their sum over all ranks (``dp.noise.Owners``)."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+
 
 def join(device: str) -> Group:
     """Join the process group that torchrun describes in the environment, or stand alone.

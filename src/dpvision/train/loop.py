@@ -23,13 +23,14 @@ from dpvision.config import RunConfig, to_dict
 from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn
-from dpvision.dp.noise import new_key, privatize
+from dpvision.dp.noise import privatize
 from dpvision.errors import CheckpointError
 from dpvision.optim.ema import update_average
 from dpvision.optim.optimizer import Optimizer
 from dpvision.optim.schedule import learning_rate
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.stream import new_key
 from dpvision.train.distributed import Group, all_reduce_vector, broadcast_bytes, broadcast_int, together
 from dpvision.train.folder import RunFolder
 from dpvision.train.heap import keep_freed_memory
@@ -102,7 +103,7 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
             total, metrics = step_sum(
                 step, session.config, plan, session.store, session.rows, session.words, session.model, session.loss_fn, secrets.draw, group
             )
-            gradient = privatize(total, plan, step, secrets.noise)
+            gradient = privatize(total, plan, step, secrets.noise, owners=group)
             session.optimizer.step(gradient, learning_rate(session.config.optim, step, plan.steps))
             if session.ema is not None:
                 update_average(session.ema, session.model, session.config.optim, session.updates)
