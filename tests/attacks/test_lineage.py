@@ -265,6 +265,25 @@ def test_a_dense_trainings_state_carries_the_encoders_lineage(root: Path, tmp_pa
     assert open_encoder(f"timm:{NAME}@{tmp_path / 'work' / FILE}").confidential
 
 
+def test_a_public_store_is_not_cleared_by_such_an_encoder(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which public images are left would depend on all private ones, not on each one's own twins alone."""
+    file = saved_again(weights_of(root / "nonprivate"), tmp_path)
+    stores = [str(root / "public"), str(root / "private")]
+    assert main(["data", "overlap", *stores, "--encoder", f"timm:{NAME}@{file}", "--out", str(root / "cleared")]) == 2
+    assert "shaped by private images" in capsys.readouterr().err and not (root / "cleared").exists()
+
+
+def test_a_file_in_a_run_without_a_checkpoint_is_that_runs(root: Path, tmp_path: Path) -> None:
+    """Moved out of checkpoints/, the rest deleted: run.json still says on which store, and nothing says with which guarantee."""
+    run = Path(shutil.copytree(root / "parent", tmp_path / "parent"))
+    file = saved_again(weights_of(run), tmp_path)
+    shutil.move(file, run / "best.safetensors")
+    shutil.rmtree(run / "checkpoints")
+    assert open_encoder(f"timm:{NAME}@{run / 'best.safetensors'}").confidential
+    with pytest.raises(PrivacyError, match="without a guarantee"):
+        prepare(head_on(root, f"timm:{NAME}@{run / 'best.safetensors'}"))
+
+
 def test_only_trained_numbers_are_remembered(root: Path) -> None:
     """Zeros, ones and short tensors are anybody's; a reshaped or widened copy is the same tensor."""
     wide = torch.randn(16, 16)
