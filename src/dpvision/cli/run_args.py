@@ -8,6 +8,7 @@ import tyro
 
 from dpvision.config import RunConfig
 from dpvision.errors import ConfigError
+from dpvision.privacy.composition import Part, parts_of, total_epsilon
 from dpvision.privacy.plan import DPPlan
 from dpvision.train.folder import read_run, run_base
 
@@ -69,12 +70,31 @@ def resumed_hardware(command: str, root: Path, asked: RunConfig, saved: RunConfi
     return {f.name: getattr(asked.hardware, f.name) for f in fields(asked.hardware)}
 
 
-def spent(plan: DPPlan, steps: int) -> tuple[float | None, str]:
-    """Epsilon of what was executed (None without a guarantee, or before the first step), and the same in words."""
+COMPOSED = {
+    "pld": "composed, if all settings were fixed beforehand",
+    "gaussian": "composed as Gaussians",
+    "renyi": "composed by Renyi divergences",
+    "filter": "by a Renyi filter, for settings chosen after seeing earlier results",
+    "basic": "added up",
+}
+"""How the epsilons of several runs were put together, by ``composition.Method``."""
+
+
+def spent(plan: DPPlan, steps: int, behind: tuple[Part, ...] = ()) -> tuple[dict[str, Any], str]:
+    """What was executed has cost, with the runs ``behind`` its weights on the same store.
+
+    Returns:
+        epsilon and delta of all runs (both None without a guarantee, or before the first step), epsilon of this run alone as
+        this_run_epsilon, for JSON; and the same in words.
+    """
     if plan.guarantee != "dp" or not steps:
-        return None, "no privacy guarantee"
-    epsilon = plan.spent(steps).epsilon
-    return epsilon, f"epsilon {epsilon:.4g} at delta {plan.delta:.3g}"
+        return {"epsilon": None, "delta": None, "this_run_epsilon": None}, "no privacy guarantee"
+    own = total_epsilon(parts_of([(plan, steps)]))[0]
+    epsilon, delta, method = total_epsilon(parts_of([*behind, (plan, steps)]))
+    said = f"epsilon {epsilon:.4g} at delta {delta:.3g}"
+    if behind:
+        said += f" for this run and {len(behind)} before it on this store, {COMPOSED[method]} (this run alone: epsilon {own:.4g})"
+    return {"epsilon": epsilon, "delta": delta, "this_run_epsilon": own}, said
 
 
 def lost_words(lost: int, unit: str) -> list[str]:

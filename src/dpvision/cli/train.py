@@ -20,8 +20,10 @@ from dpvision.encoders.parent import open_parent
 from dpvision.errors import ConfigError, DataError
 from dpvision.privacy.plan import DPPlan
 from dpvision.train.folder import read_run
+from dpvision.train.lineage import runs_on
 from dpvision.train.loop import Session, fit
 from dpvision.train.start import check_run, new_session, resumed_session
+from dpvision.weights import Lineage
 
 _DOC = """Train a recipe on a store, privately unless the recipe says otherwise.
 
@@ -82,14 +84,19 @@ def train(args: TrainArgs) -> None:
     else:
         opened = new_session(config, root, open_parent)
     if args.dry_run:
-        plan, store, num_records = check_run(config, open_parent)
+        plan, store, num_records, lineage = check_run(config, open_parent)
         if main_process:
             result = {"dry_run": True, **plan.to_dict(), "num_records": num_records, "store_visibility": store.visibility}
-            emit(result, args.json, plan_text(config, plan, store) + "\nDry run: every check passed, nothing was trained or charged.")
+            result["total"] = spent(plan, plan.steps, runs_on(lineage, store.store_id))[0]
+            emit(
+                result,
+                args.json,
+                plan_text(config, plan, store, lineage) + "\nDry run: every check passed, nothing was trained or charged.",
+            )
         return
     with opened as session:
         if main_process:
-            args.say(plan_text(session.config, session.plan, session.store))
+            args.say(plan_text(session.config, session.plan, session.store, session.lineage))
         complete = fit(session, quiet=args.quiet)
         if session.ledger is not None:
             _finish(session, root, complete, args.json)
@@ -107,10 +114,10 @@ def _texture_store(num: int) -> Path:
 def _finish(session: Session, root: Path, complete: bool, as_json: bool) -> None:
     assert session.ledger is not None and session.folder is not None
     plan, steps = session.plan, session.ledger.steps
-    epsilon, said = spent(plan, steps)
+    cost, said = spent(plan, steps, runs_on(session.lineage, session.store.store_id))
     result = {
         "run": str(root), "complete": complete, "steps": steps, "updates": session.updates,
-        "epsilon": epsilon, "delta": plan.delta if plan.guarantee == "dp" else None, "guarantee": plan.guarantee,
+        **cost, "guarantee": plan.guarantee,
     }  # fmt: skip
     lines = [f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} steps: {said}. Run folder: {root}"]
     lines += lost_words(steps - session.updates, "steps")
@@ -119,15 +126,17 @@ def _finish(session: Session, root: Path, complete: bool, as_json: bool) -> None
     emit(result, as_json, "\n".join(lines))
 
 
-def plan_text(config: RunConfig, plan: DPPlan, store: Store) -> str:
-    """The plan for people: the guarantee, and what it takes."""
+def plan_text(config: RunConfig, plan: DPPlan, store: Store, lineage: Lineage) -> str:
+    """The plan for people: the guarantee, with that of the runs behind the weights, and what it takes."""
     if plan.guarantee == "dp":
-        spent = "one step" if plan.steps == 1 else f"all {plan.steps} steps"
-        head = f"Private: epsilon {plan.epsilon:.4g} at delta {plan.delta:.3g} after {spent}"
+        when = "one step" if plan.steps == 1 else f"all {plan.steps} steps"
+        head = f"Private: epsilon {plan.epsilon:.4g} at delta {plan.delta:.3g} after {when}"
         if plan.epsilon_rdp is not None:
             head += f" (RDP {plan.epsilon_rdp:.4g})"
     else:
         head = f"NO PRIVACY GUARANTEE (guarantee={plan.guarantee!r})"
+    if plan.guarantee == "dp" and (behind := runs_on(lineage, store.store_id)):
+        head += f"\nAll that these weights will have seen of this store: {spent(plan, plan.steps, behind)[1]}"
     return head + "\n" + pairs(
         {
             "recipe": config.recipe,

@@ -20,6 +20,7 @@ from dpvision.privacy.selection import SCORE_SHARE, Selection, score_noise_ratio
 
 MAX_N_TIMES_DELTA = 1.5
 """Above it a mechanism that publishes records outright could pass as private: training is refused."""
+View = Literal["record", "unamplified", "unit"]
 TRUNCATION_TOLERANCE = 0.01
 """How much dearer than plain Poisson a truncated draw may be."""
 
@@ -91,8 +92,12 @@ class DPPlan:
         index = sampling.draw_poisson(num_records, self.sample_rate, rng)
         return index if self.max_batch_size is None else sampling.truncate(index, self.max_batch_size, rng)
 
-    def event(self, steps: int) -> dp_event.DpEvent:
-        """dp-accounting event of the first ``steps`` steps, for one record; the non-private event without a guarantee.
+    def event(self, steps: int, view: View = "record") -> dp_event.DpEvent:
+        """dp-accounting event of the first ``steps`` steps; the non-private event without a guarantee.
+
+        Args:
+            view: "record": for one record. "unamplified": for one record, every batch being known to the attacker. "unit": for a unit of
+                max_records_per_unit records; truncated draws have that of one record only.
 
         Raises:
             PrivacyError: more steps than planned, or a negative number.
@@ -101,7 +106,11 @@ class DPPlan:
             raise PrivacyError(f"plan.event: steps={steps}; expected 0 to {self.steps}. Read the number from the ledger of this plan.")
         if steps and self.guarantee != "dp":
             return dp_event.NonPrivateDpEvent()
-        return _event(self, self.selection, steps, self.noise_multiplier)
+        return _event(
+            self, self.selection, steps, self.noise_multiplier,
+            sampling="full_batch" if view == "unamplified" else None,
+            records=self.max_records_per_unit if view == "unit" and self.max_records_per_unit > 1 else None,
+        )  # fmt: skip
 
     def spent(self, steps: int) -> PrivacySpent:
         """What the first ``steps`` steps cost, at ``delta``.
@@ -112,10 +121,10 @@ class DPPlan:
         event = self.event(steps)
         if self.guarantee != "dp":
             return PrivacySpent(None, None, self.delta, steps, None, None)
-        unamplified = accountant.epsilon(_event(self, self.selection, steps, self.noise_multiplier, sampling="full_batch"), self.delta)
+        unamplified = accountant.epsilon(self.event(steps, "unamplified"), self.delta)
         unit = None
         if self.max_records_per_unit > 1 and self.sampling != "truncated_poisson":
-            unit_event = _event(self, self.selection, steps, self.noise_multiplier, records=self.max_records_per_unit)
+            unit_event = self.event(steps, "unit")
             # Ten times coarser than the record's: the mixture takes minutes otherwise, for a difference in the fourth digit.
             unit = accountant.epsilon(unit_event, self.delta, 10 * accountant.discretization_interval(unit_event, self.delta))
         return PrivacySpent(

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from dpvision.privacy.composition import Part, parts_of, total_epsilon
 from dpvision.privacy.plan import DPPlan
 
 _MILESTONES = 16
@@ -37,30 +38,55 @@ class StepMetrics:
 
 
 class EpsilonMeter:
-    """Epsilon spent, for display: computed exactly at sixteen milestones and rounded up to the next one in between."""
+    """Epsilon spent, for display: computed exactly at sixteen milestones and rounded up to the next one in between.
 
-    def __init__(self, plan: DPPlan) -> None:
-        self._plan = plan
-        self._known: dict[int, float] = {}
+    Args:
+        behind: the private runs on the same store that the weights come from.
+    """
+
+    def __init__(self, plan: DPPlan, behind: tuple[Part, ...] = ()) -> None:
+        self._plan, self._behind = plan, behind
+        self._known: dict[tuple[bool, int], float] = {}
 
     def at_most(self, steps: int) -> float | None:
-        """Upper bound on the epsilon of ``steps`` steps; None for a plan without a guarantee."""
+        """Upper bound on the epsilon of ``steps`` steps and of all runs behind the weights; None for a plan without a guarantee."""
+        return self._bound(steps, alone=False)
+
+    def this_run_at_most(self, steps: int) -> float | None:
+        """Upper bound on the epsilon of ``steps`` steps alone."""
+        return self._bound(steps, alone=True)
+
+    def entry(self, steps: int) -> dict[str, int | float | None]:
+        """The public line about ``steps`` steps."""
+        line: dict[str, int | float | None] = {"step": steps, "epsilon_at_most": self.at_most(steps)}
+        return line | ({"this_run_at_most": self.this_run_at_most(steps)} if self._behind else {})
+
+    def text(self, steps: int) -> str:
+        """The same in words."""
+        if self._plan.guarantee != "dp":
+            return "no guarantee"
+        if not self._behind:
+            return f"epsilon <= {self.at_most(steps):.2f}"
+        return f"epsilon <= {self.at_most(steps):.2f} with the runs before (this run {self.this_run_at_most(steps):.2f})"
+
+    def _bound(self, steps: int, *, alone: bool) -> float | None:
         if self._plan.guarantee != "dp":
             return None
         total = self._plan.steps
         milestone = min(total, math.ceil(math.ceil(steps * _MILESTONES / total) * total / _MILESTONES))
-        if milestone not in self._known:
-            spent = self._plan.spent(milestone).epsilon
-            assert spent is not None, "a plan with a guarantee has an epsilon"
-            self._known[milestone] = spent
-        return self._known[milestone]
+        if (alone, milestone) not in self._known:
+            behind = () if alone else self._behind
+            self._known[alone, milestone] = total_epsilon(parts_of([*behind, (self._plan, milestone)]))[0]
+        return self._known[alone, milestone]
 
 
 class RunLog:
     """Writes a run's log files and draws its progress; used as a context manager by rank 0."""
 
-    def __init__(self, base: Path, confidential: Path, plan: DPPlan, start_step: int, *, quiet: bool) -> None:
-        self._plan, self._meter = plan, EpsilonMeter(plan)
+    def __init__(
+        self, base: Path, confidential: Path, plan: DPPlan, start_step: int, *, quiet: bool, behind: tuple[Part, ...] = ()
+    ) -> None:
+        self._plan, self._meter = plan, EpsilonMeter(plan, behind)
         self._public = open(base / "progress.jsonl", "a")
         self._private = open(confidential / "metrics.jsonl", "a")
         self._board = SummaryWriter(str(confidential / "tensorboard"))
@@ -94,7 +120,7 @@ class RunLog:
         done = step + 1
         epsilon = self._meter.at_most(done)
         rate = metrics.batch_size / metrics.step_s
-        _line(self._public, {"step": done, "epsilon_at_most": epsilon})
+        _line(self._public, self._meter.entry(done))
         values = {key: _finite(value) for key, value in vars(metrics).items()}
         _line(self._private, {"step": done, **values, "pictures_per_s": _finite(rate), "time": time.time()})
         for name, value in values.items():
@@ -103,12 +129,11 @@ class RunLog:
         if epsilon is not None:
             self._board.add_scalar("epsilon_at_most", epsilon, done)
         self._recent_s.append(metrics.step_s)
-        self._show(done, epsilon, metrics.loss, rate)
+        self._show(done, metrics.loss, rate)
 
-    def _show(self, done: int, epsilon: float | None, loss: float, rate: float) -> None:
+    def _show(self, done: int, loss: float, rate: float) -> None:
         left = sum(self._recent_s) / len(self._recent_s) * (self._plan.steps - done)
-        spent = "no guarantee" if epsilon is None else f"epsilon <= {epsilon:.2f}"
-        text = f"{spent}  loss {loss:.4f}  {rate:,.0f} pictures/s  {_clock(left)} left"
+        text = f"{self._meter.text(done)}  loss {loss:.4f}  {rate:,.0f} pictures/s  {_clock(left)} left"
         if self._console.is_terminal:
             self._progress.update(self._task, completed=done, description=text)
         elif time.monotonic() - self._last_line >= _LINE_EVERY_S or done == self._plan.steps:

@@ -32,9 +32,10 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.train.distributed import Group, all_reduce_vector, broadcast_bytes, broadcast_int, check_same_everywhere
 from dpvision.train.folder import RunFolder
 from dpvision.train.heap import keep_freed_memory
-from dpvision.train.lineage import own_entry
+from dpvision.train.lineage import own_entry, runs_on
 from dpvision.train.log import RunLog
 from dpvision.train.step import step_sum
+from dpvision.train.unprotected import remember_weights
 from dpvision.train.versions import code_versions
 from dpvision.train.words import TOKENIZER_FILE
 
@@ -68,6 +69,8 @@ class Session:
     group: Group
     folder: RunFolder | None = None
     ledger: Ledger | None = None
+    start: frozenset[str] | None = None
+    """Digests of the weights that this start of a run without a guarantee began with; None with a guarantee."""
 
 
 def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False) -> bool:
@@ -88,7 +91,8 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
         log = None
         if session.folder is not None:
             first = session.ledger.steps if session.ledger else 0
-            log = stack.enter_context(RunLog(session.folder.base, session.folder.confidential, plan, first, quiet=quiet))
+            behind = runs_on(session.lineage, session.store.store_id)
+            log = stack.enter_context(RunLog(session.folder.base, session.folder.confidential, plan, first, quiet=quiet, behind=behind))
         while (steps := _shared_steps(session)) < plan.steps:
             step = broadcast_int(session.ledger.append() if session.ledger else 0, group)  # before the deed
             total, metrics = step_sum(
@@ -129,9 +133,12 @@ def save(session: Session) -> Path | None:
         "config": to_dict(session.config),
         "plan": session.plan.to_dict(),
         "ledger_digest": ledger.digest,
-        "lineage": [*session.lineage, own_entry(session.plan, session.store, folder.run_id, ledger.steps)],
+        "lineage": [*session.lineage, own_entry(session.plan, session.store, folder.run_id, ledger.steps, session.lineage)],
         "versions": code_versions(),
     }
+    if session.start is not None:
+        made = [*state_tensors(session.model).values(), *(session.ema or {}).values()]
+        remember_weights(session.store, folder.run_id, made, session.start)
     path = save_checkpoint(
         folder.checkpoints / f"step-{ledger.steps:08d}", manifest, state_tensors(session.model),
         ema=session.ema, optimizer=session.optimizer.tensors(),
