@@ -6,6 +6,7 @@ hand (no run, no store) is not checked. docs/verify.md explains every line.
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dpvision.privacy.ledger import LedgerContents, read_ledger, store_account
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report.recompute import Check, check_epsilons, check_figures, check_schema, compared, failed, not_checked, ok
+from dpvision.report.statement import read_evidence, statement_of
 from dpvision.train.folder import read_run
 from dpvision.train.versions import code_versions
 from dpvision.weights import lineage_digest, unpack
@@ -56,6 +58,8 @@ def verify_statement(path: str | Path, run_dir: str | Path | None = None, store_
         checks.append(not_checked("store, other runs", NO_STORE))
     else:
         checks += check_store(statement, Path(store_dir), copy)
+    if copy is not None and run_dir is not None:
+        checks.append(check_every_word(statement, Path(run_dir), None if store_dir is None else Path(store_dir)))
     return checks
 
 
@@ -217,6 +221,40 @@ def check_scores(statement: dict[str, Any], root: Path) -> Check:
     if missing:
         return failed("scores", f"not in scores.json of the run: {', '.join(missing)}")
     return ok("scores", f"{len(statement['scores'])} scores as in scores.json; they are not measured again")
+
+
+def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | None) -> Check:
+    """The statement against the one that the same code writes from the same files: every sentence, and the figures not checked so far."""
+    name = "written again"
+    try:
+        evidence = read_evidence(root, store_dir)
+        if statement["hashes"]["code"] != code_versions()["code_sha256"]:
+            return not_checked(name, "the dpvision installed here is not the code that made the checkpoint")
+        if evidence.ledger.digest != statement["hashes"]["ledger"]:
+            return not_checked(name, "the run's ledger, where it can be read, is not at the line that the statement names")
+        again = json.loads(json.dumps(statement_of(evidence, statement["history"]["tuning"]["declared"])))
+    except DPVisionError as error:
+        return failed(name, str(error))
+    other = [where for where in _differences(statement, again, "") if store_dir or not where.startswith(_OF_THE_STORE)]
+    if other:
+        return failed(name, f"not as written from these files: {', '.join(other[:5])}{', ...' if len(other) > 5 else ''}")
+    return ok(name, "the statement that this dpvision writes from these files is the same")
+
+
+_OF_THE_STORE = ("history.other_runs", "history.ledger")
+
+
+def _differences(stated: Any, found: Any, where: str) -> list[str]:
+    if isinstance(stated, dict) and isinstance(found, dict):
+        names = [f"{where}.{key}".lstrip(".") for key in stated.keys() ^ found.keys()]
+        return names + [
+            d for key in stated.keys() & found.keys() for d in _differences(stated[key], found[key], f"{where}.{key}".lstrip("."))
+        ]
+    if isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
+        return [d for i, pair in enumerate(zip(stated, found, strict=True)) for d in _differences(*pair, f"{where}[{i}]")]
+    if isinstance(stated, float) and isinstance(found, float):
+        return [] if math.isclose(stated, found, rel_tol=1e-6, abs_tol=1e-12) else [where]
+    return [] if stated == found and isinstance(stated, bool) == isinstance(found, bool) else [where]
 
 
 def check_store(statement: dict[str, Any], store_dir: Path, copy: LedgerContents | None) -> list[Check]:
