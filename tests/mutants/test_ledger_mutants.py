@@ -113,7 +113,8 @@ def test_ledger_copied_folder(new_store, long_plan: DPPlan) -> None:
         assert_refused(lambda: Ledger.open(store, "b", another, resume=False).close(), "an older copy, by another run,")
 
     check()
-    with planted(StoreLedgers, "own_path", property(lambda ledgers: ledgers.folder / "own.json"), "an older copy of the ledgers was accepted"):
+    beside = property(lambda ledgers: ledgers.folder / "own.json")
+    with planted(StoreLedgers, "own_path", beside, "an older copy of the ledgers was accepted"):
         check()
 
 

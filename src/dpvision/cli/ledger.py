@@ -37,8 +37,8 @@ def ledger(
         store: Folder made by `dpvision data import`.
         cap: Set the owner's hard cap on the total epsilon: a run that would pass it is refused.
         cap_delta: Delta at which the cap holds; required with --set-cap.
-        moved: Declare that this store was moved here together with its LEDGERS folder, or is mounted under another path, and that no copy of
-            it is in use elsewhere. A private store that lies elsewhere than where it was imported is refused until then, for a copy has
+        moved: Declare that this store was moved here together with its LEDGERS folder, or is mounted under another path, and that no copy
+            of it is in use elsewhere. A private store that lies elsewhere than where it was imported is refused until then, for a copy has
             ledgers of its own. Statements say how often it was declared.
         restore: Write a lost file of marks (ledger_marks.json of the store, or marks.json beside its ledgers) again, from the other one.
         json: Print JSON.

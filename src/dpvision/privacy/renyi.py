@@ -34,7 +34,7 @@ def poisson_gaussian(sample_rate: float, noise_multiplier: float) -> np.ndarray:
 
 
 def at_orders(order: np.ndarray, divergence: np.ndarray) -> np.ndarray:
-    """Upper bounds at ``ORDERS`` from upper bounds at a few orders: (order - 1) x divergence is convex in the order, hence below its chords,
+    """Upper bounds at ``ORDERS`` from upper bounds at a few orders: (order - 1) x divergence is convex in the order, below its chords,
     and divergence rises with the order. Infinite beyond the last order that is finite.
 
     Args:
@@ -45,7 +45,7 @@ def at_orders(order: np.ndarray, divergence: np.ndarray) -> np.ndarray:
         return np.full(len(ORDERS), math.inf)
     order, divergence = order[finite], divergence[finite]
     chord = np.interp(ORDERS, order, (order - 1) * divergence, right=math.inf) / (ORDERS - 1)
-    return np.where(ORDERS < order[0], divergence[0], chord)
+    return np.where(order[0] > ORDERS, divergence[0], chord)
 
 
 def _integrals(q: float, noise: float) -> np.ndarray:

@@ -70,7 +70,7 @@ def total_steps(releases: Sequence[Release]) -> int:
 
 
 def gaussian_delta(shift: float, epsilon: float) -> float:
-    """delta at ``epsilon`` of one Gaussian whose mean moves by ``shift`` standard deviations (Balle and Wang, arXiv 1805.06530, theorem 8)."""
+    """delta at ``epsilon`` of one Gaussian whose mean moves by ``shift`` standard deviations (Balle and Wang, arXiv 1805.06530)."""
     high, low = special.log_ndtr(shift / 2 - epsilon / shift), epsilon + special.log_ndtr(-shift / 2 - epsilon / shift)
     return math.exp(high) * -math.expm1(min(low - high, 0.0))
 
@@ -196,13 +196,13 @@ def _epsilon(losses: Sequence[_Losses], delta: float) -> float:
     tilt = math.exp(optimize.minimize_scalar(renyi, bounds=(-9, 18), method="bounded", options={"xatol": 1e-3}).x)
     total = log_moment(tilt)
     # What lies outside of [bottom, top] is less than _CUT of delta, and so little of the tilted law that its images within do not count.
-    scales = (1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2, 3, 5, 9)
+    above = (1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 5.0, 9.0)
     top = max(
-        min((log_moment(s * tilt) - math.log(_CUT * delta)) / (s * tilt) for s in scales),
-        min((log_moment(s * tilt) - total - math.log(_IMAGE)) / ((s - 1) * tilt) for s in scales),
+        min((log_moment(s * tilt) - math.log(_CUT * delta)) / (s * tilt) for s in above),
+        min((log_moment(s * tilt) - total - math.log(_IMAGE)) / ((s - 1) * tilt) for s in above),
     )
-    scales = (0.98, 0.95, 0.9, 0.8, 0.6, 0.3, 0.0, -0.5, -1, -3)
-    bottom = max((math.log(_IMAGE) - log_moment(s * tilt) + total) / ((1 - s) * tilt) for s in scales)
+    below = (0.98, 0.95, 0.9, 0.8, 0.6, 0.3, 0.0, -0.5, -1.0, -3.0)
+    bottom = max((math.log(_IMAGE) - log_moment(s * tilt) + total) / ((1 - s) * tilt) for s in below)
     first = math.floor(bottom / width) - 1
     points = fft.next_fast_len(max(math.ceil(top / width) - first + 2, 64), real=True)
     if points > _MOST_POINTS:
@@ -221,12 +221,12 @@ def _epsilon(losses: Sequence[_Losses], delta: float) -> float:
     # delta(e) = sum over losses l > e of mass (1 - exp(e - l)), from the top down, around the epsilon that is sought.
     guess = renyi(math.log(tilt))
     mass_K = mass_K * np.exp(np.minimum(total - tilt * loss_K, 700.0))
-    above = np.cumsum(mass_K[::-1])[::-1]
+    kept = np.cumsum(mass_K[::-1])[::-1]
     scaled = np.cumsum((mass_K * np.exp(np.clip(guess - loss_K, -700.0, 700.0)))[::-1])[::-1]
-    delta_K = above - scaled * np.exp(np.clip(loss_K - guess, -700.0, 700.0))
+    delta_K = kept - scaled * np.exp(np.clip(loss_K - guess, -700.0, 700.0))
     enough = np.flatnonzero(delta_K <= wanted)
     # Above the last point that is too small: the curve falls, and rounding far below it does not count.
     too_much = np.flatnonzero(delta_K[: enough[-1] + 1] > wanted)
     at = int(too_much[-1]) + 1 if len(too_much) else 0
-    found = guess + math.log((above[at] - wanted) / scaled[at]) if above[at] > wanted else loss_K[at]
+    found = guess + math.log((kept[at] - wanted) / scaled[at]) if kept[at] > wanted else loss_K[at]
     return max(0.0, min(float(found), float(loss_K[at])) * (1 + 1e-9) + 1e-12)

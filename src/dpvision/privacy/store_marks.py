@@ -87,8 +87,8 @@ class StoreLedgers:
             marks = read_marks(path)
             if marks is not None and marks.store_id != self.store_id:
                 raise PrivacyError(
-                    f"ledger: {path}: marks of store {marks.store_id}; expected {self.store_id}, as store.json says. The id was replaced, or "
-                    "files of two stores were mixed: restore store.json."
+                    f"ledger: {path}: marks of store {marks.store_id}; expected {self.store_id}, as store.json says. The id was replaced, "
+                    "or files of two stores were mixed: restore store.json."
                 )
             if marks is not None:
                 found[path] = marks
@@ -124,7 +124,7 @@ class StoreLedgers:
         return {marks.cap for marks in self.family_marks().values() if marks.cap is not None}
 
     def register(self) -> None:
-        """Give a new store its own file of marks: where it lies, and the runs and the cap of its family so far. Nothing where it has one."""
+        """Give a new store its own file of marks: where it lies, and its family's runs and cap so far. Nothing where it has one."""
         own = read_marks(self.own_path)
         if own is None or not own.places:
             shared = read_marks(self.shared_path) or Marks(self.store_id)
@@ -194,7 +194,7 @@ class StoreLedgers:
         self.begin()
 
     def check_place(self) -> None:
-        """Refuse a private store that lies elsewhere than where it was imported: it may be a copy, whose ledgers know nothing of the original's.
+        """Refuse a private store that lies elsewhere than where it was imported: a copy has ledgers of its own.
 
         Raises:
             PrivacyError: the folder that holds the store has neither the path nor the number on disk that the marks remember.
@@ -203,8 +203,8 @@ class StoreLedgers:
         if not self.private or marks is None or not marks.places or place(self.root.parent, self.store_id) & set(marks.places):
             return
         raise PrivacyError(
-            f"ledger: {self.root}: not where this store was imported; expected the original, whose ledgers know every run. If this is a copy, "
-            "use the original. If the store was moved here with its LEDGERS folder, or is mounted under another path, say so: "
+            f"ledger: {self.root}: not where this store was imported; expected the original, whose ledgers know every run. If this is a "
+            "copy, use the original. If the store was moved here with its LEDGERS folder, or is mounted under another path, say so: "
             f"`dpvision ledger {self.root} --moved`."
         )
 
@@ -252,8 +252,8 @@ class StoreLedgers:
             raise PrivacyError(f"{where}: of run {contents.run_id} on store {contents.store_id}; expected this run and store. Restore it.")
         if not marks and contents.steps:
             raise PrivacyError(
-                f"{where}: steps={contents.steps}, and the store has no mark of it; expected none before the first. The ledger was put there "
-                "by hand, or the marks are of an older day: restore the newest files."
+                f"{where}: steps={contents.steps}, and the store has no mark of it; expected none before the first. The ledger was put "
+                "there by hand, or the marks are of an older day: restore the newest files."
             )
         for mark in marks:
             if contents.header != mark.header:
