@@ -13,16 +13,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from dpvision.cli import main
-from dpvision.config import DataConfig
+from dpvision.config import ClassifierConfig, DataConfig, ViTConfig
 from dpvision.data.batch import Batch
 from dpvision.data.import_labels import ClassRule, read_classes
 from dpvision.data.importer import import_source
 from dpvision.data.keys import StepKey
-from dpvision.data.loader import pictures
+from dpvision.data.loader import physical_batches, pictures
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.dp.clip import clipped_sum
 from dpvision.errors import DataError
+from dpvision.models import make_model
+from dpvision.train.objectives import classification_losses
 from dpvision.train.start import check_labels
 
 C, NUM, CLASSES = 0.1, 105, ("beech", "birch", "oak")
@@ -117,6 +119,25 @@ def test_numbers_need_no_list_as_text_either(tmp_path: Path) -> None:
         Image.fromarray(np.full((8, 8, 3), int(name), dtype=np.uint8)).save(folder / name / "x.png")
     store = import_source(folder, tmp_path / "s")
     assert store.labels.tolist() == [1, 7] and store.label_names is None
+
+
+def test_a_record_without_a_class_adds_exactly_nothing_to_a_step(tmp_path: Path) -> None:
+    store = import_source(write_images(tmp_path / "a", "ash"), tmp_path / "s", classes=ClassRule(CLASSES, "unlabelled"))
+    unknown = np.flatnonzero(~store.labelled)
+    assert len(unknown) == 1
+    model = make_model(ClassifierConfig(encoder=ViTConfig(image_size=8, patch_size=4, depth=1, width=8, num_heads=2), num_classes=3), 0)
+    nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
+
+    def grads(rows: np.ndarray) -> dict[str, torch.Tensor]:
+        (batch,) = physical_batches(store, rows, StepKey(0, 0), DataConfig(), 8, physical_batch_size=8, workers=1)
+        return clipped_sum(classification_losses, model, batch, StepKey(0, 0), max_grad_norm=C).grads
+
+    alone = grads(unknown)
+    assert alone and all(not value.any() for value in alone.values())
+    with_others, others = grads(np.concatenate([unknown, [3, 4, 5]])), grads(np.array([3, 4, 5]))
+    assert any(value.any() for value in others.values())
+    for name, value in others.items():
+        torch.testing.assert_close(with_others[name], value, rtol=1e-5, atol=1e-7)
 
 
 def test_records_without_a_class_train_only_with_the_operators_word(tmp_path: Path) -> None:

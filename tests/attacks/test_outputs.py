@@ -2,6 +2,7 @@
 
 import json
 import stat
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -19,7 +20,10 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.privacy.plan import make_plan
 from dpvision.recipes import RECIPES
 from dpvision.report.compared_run import made_of_public_pictures
-from dpvision.train.start import check_store
+from dpvision.train.loop import fit
+from dpvision.train.start import check_store, new_session
+
+from .test_ranks import config_of
 
 TWINS = 7
 
@@ -78,6 +82,21 @@ def test_losses_on_a_cleared_store_are_no_public_figure(tmp_path: Path) -> None:
         write_json(tmp_path / name / "config.json", to_dict(RECIPES["synthetic.vip_micro"]()))
         write_json(tmp_path / name / "run.json", about | {"results_visibility": seen_by})
         assert made_of_public_pictures(tmp_path / name) == (seen_by == "public")
+
+
+def test_no_record_id_is_in_what_leaves_a_run(stores: Path, tmp_path: Path) -> None:
+    config = config_of(stores / "mine")
+    config = replace(config, privacy=replace(config.privacy, dataset_size=40, expected_batch_size=40))
+    with new_session(config, tmp_path / "run") as session:
+        fit(session, quiet=True)
+        ids = session.store.index["id"].tolist()
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and "confidential" not in path.parts]
+    assert {"model.safetensors", "manifest.json", "ledger.jsonl", "run.json"} <= {path.name for path in files}
+    content = b"".join(path.read_bytes() for path in files)
+    for record in ids:
+        forms = [str(record).encode(), f"{record:016x}".encode(), record.to_bytes(8, "little"), record.to_bytes(8, "big")]
+        assert not any(form in content for form in forms)
+    assert read_key(stores / "mine").hex().encode() not in content
 
 
 def test_the_published_id_of_a_store_is_no_key_of_its_hashes(stores: Path, tmp_path: Path) -> None:
