@@ -7,6 +7,7 @@ of Papernot and Steinke (arXiv 2110.03620), theorems 2 and 6, as dp-accounting's
 """
 
 import decimal
+import functools
 import math
 from dataclasses import dataclass
 from decimal import Decimal
@@ -83,7 +84,8 @@ class Selection:
         else:
             gamma, shape = Decimal(success_probability(self.mean_runs, self.shape)), Decimal(self.shape)
             runs = 1
-            share = (1 - gamma) / -gamma.ln() if shape == 0 else shape * (1 - gamma) * gamma**shape / (1 - gamma**shape)
+            none = gamma**shape
+            share = (1 - gamma) / -gamma.ln() if shape == 0 else shape * (1 - gamma) * none / (1 - none)
         below = share
         while below <= uniform:
             share *= mean / (runs + 1) if self.shape is None else (1 - gamma) * (runs + shape) / (runs + 1)
@@ -92,6 +94,7 @@ class Selection:
         return runs
 
 
+@functools.cache
 def success_probability(mean_runs: float, shape: float) -> float:
     """gamma of the truncated negative binomial with this mean: P(K = k) proportional to (1 - gamma)^k times the product over j < k of
     (j + shape) / (j + 1).
