@@ -32,7 +32,7 @@ def test_small_numbers_keep_their_exponent() -> None:
 
 
 def test_words_for_a_person_appear_with_a_contribution_bound() -> None:
-    plan = make_plan(replace(PRIVACY, max_records_per_unit=3))
+    plan = make_plan(replace(PRIVACY, max_records_per_unit=3, num_units=20_000))
     assert "At most 3 records of a person" in words.unit(plan)
 
 

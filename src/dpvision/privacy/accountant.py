@@ -39,7 +39,7 @@ class PrivacySpent:
     epsilon_unamplified: float | None
     """Without trust in the secrecy of the batches: ``steps`` full-batch steps with the same noise."""
     unit_epsilon: float | None
-    """For a unit of max_records_per_unit records at the same delta; None when the unit is the record."""
+    """For a unit (person) of up to max_records_per_unit records at the same delta; None when the unit is the record."""
 
 
 def epsilon(event: dp_event.DpEvent, delta: float, interval: float | None = None) -> float:
@@ -65,6 +65,24 @@ def epsilon(event: dp_event.DpEvent, delta: float, interval: float | None = None
     if _selects(event):
         return _epsilon_of_selection(event, delta, interval)
     return float(_pld(event, interval or discretization_interval(event, delta)).get_epsilon_for_delta(delta))
+
+
+def unit_epsilon(event: dp_event.DpEvent, delta: float, *, parts: int = 2000) -> float:
+    """Upper bound on epsilon of ``event`` for a unit of several records, on a grid of about epsilon / ``parts``.
+
+    ``discretization_interval`` judges a mixture by its largest part, which is many times too coarse; here the bound itself chooses the
+    grid. Within 1% of the limit at 2000 parts, in a second.
+
+    Raises:
+        PrivacyError: as ``epsilon``.
+    """
+    interval = 100 * discretization_interval(event, delta)
+    bound = epsilon(event, delta, interval)
+    if gaussian_noise(event) is None and not _selects(event):
+        while 0 < bound < math.inf and interval > 2 * bound / parts:
+            interval = bound / parts
+            bound = min(bound, epsilon(event, delta, interval))
+    return bound
 
 
 def _epsilon_of_selection(event: dp_event.DpEvent, delta: float, interval: float | None) -> float:

@@ -48,11 +48,12 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "noise_multiplier": plan.noise_multiplier,
         "steps": plan.steps,
         "delta": plan.delta,
-        "n_times_delta": plan.dataset_size * plan.delta,
+        "n_times_delta": plan.population * plan.delta,
         "epsilon": spent.epsilon,
         "epsilon_rdp": spent.epsilon_rdp,
         "epsilon_unamplified": spent.epsilon_unamplified,
         "max_records_per_unit": plan.max_records_per_unit,
+        "num_units": plan.num_units,
         "unit_epsilon": spent.unit_epsilon,
         "value_discretization_interval": plan.value_discretization_interval,
         "sample_gradients": plan.steps * plan.expected_batch_size,
@@ -61,7 +62,7 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "advice": advice(plan, strength) if private else None,
         "privacy_profile": accountant.privacy_profile(event) if private else None,
         "attack_tpr": {str(f): accountant.attack_tpr(event, f) for f in ATTACK_FPRS} if private else None,
-        "refused": refusal(plan),
+        "refused": refusal(plan, allow_weak=cfg.allow_weak_guarantee),
     }
 
 
