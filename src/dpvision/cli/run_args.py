@@ -1,5 +1,6 @@
 """What the commands that make a run have in common: options, the run's folder, what --resume keeps to, and words for what was spent."""
 
+import sys
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +35,8 @@ class RunArgs(Where):
     """Make the plan and all checks, then stop: nothing is trained, nothing is charged."""
     quiet: bool = False
     """No progress."""
+    show_confidential: bool = False
+    """Print what depends on private images (loss, throughput, scores) also where the output is no terminal, as in a job's log."""
     json: bool = False
     """Print the result as JSON."""
     config: Annotated[RunConfig, tyro.conf.arg(name="")] = field(kw_only=True)
@@ -69,14 +72,53 @@ def resumed_hardware(command: str, root: Path, asked: RunConfig, saved: RunConfi
     return {f.name: getattr(asked.hardware, f.name) for f in fields(asked.hardware)}
 
 
-def spent(plan: DPPlan, steps: int) -> tuple[float | None, str]:
-    """Epsilon of what was executed (None without a guarantee, or before the first step), and the same in words."""
+STOPPED = 75
+"""Exit status after SIGINT, SIGTERM or SIGUSR1: saved, and --resume goes on (EX_TEMPFAIL of sysexits.h)."""
+
+
+def guarantee_words(plan: DPPlan, epsilon: float, unit_epsilon: float | None) -> str:
+    """A guarantee in a line: the person's where people are declared, and the image's beside it."""
+    if plan.num_units is None:
+        return f"epsilon {epsilon:.4g} at delta {plan.delta:.3g}"
+    k = plan.max_records_per_unit
+    if unit_epsilon is None:
+        return f"epsilon {epsilon:.4g} for a single image, unknown for a person, at delta {plan.delta:.3g}"
+    if k == 1:
+        return f"epsilon {unit_epsilon:.4g} for a person (one image of each) at delta {plan.delta:.3g}"
+    return f"epsilon {unit_epsilon:.4g} for a person (at most {k} images), {epsilon:.4g} for a single image, at delta {plan.delta:.3g}"
+
+
+def spent(plan: DPPlan, steps: int) -> tuple[dict[str, float | None], str]:
+    """Epsilon of what was executed, of a record and of a unit (None without a guarantee, or before the first step), and in words."""
     if plan.guarantee != "dp" or not steps:
-        return None, "no privacy guarantee"
-    epsilon = plan.spent(steps).epsilon
-    return epsilon, f"epsilon {epsilon:.4g} at delta {plan.delta:.3g}"
+        return {"epsilon": None, "unit_epsilon": None}, "no privacy guarantee"
+    found = plan.spent(steps)
+    assert found.epsilon is not None, "a plan with a guarantee has an epsilon"
+    return {"epsilon": found.epsilon, "unit_epsilon": found.unit_epsilon}, guarantee_words(plan, found.epsilon, found.unit_epsilon)
 
 
-def lost_words(lost: int, unit: str) -> list[str]:
+def lost_words(plan: DPPlan, lost: int, noun: str) -> list[str]:
     """A line about charges without a result."""
-    return [f"{lost} {unit} were charged and lost in a crash; they count in epsilon."] if lost else []
+    if not lost:
+        return []
+    return [f"{lost} {noun} were charged and lost ({spent(plan, lost)[1]} by themselves); they count in epsilon."]
+
+
+def resume_words(plan: DPPlan, charged: int, in_weights: int, saved: bool, noun: str = "steps") -> str:
+    """What a run that goes on has spent, lost and left.
+
+    Args:
+        charged: steps in the ledger.
+        in_weights: of them, those whose result is in the newest checkpoint.
+        saved: whether there is a checkpoint.
+    """
+    lines = [f"Resuming: {charged} of {plan.steps} {noun} charged ({spent(plan, charged)[1]}), {plan.steps - charged} left."]
+    lines += lost_words(plan, charged - in_weights, noun)
+    if not saved and charged:
+        lines.append(f"There is no checkpoint: it starts again from the initial weights, with {charged} charged {noun} lost.")
+    return "\n".join(lines)
+
+
+def announce(text: str) -> None:
+    """Print to standard error, also with --json and --quiet: what has been lost is no progress."""
+    print(text, file=sys.stderr, flush=True)

@@ -85,6 +85,11 @@ def unit_epsilon(event: dp_event.DpEvent, delta: float, *, parts: int = 2000) ->
     return bound
 
 
+def unit_interval(unit_epsilon: float) -> float:
+    """Grid for ``deltas`` and ``attack_tpr`` of a unit's event, from its epsilon (``unit_epsilon``)."""
+    return max(unit_epsilon, 1e-3) / 400
+
+
 def _epsilon_of_selection(event: dp_event.DpEvent, delta: float, interval: float | None) -> float:
     """Renyi for all of it; or, where that is less, PLD for what is no selection and Renyi for what is, with half of delta each."""
     whole = epsilon_rdp(event, delta)
@@ -169,7 +174,7 @@ def _deltas_rdp(order_A: np.ndarray, divergence_A: np.ndarray, epsilon_E: np.nda
     return np.minimum(np.exp(np.minimum(log_EA.min(axis=1), 0.0)), distance)
 
 
-def attack_tpr(event: dp_event.DpEvent, fpr: float) -> float:
+def attack_tpr(event: dp_event.DpEvent, fpr: float, interval: float | None = None) -> float:
     """Best true-positive rate of any membership attack with false-positive rate at most ``fpr``.
 
     Each (epsilon, delta) of the profile bounds the miss rate from below, f(a) = max(0, 1 - delta - e^epsilon a,
@@ -178,12 +183,13 @@ def attack_tpr(event: dp_event.DpEvent, fpr: float) -> float:
     Args:
         event: a private event.
         fpr: in [0, 1].
+        interval: as for ``deltas``.
 
     Returns:
         In [fpr, 1].
     """
     epsilons = np.linspace(0.0, min(_largest_epsilon(event, 1e-12), 700.0), 4001)
-    delta = deltas(event, epsilons)
+    delta = deltas(event, epsilons, interval)
     hit_1 = delta + np.exp(epsilons) * fpr
     hit_2 = 1.0 - np.exp(-epsilons) * (1.0 - delta - fpr)
     return float(min(1.0, hit_1.min(), hit_2.min()))

@@ -155,6 +155,18 @@ class DPPlan:
             raise PrivacyError("plan.unit_event: sampling=truncated_poisson; expected poisson or full_batch. Make another plan.")
         return _event(self, self.selection, steps, self.noise_multiplier, records=self.max_records_per_unit)
 
+    def attack_tpr(self, steps: int, fpr: float) -> float:
+        """Best true-positive rate at false-positive rate ``fpr`` of an attack that asks whether one of those whom the guarantee is for took
+        part: a unit where units are declared, else a record.
+
+        Raises:
+            PrivacyError: as ``event``; or no guarantee.
+        """
+        unit = None if self.max_records_per_unit == 1 else self.spent(steps).unit_epsilon
+        if unit is None:
+            return accountant.attack_tpr(self.event(steps), fpr)
+        return accountant.attack_tpr(self.unit_event(steps), fpr, accountant.unit_interval(unit))
+
     def run_plans(self) -> tuple["DPPlan", "DPPlan"]:
         """Plans of one run of the selection: of its releases, and of its score, one full-batch release clipped to 1. Nothing may be
         executed with them but inside the selection that was charged.
@@ -344,19 +356,21 @@ def refusal(plan: DPPlan, *, allow_weak: bool = False) -> str | None:
             f"privacy: delta={plan.delta}; expected {declared} x delta at most {MAX_N_TIMES_DELTA}, got "
             f"{plan.population * plan.delta:.3g}. Leave delta out for 1 / (2 {declared})."
         )
-    return _unaccounted(plan) or (None if allow_weak else _weak(plan))
+    return _unaccounted(plan) or (None if allow_weak else weakness(plan))
 
 
-def _weak(plan: DPPlan) -> str | None:
+def weakness(plan: DPPlan) -> str | None:
+    """Why ``plan`` is refused without ``allow_weak_guarantee``; None where it is not."""
     remedy = "To train nevertheless: --privacy.allow-weak-guarantee."
     if not plan.delta <= MAX_DELTA:
         return f"privacy: delta={plan.delta}; expected at most {MAX_DELTA}. Say --privacy.delta {MAX_DELTA:g}. {remedy}"
     stated = plan.stated_epsilon
     if stated is None or not stated <= MAX_EPSILON:
         whose = "one record" if plan.num_units is None else f"one person ({plan.max_records_per_unit} records)"
+        got = "unknown" if stated is None else f"{stated:.4g}"
         return (
-            f"privacy: epsilon={'unknown' if stated is None else f'{stated:.4g}'} for {whose}; expected at most {MAX_EPSILON:g}, above which "
-            f"a guarantee says next to nothing. Plan more noise, or fewer steps. {remedy}"
+            f"privacy: epsilon={got} for {whose}; expected at most {MAX_EPSILON:g}, above which a guarantee says next to nothing. Plan "
+            f"more noise, or fewer steps. {remedy}"
         )
     return None
 

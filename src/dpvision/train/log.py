@@ -1,6 +1,7 @@
-"""What a run tells: people on the terminal, machines in JSONL and TensorBoard, each on its side of ``confidential/``.
+"""What a run reports: to people on the terminal, to machines in JSONL and TensorBoard, each on its side of ``confidential/``.
 
-Public: the step and the epsilon spent. Confidential: loss, norms, clip fraction, realised batch size, times (guarantee.md, rule 6).
+Public: the step and the epsilon spent. Confidential: loss, norms, clip fraction, realised batch size, times (docs/privacy.md). On the
+terminal of a run on a private store loss and throughput are marked "operator only", and a job's log gets neither.
 """
 
 import json
@@ -16,6 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from dpvision.errors import OPERATOR_ONLY
+from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.plan import DPPlan
 
 _MILESTONES = 16
@@ -41,25 +44,41 @@ class EpsilonMeter:
 
     def __init__(self, plan: DPPlan) -> None:
         self._plan = plan
-        self._known: dict[int, float] = {}
+        self._known: dict[int, PrivacySpent] = {}
 
     def at_most(self, steps: int) -> float | None:
         """Upper bound on the epsilon of ``steps`` steps; None for a plan without a guarantee."""
-        if self._plan.guarantee != "dp":
-            return None
+        return self._spent(steps).epsilon if self._plan.guarantee == "dp" else None
+
+    def unit_at_most(self, steps: int) -> float | None:
+        """The same for a unit (person); None where the plan knows no units."""
+        return self._spent(steps).unit_epsilon if self._plan.guarantee == "dp" else None
+
+    def line(self, steps: int) -> dict[str, float | int | None]:
+        """What progress.jsonl has of ``steps`` charged steps: public."""
+        unit = self.unit_at_most(steps)
+        return {"step": steps, "epsilon_at_most": self.at_most(steps)} | ({} if unit is None else {"unit_epsilon_at_most": unit})
+
+    def _spent(self, steps: int) -> PrivacySpent:
         total = self._plan.steps
         milestone = min(total, math.ceil(math.ceil(steps * _MILESTONES / total) * total / _MILESTONES))
         if milestone not in self._known:
-            spent = self._plan.spent(milestone).epsilon
-            assert spent is not None, "a plan with a guarantee has an epsilon"
-            self._known[milestone] = spent
+            self._known[milestone] = self._plan.spent(milestone)
         return self._known[milestone]
 
 
 class RunLog:
-    """Writes a run's log files and draws its progress; used as a context manager by rank 0."""
+    """Writes a run's log files and draws its progress; used as a context manager by rank 0.
 
-    def __init__(self, base: Path, confidential: Path, plan: DPPlan, start_step: int, *, quiet: bool) -> None:
+    Args:
+        private: the store is private: loss and throughput are printed on a terminal only, marked as the operator's.
+        show_confidential: print them also where standard error is no terminal.
+    """
+
+    def __init__(
+        self, base: Path, confidential: Path, plan: DPPlan, start_step: int, *, quiet: bool, private: bool, show_confidential: bool = False
+    ) -> None:
+        self._private_store, self._show_confidential = private, show_confidential
         self._plan, self._meter = plan, EpsilonMeter(plan)
         self._public = open(base / "progress.jsonl", "a")
         self._private = open(confidential / "metrics.jsonl", "a")
@@ -94,7 +113,7 @@ class RunLog:
         done = step + 1
         epsilon = self._meter.at_most(done)
         rate = metrics.batch_size / metrics.step_s
-        _line(self._public, {"step": done, "epsilon_at_most": epsilon})
+        _line(self._public, self._meter.line(done))
         values = {key: _finite(value) for key, value in vars(metrics).items()}
         _line(self._private, {"step": done, **values, "pictures_per_s": _finite(rate), "time": time.time()})
         for name, value in values.items():
@@ -108,7 +127,13 @@ class RunLog:
     def _show(self, done: int, epsilon: float | None, loss: float, rate: float) -> None:
         left = sum(self._recent_s) / len(self._recent_s) * (self._plan.steps - done)
         spent = "no guarantee" if epsilon is None else f"epsilon <= {epsilon:.2f}"
-        text = f"{spent}  loss {loss:.4f}  {rate:,.0f} pictures/s  {_clock(left)} left"
+        if (unit := self._meter.unit_at_most(done)) is not None:
+            spent = f"epsilon <= {unit:.2f} per person ({epsilon:.2f} per image)"
+        if not self._private_store or self._show_confidential or self._console.is_terminal:
+            label = OPERATOR_ONLY if self._private_store else ""
+            text = f"{spent}  {_clock(left)} left  {label}loss {loss:.4f}  {rate:,.0f} images/s"
+        else:  # a job's log, which others may read
+            text = f"{spent}  about {math.ceil(left / 60)} min left"
         if self._console.is_terminal:
             self._progress.update(self._task, completed=done, description=text)
         elif time.monotonic() - self._last_line >= _LINE_EVERY_S or done == self._plan.steps:
