@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor
 
 from dpvision.errors import CheckpointError
+from dpvision.weights import pack, read_lineage, unpack
 
 FORMAT = "dpvision-checkpoint-1"
 MANIFEST = "manifest.json"
@@ -60,8 +59,7 @@ def save_checkpoint(
         digests = {}
         for name, tensors in groups.items():
             if tensors is not None:
-                # Clones, because safetensors refuses tensors that share memory (tied weights).
-                blob = save({key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()})
+                blob = pack(tensors, manifest["lineage"])
                 write_durably(partial / f"{name}.safetensors", blob)
                 digests[f"{name}.safetensors"] = hashlib.sha256(blob).hexdigest()
         full = {"format": FORMAT, **manifest, "tensors": digests}
@@ -80,7 +78,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         path: a checkpoint folder, or a run folder (its newest checkpoint is taken).
 
     Raises:
-        CheckpointError: nothing there, a file is missing, or a digest does not match.
+        CheckpointError: nothing there, a file is missing, a digest does not match, or a file carries another lineage than the manifest.
     """
     folder = find_checkpoint(path)
     manifest = read_manifest(folder)
@@ -88,9 +86,10 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     for file, digest in manifest["tensors"].items():
         _verified(folder, file, digest)
         try:
-            groups[Path(file).stem] = load_file(folder / file)
-        except SafetensorError as error:
-            raise CheckpointError(f"checkpoint: {folder / file} is not a safetensors file ({error}). {_older(folder)}") from None
+            groups[Path(file).stem], lineage = unpack(folder / file)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {_older(folder)}") from None
+        _check_lineage(folder, file, manifest, lineage)
     if groups["model"] is None:
         raise CheckpointError(f"checkpoint: {folder} has no model.safetensors; expected one. {_older(folder)}")
     files = {name: _verified(folder, name, digest) for name, digest in manifest.get("files", {}).items()}
@@ -108,8 +107,20 @@ def _verified(folder: Path, name: str, digest: str) -> bytes:
     return blob
 
 
+def _check_lineage(folder: Path, file: str, manifest: dict[str, Any], lineage: list[dict[str, Any]] | None) -> None:
+    if lineage != manifest["lineage"]:
+        raise CheckpointError(
+            f"checkpoint: {folder / MANIFEST} has another lineage than {file} carries; expected the same. One of them was altered: "
+            f"{_older(folder)}"
+        )
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder, without its tensors."""
+    """The manifest of a checkpoint folder, its lineage compared with the one in the weights; the tensors are not read.
+
+    Raises:
+        CheckpointError: it cannot be read, lacks a field, or was altered.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError) as error:
@@ -117,6 +128,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     missing = [key for key in _REQUIRED if not isinstance(manifest, dict) or key not in manifest]
     if missing or manifest["format"] != FORMAT:
         raise CheckpointError(f"checkpoint: {folder / MANIFEST} lacks {missing or 'a known format'}; expected {FORMAT}. {_older(folder)}")
+    if (weights := folder / "model.safetensors").exists():
+        try:
+            lineage = read_lineage(weights)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {_older(folder)}") from None
+        _check_lineage(folder, weights.name, manifest, lineage)
     return manifest
 
 

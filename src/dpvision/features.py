@@ -33,6 +33,7 @@ from dpvision.models.captioner import Captioner
 from dpvision.models.packaged import TimmEncoder
 from dpvision.models.resnet import ResNet
 from dpvision.models.vit import ViT
+from dpvision.train.lineage import shaped_in_confidence
 
 Pooling = Literal["mean", "2x2"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
@@ -133,7 +134,7 @@ def initial_encoder(cfg: ModelConfig, seed: int, pooling: Pooling = "mean") -> E
 
 def trained_in_confidence(manifest: dict[str, Any]) -> bool:
     """Whether private pictures shaped these weights without a guarantee: then all that is computed with them is private too."""
-    return any(entry["visibility"] == "private" and entry["guarantee"] is None for entry in manifest["lineage"])
+    return shaped_in_confidence(manifest["lineage"])
 
 
 def _frozen(model: Model, pooling: Pooling) -> Encoder:

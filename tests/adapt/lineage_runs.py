@@ -6,6 +6,7 @@ from typing import Any
 from dpvision.checkpoint import save_checkpoint, state_tensors, write_json
 from dpvision.config import MAEConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
 from dpvision.models import make_model
+from dpvision.privacy.plan import make_plan
 
 _CONFIG = RunConfig(
     recipe="vip.micro",
@@ -18,8 +19,10 @@ _CONFIG = RunConfig(
 
 
 def untrained_run(root: Path, visibility: str, guarantee: dict[str, Any] | None, seed: int = 5) -> Path:
-    """A run folder whose lineage is one store, "5ea1"."""
+    """A run folder whose lineage is one store, "5ea1"; the plan in its guarantee is that of its config."""
     (root / "confidential").mkdir(parents=True)
+    if guarantee is not None:
+        guarantee = {**guarantee, "plan": make_plan(_CONFIG.privacy).to_dict()}
     entry = {"store_id": "5ea1", "visibility": visibility, "licence": None, "run_id": "r", "guarantee": guarantee}
     manifest = {
         "run_id": "r", "ledger_steps": 4, "updates": 4, "config": to_dict(_CONFIG), "plan": {}, "ledger_digest": "d", "lineage": [entry],

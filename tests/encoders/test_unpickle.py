@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from dpvision.encoders import unpickle, unpickle_worker
-from dpvision.encoders.unpickle import load_pickle_safely, load_weights
+from dpvision.encoders.unpickle import load_pickle_safely
+from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError
 
 
@@ -58,7 +59,7 @@ def test_what_a_published_checkpoint_holds_comes_back_and_is_kept_under_its_dige
         assert kept.metadata() == {"sha256_of_pickle": hashlib.sha256(path.read_bytes()).hexdigest()}
     with monkeypatch.context() as patch:
         patch.setattr(unpickle, "_convert", lambda *_: pytest.fail("opened the pickle again"))
-        assert load_weights(path).keys() == expected.keys()
+        assert load_pickle_safely(path).keys() == expected.keys()
     # torch's older format, under the same name: what was kept is of another pickle now
     torch.save({"other": torch.arange(3), "shown": torch.nn.Parameter(torch.ones(2))}, path, _use_new_zipfile_serialization=False)
     again = load_pickle_safely(path)
@@ -163,10 +164,10 @@ def test_a_missing_file_and_a_foreign_copy_are_refused_with_the_remedy(tmp_path)
     save_file({"own": torch.ones(2)}, tmp_path / "a.pth.safetensors")
     with pytest.raises(CheckpointError, match="not made from a pickle"):
         load_pickle_safely(tmp_path / "a.pth")
-    assert list(load_weights(tmp_path / "a.pth.safetensors")) == ["own"]
+    assert list(open_weights(tmp_path / "a.pth.safetensors", {}).tensors) == ["own"]
     (tmp_path / "b.safetensors").write_bytes(b"no")
     with pytest.raises(CheckpointError, match="expected a safetensors file"):
-        load_weights(tmp_path / "b.safetensors")
+        open_weights(tmp_path / "b.safetensors", {})
 
 
 def test_the_process_sees_no_environment_and_where_linux_lets_it_no_network(tmp_path):

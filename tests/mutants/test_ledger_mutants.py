@@ -142,11 +142,11 @@ def test_epsilon_from_config(tmp_path: Path, new_run: NewRun) -> None:
             said = json.loads((save(session) / "manifest.json").read_text())["lineage"][-1]["guarantee"]["epsilon"]
             assert said == pytest.approx(exact(session.plan, 1)), "the manifest's epsilon is not that of the steps in the ledger"
 
-    def planned(plan: DPPlan, steps: int):
-        return spent(plan, plan.steps)
+    def planned(plan: DPPlan, steps: int, *view: str):
+        return event(plan, plan.steps, *view)
 
-    spent = DPPlan.spent
+    event = DPPlan.event
     for check in (check_statement, check_manifest):
         check()
-        with planted(DPPlan, "spent", planned, "epsilon is not that of the steps in the ledger"):
+        with planted(DPPlan, "event", planned, "epsilon is not that of the steps in the ledger"):
             check()

@@ -23,7 +23,7 @@ from dpvision.eval.suite import read_scores
 from dpvision.models import make_model
 from dpvision.optim import ema
 from dpvision.optim.ema import update_ema
-from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.report import statement
 from dpvision.report.statement import make_statement
 from dpvision.train import log, loop, start
@@ -173,7 +173,8 @@ def test_private_loss_public_file(tmp_path: Path, plan: DPPlan) -> None:
 
 
 def entry(store_id: str, visibility: str, guaranteed: bool) -> dict[str, Any]:
-    guarantee = {"epsilon": 1.0, "epsilon_rdp": 1.0, "delta": 1e-5, "steps": 1} if guaranteed else None
+    plan = make_plan(replace(runs.PRIVACY, steps=1)).to_dict()
+    guarantee = {"epsilon": 1.0, "epsilon_rdp": 1.0, "delta": 1e-5, "steps": 1, "plan": plan} if guaranteed else None
     return {"store_id": store_id, "visibility": visibility, "licence": None, "run_id": "parent", "guarantee": guarantee}
 
 
@@ -206,19 +207,19 @@ def test_tainted_parent(tmp_path: Path, scenes: Store, config: RunConfig, new_ru
             raise AssertionError(f"a parent tainted by {what} was accepted")
         assert start_from(good)[:-1] == good, "a store behind the weights is not named"
 
-    def last_only(parent, store, guarantee):
-        inherit({**parent, "lineage": parent["lineage"][-1:]}, store, guarantee)
-        return parent["lineage"]
+    def last_only(lineage, store, plan, **more):
+        inherit(lineage[-1:], store, plan, **more)
+        return lineage
 
-    def by_visibility(parent, store, guarantee):
-        return inherit(parent, SimpleNamespace(store_id="?"), guarantee)
+    def by_visibility(lineage, store, plan, **more):
+        return inherit(lineage, SimpleNamespace(store_id="?", path=store.path), plan, **more)
 
-    def last_named(parent, store, guarantee):
-        return inherit(parent, store, guarantee)[-1:]
+    def last_named(lineage, store, plan, **more):
+        return inherit(lineage, store, plan, **more)[-1:]
 
     check()
     for mistake, words in (
-        (lambda parent, store, guarantee: parent["lineage"], "tainted by another private store was accepted"),
+        (lambda lineage, store, plan, **more: lineage, "tainted by another private store was accepted"),
         (last_only, "tainted by a grandparent was accepted"),
         (by_visibility, "tainted by this store, then called public was accepted"),
         (last_named, "a store behind the weights is not named"),

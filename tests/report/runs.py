@@ -65,8 +65,8 @@ def make_run(
     own = {"store_id": meta["store_id"], "visibility": meta["visibility"], "run_id": run_id, "guarantee": None}
     if plan.guarantee == "dp":
         # Wrong on purpose: a report must take epsilon from the ledger.
-        own["guarantee"] = {"epsilon": 0.125, "epsilon_rdp": 0.125, "delta": plan.delta, "steps": saved}
-    with Ledger.open(store, run_id, plan, resume=False) as ledger:
+        own["guarantee"] = {"epsilon": 0.125, "epsilon_rdp": 0.125, "delta": plan.delta, "steps": saved, "plan": plan.to_dict()}
+    with Ledger.open(store, run_id, plan, resume=False, lineage=parents) as ledger:
         for step in range(charged):
             ledger.append()
             if step + 1 == saved:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dpvision.checkpoint import find_checkpoint, read_manifest, write_json
+from dpvision.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint, write_json
 from dpvision.cli import main
 from dpvision.config import PrivacyConfig
 from dpvision.errors import CheckpointError, ConfigError, PrivacyError
@@ -87,10 +87,10 @@ def test_losses_of_public_pictures_may_lie_anywhere_but_private_scores_not_besid
 def test_a_public_store_does_not_wash_a_parent_without_a_guarantee(make: Maker, tmp_path: Path) -> None:
     run = make("a", public=True)
     assert made_of_public_pictures(run)
-    path = find_checkpoint(run) / "manifest.json"
-    manifest = read_manifest(path.parent)
+    folder = find_checkpoint(run)
+    manifest = read_manifest(folder)
     manifest["lineage"].insert(0, {"store_id": "f00d", "visibility": "private", "run_id": "b", "guarantee": None})
-    write_json(path, manifest)
+    save_checkpoint(folder, manifest, load_checkpoint(folder).model)
     assert not made_of_public_pictures(run)
     with pytest.raises(PrivacyError):
         make_compare_page([run], tmp_path / "compare.html")

@@ -18,7 +18,7 @@ from dpvision.checkpoint import find_checkpoint, load_checkpoint, read_manifest,
 from dpvision.config import PrivacyConfig
 from dpvision.errors import CheckpointError, PrivacyError
 from dpvision.privacy.ledger import Ledger
-from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.report import words
 from dpvision.report.statement import make_statement, write_statement
 
@@ -149,8 +149,10 @@ def test_a_run_without_a_guarantee_on_a_public_store_says_so_first(tmp_path: Pat
     assert (made["guaranteed"], made["guarantee"]) == (False, None)
 
 
-def parent(store_id: str, visibility: str, epsilon: float | None) -> dict[str, Any]:
-    guarantee = None if epsilon is None else {"epsilon": epsilon, "epsilon_rdp": None, "delta": 2e-6, "steps": 7}
+def parent(store_id: str, visibility: str, plan: DPPlan | None) -> dict[str, Any]:
+    guarantee = None
+    if plan is not None:
+        guarantee = {"epsilon": 0.125, "epsilon_rdp": None, "delta": plan.delta, "steps": plan.steps, "plan": plan.to_dict()}
     return {"store_id": store_id, "visibility": visibility, "run_id": "before", "guarantee": guarantee}
 
 
@@ -165,11 +167,15 @@ def test_a_tainted_parent_is_refused(tmp_path: Path, small_privacy: PrivacyConfi
 
 def test_a_parent_on_the_same_store_is_added_and_one_on_another_is_not(tmp_path: Path, small_privacy: PrivacyConfig) -> None:
     store_id = make_store(tmp_path / "store")
-    parents = (parent("another", "private", 5.0), parent("textures", "public", None), parent(store_id, "private", 1.5))
-    made = make_statement(make_run(tmp_path / "run", tmp_path / "store", privacy=small_privacy, charged=4, parents=parents))
+    plan = make_plan(replace(small_privacy, steps=7))
+    parents = (parent("another", "private", plan), parent("textures", "public", None), parent(store_id, "private", plan))
+    made = make_statement(make_run(tmp_path / "run", tmp_path / "store", privacy=small_privacy, charged=4, parents=parents), tuning="none")
     guarantee = made["guarantee"]
-    assert guarantee["epsilon"] == pytest.approx(guarantee["this_run"]["epsilon"] + 1.5)
-    assert guarantee["delta"] == pytest.approx(guarantee["this_run"]["delta"] + 2e-6)
+    # 7 full batches and 4 of the same noise are 11.
+    assert guarantee["epsilon"] == pytest.approx(dp_accounting.get_epsilon_gaussian(plan.noise_multiplier / 11**0.5, plan.delta))
+    assert guarantee["delta"] == guarantee["this_run"]["delta"] == plan.delta
+    assert [entry["store_id"] for entry in made["other_stores"]] == ["another"]
+    assert problems(json.loads(json.dumps(made, allow_nan=False)), json.loads(SCHEMA.read_text()), "statement") == []
     assert [entry["store_id"] for entry in made["history"]["lineage"]] == ["another", "textures", store_id, store_id]
     # The sum's attack terms cannot be better than those of this run alone.
     alone = stats.norm.cdf(stats.norm.ppf(0.01) + 4**0.5 / 3.0)

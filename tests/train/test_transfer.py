@@ -49,6 +49,7 @@ def transfer(config: RunConfig, weights: Path) -> RunConfig:
         data=replace(config.data, **constants(NAME)),
         optim=OptimConfig(name="sgd", learning_rate=0.1, momentum=0.0, weight_decay=0.0, schedule="constant"),
         init_from=f"timm:{NAME}@{weights}",
+        public_weights="Test ViT; CC0; drawn by this test",
     )
 
 
@@ -71,9 +72,10 @@ def test_a_run_starts_from_timms_weights_with_positions_interpolated_by_timm(tra
             {
                 "store_id": f"weights:timm:{NAME}@weights.safetensors",
                 "visibility": "public",
-                "licence": None,
+                "licence": "CC0",
                 "run_id": None,
                 "guarantee": None,
+                "declared": {"by": "operator", "name": "Test ViT", "source": "drawn by this test"},
             }
         ]
         assert str(weights) not in str(session.lineage), "no path of this machine"
@@ -159,7 +161,7 @@ def test_a_tuned_run_is_a_parent_like_any_other(transfer: RunConfig, tmp_path: P
     before, _ = dpvision.load(parent)
     x = torch.randn(2, 3, 32, 32)
     for again in ("whole", "lora"):
-        child = replace(config, model=replace(config.model, tuned=again, lora_rank=3), init_from=str(parent))
+        child = replace(config, model=replace(config.model, tuned=again, lora_rank=3), init_from=str(parent), public_weights=None)
         with new_session(child, tmp_path / f"two-{again}") as session, torch.no_grad():
             torch.testing.assert_close(session.model.eval().encoder.places(x).mean(1), before(x), rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(session.model.head.weight, load_checkpoint(parent).model["head.weight"])

@@ -29,7 +29,7 @@ from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 from dpvision.models.timm_cache import find_timm_weights
 from dpvision.privacy.plan import DPPlan, ask_selection, default_delta, draft_plan, make_plan
 from dpvision.train import distributed
-from dpvision.train.lineage import inherit, public_weights
+from dpvision.train.lineage import inherit
 from dpvision.train.start import check_labels, check_store
 
 _UNDECLARED = 1
@@ -90,7 +90,7 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     check_store(plan, store, row_N)
     check_labels(store, row_N, model.num_classes, multi_label=model.multi_label)
     label = store.targets(row_N, model.num_classes) if model.multi_label else store.labels[row_N]
-    return Prepared(config, plan, store, row_N, label, encoder, encoder_lineage(model.encoder.spec, encoder, store, plan), device)
+    return Prepared(config, plan, store, row_N, label, encoder, encoder_lineage(config, encoder, store, plan), device)
 
 
 def settled(config: RunConfig, encoder: FrozenEncoder, pooling: str, width: int) -> RunConfig:
@@ -174,15 +174,12 @@ def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> FrozenEncoder
     return encoder
 
 
-def encoder_lineage(spec: str, encoder: FrozenEncoder, store: Store, plan: DPPlan) -> list[dict[str, Any]]:
-    """What the encoder's weights have seen: a run's own lineage, or the name and licence of published weights.
+def encoder_lineage(config: RunConfig, encoder: FrozenEncoder, store: Store, plan: DPPlan) -> list[dict[str, Any]]:
+    """What the encoder's weights have seen: the lineage that they carry, with what ``config`` declares of weights without one.
 
-    Raises:
-        PrivacyError: a private head on weights that saw this store, or any private one, without a guarantee.
+    Raises: as ``train.lineage.inherit``.
     """
-    if _is_run(spec, encoder):
-        return inherit(load_checkpoint(spec).manifest, store, plan.guarantee)
-    return [public_weights(encoder.name, encoder.licence)] if encoder.weights == "trained" else []
+    return inherit(encoder.lineage, store, plan, declaration=config.public_weights, tensors=encoder.tensors())
 
 
 def _is_run(spec: str, encoder: FrozenEncoder) -> bool:

@@ -33,10 +33,11 @@ from dpvision.errors import CheckpointError, DataError, DPVisionError, PrivacyEr
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan
 from dpvision.train.folder import RunFolder, create_run, discard_run, open_run, read_run, require_space
-from dpvision.train.lineage import own_entry
+from dpvision.train.lineage import own_entry, runs_on
 from dpvision.train.log import EpsilonMeter
 from dpvision.train.loop import Secrets
 from dpvision.train.stop import StopRequest
+from dpvision.train.unprotected import remember_weights
 from dpvision.train.versions import code_versions
 
 ENCODER_FILE = "encoder.json"
@@ -92,7 +93,7 @@ def new_head_session(config: RunConfig | Prepared, root: Path) -> Iterator[HeadS
         try:
             write_json(folder.base / "plan.json", plan.to_dict())
             write_json(folder.base / ENCODER_FILE, encoder)
-            ledger = stack.enter_context(Ledger.open(store.path, folder.run_id, plan, resume=False))
+            ledger = stack.enter_context(Ledger.open(store.path, folder.run_id, plan, resume=False, lineage=made.lineage))
         except DPVisionError:
             (folder.base / ENCODER_FILE).unlink(missing_ok=True)
             discard_run(folder)  # refused, by the owner's cap say: the name stays free
@@ -120,7 +121,7 @@ def resumed_head_session(root: Path, hardware: dict[str, Any] | None = None) -> 
     with contextlib.ExitStack() as stack:
         folder = open_run(root)
         stack.callback(folder.close)
-        ledger = stack.enter_context(Ledger.open(made.store.path, folder.run_id, made.plan, resume=True))
+        ledger = stack.enter_context(Ledger.open(made.store.path, folder.run_id, made.plan, resume=True, lineage=made.lineage))
         finished = bool(list_checkpoints(base))
         if finished and load_checkpoint(base).manifest["ledger_steps"] > ledger.steps:
             raise PrivacyError(
@@ -204,12 +205,15 @@ def save(session: HeadSession, config: RunConfig, fitted: Fitted, chosen: dict[s
         "config": to_dict(config),
         "plan": session.plan.to_dict(),
         "ledger_digest": ledger.digest,
-        "lineage": [*made.lineage, own_entry(session.plan, made.store, session.folder.run_id, ledger.steps)],
+        "lineage": [*made.lineage, own_entry(session.plan, made.store, session.folder.run_id, ledger.steps, made.lineage)],
         "encoder": session.about_encoder,
         "versions": code_versions(),
     }
     if chosen is not None:
         manifest["chosen"] = chosen
+    if session.plan.guarantee != "dp":
+        heads = [fitted.head, *([] if fitted.ema is None else [fitted.ema])]
+        remember_weights(made.store, session.folder.run_id, [t for head in heads for t in _tensors(head).values()], ())
     path = save_checkpoint(
         session.folder.checkpoints / f"step-{ledger.steps:08d}",
         manifest,
@@ -228,12 +232,13 @@ def _tensors(head: Head) -> dict[str, Any]:
 
 def _charger(session: HeadSession) -> Callable[[], int]:
     """``ledger.append``, with a public line for each release."""
-    meter, path = EpsilonMeter(session.plan), session.folder.base / "progress.jsonl"
+    behind = runs_on(session.prepared.lineage, session.prepared.store.store_id)
+    meter, path = EpsilonMeter(session.plan, behind), session.folder.base / "progress.jsonl"
 
     def charge() -> int:
         step = session.ledger.append()
         with open(path, "a") as file:
-            file.write(json.dumps(meter.line(step + 1), allow_nan=False) + "\n")
+            file.write(json.dumps(meter.entry(step + 1), allow_nan=False) + "\n")
         return step
 
     return charge

@@ -29,6 +29,7 @@ from dpvision.eval.own_head import check_scorable, score_own_head
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import NOTHING_FITTED, write_scores
 from dpvision.train.folder import read_run, run_base
+from dpvision.train.lineage import runs_on
 
 _DOC = """Adapt a public encoder to private pictures with labels: a private classifier, in one step or many.
 
@@ -151,6 +152,7 @@ def _adapt_new(args: AdaptArgs, made: Prepared) -> None:
             "candidates": made.model.candidates,
             "reason": made.model.reason,
             "feature_width": made.model.encoder.width,
+            "total": spent(made.plan, made.plan.steps, runs_on(made.lineage, made.store.store_id))[0],
         }
         emit(result, args.json, f"{text}\nDry run: every check passed, no features were computed, nothing was charged.")
         return
@@ -179,7 +181,8 @@ def _finish(args: AdaptArgs, session: HeadSession, root: Path) -> None:
         with _features_line(args, made) as progress:
             adapt(session, progress=progress)
     steps = session.ledger.steps
-    epsilon, said = spent(plan, steps)
+    behind = runs_on(made.lineage, made.store.store_id)
+    cost, said = spent(plan, steps, behind)
     scores = _score(args, root)
     chosen = read_manifest(find_checkpoint(root)).get("chosen")
     lines = [f"Finished after {steps} of {plan.steps} releases: {said}. Run folder: {root}"]
@@ -193,8 +196,7 @@ def _finish(args: AdaptArgs, session: HeadSession, root: Path) -> None:
     result: dict[str, Any] = {
         "run": str(root), "complete": True, "steps": steps,
         "head": chosen["candidate"] if chosen else made.model.head,
-        "reason": made.model.reason, "chosen": chosen, **epsilon,
-        "delta": plan.delta if epsilon["epsilon"] is not None else None, "guarantee": plan.guarantee,
+        "reason": made.model.reason, "chosen": chosen, **cost, "guarantee": plan.guarantee,
         "scores": [score.to_dict() for score in scores],
     }  # fmt: skip
     emit(result, args.json, "\n".join(lines))
@@ -262,7 +264,7 @@ def head_text(made: Prepared) -> str:
     """The plan and the head, for people, before anything is spent."""
     cfg = made.model
     why = f"\n  {cfg.head}: {cfg.reason}" if cfg.reason else ""
-    text = plan_text(made.config, made.plan, made.store)
+    text = plan_text(made.config, made.plan, made.store, made.lineage)
     text += f"\n  encoder              {made.encoder.name}, {cfg.encoder.pooling}: {cfg.encoder.width:,} numbers a picture, frozen"
     head = f"{cfg.head} for {cfg.num_classes:,} classes{' (chosen)' if cfg.reason else ''}{why}"
     if cfg.candidates:

@@ -13,7 +13,7 @@ from rich.console import Console
 from dpvision.checkpoint import load_checkpoint
 from dpvision.cli.output import emit, parse, private_scores, table
 from dpvision.data.store import Store
-from dpvision.encoders.open import open_encoder
+from dpvision.encoders.open import open_encoder, recognised
 from dpvision.errors import ConfigError
 from dpvision.eval.few_shot import FewShotSettings
 from dpvision.eval.fine_tune import FineTuneSettings
@@ -127,7 +127,8 @@ def evaluate(
     several = load_several_labels(labels, test_store or train_store) if labels is not None else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Each is opened before the first is scored: a name that is wrong is said at once, and so is a place that is.
-    confidential = [open_encoder(spec, ema=ema and is_run(spec)).confidential for spec in encoders]
+    known = [train_store, *([] if test_store is None else [test_store])]
+    confidential = [recognised(open_encoder(spec, ema=ema and is_run(spec)), *known).confidential for spec in encoders]
     private = any(confidential) or "private" in (train_store.visibility, test_store.visibility if test_store else "public")
     if out is not None:
         check_out(out, private)

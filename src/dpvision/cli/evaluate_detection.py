@@ -11,7 +11,7 @@ from dpvision.cli.evaluate import Encoders
 from dpvision.cli.output import emit, pairs, private_scores, table
 from dpvision.data.ordered import ordered_map
 from dpvision.encoders.base import FrozenEncoder
-from dpvision.encoders.open import open_encoder
+from dpvision.encoders.open import open_encoder, trained_on
 from dpvision.errors import ConfigError
 from dpvision.eval.coco_data import CocoSet, check_apart, load_coco
 from dpvision.eval.dense_train import DenseHardware, checked_steps, seconds_a_step
@@ -33,6 +33,7 @@ from dpvision.report.detection_sheet import detection_sheet
 from dpvision.report.sheet_file import save_sheet
 from dpvision.train.distributed import Group, join, leave
 from dpvision.train.folder import run_base
+from dpvision.train.lineage import image_files
 
 _DEFAULTS, _HARDWARE = DetectionSettings(), DenseHardware()
 
@@ -100,7 +101,8 @@ def evaluate_detection(
             )
     assert train is not None and train_images is not None and test is not None and test_images is not None
     # Each is opened before the first is trained: a name that is wrong is said at once, and so is a place that is.
-    opened = [open_encoder(spec, ema=ema and is_run(spec)) for spec in encoders]
+    images = image_files(train.name, public=public)
+    opened = [trained_on(open_encoder(spec, ema=ema and is_run(spec)), images) for spec in encoders]
     private = not public or any(encoder.confidential for encoder in opened)
     for encoder in opened:
         make_detector(encoder, detection, 1)

@@ -12,7 +12,7 @@ from dpvision.cli.dense_places import check_places, folder_name
 from dpvision.cli.evaluate import Encoders
 from dpvision.cli.output import emit, private_scores, shown, table
 from dpvision.encoders.base import FrozenEncoder
-from dpvision.encoders.open import open_encoder
+from dpvision.encoders.open import open_encoder, trained_on
 from dpvision.errors import ConfigError
 from dpvision.eval.dense_train import DenseHardware, Say
 from dpvision.eval.mean_iou import class_iou
@@ -35,6 +35,7 @@ from dpvision.report.segmentation_sheet import SheetRow, render_sheet
 from dpvision.report.sheet_file import save_sheet
 from dpvision.train.distributed import Group, join, leave
 from dpvision.train.folder import run_base
+from dpvision.train.lineage import image_files
 
 _SETTINGS, _HARDWARE = SegmentationSettings(), DenseHardware()
 
@@ -101,7 +102,8 @@ def evaluate_segmentation(
         raise ConfigError("evaluate: no encoder; expected one or more. E.g. dpvision evaluate segmentation mae:FILE --ade20k FOLDER.")
     if not num_shown >= 1:
         raise ConfigError(f"evaluate: num_shown={num_shown}; expected at least 1. Leave it out.")
-    opened = [open_encoder(spec, ema=ema and is_run(spec)) for spec in encoders]
+    images = image_files((ade20k or train or Path()).name, public=public)
+    opened = [trained_on(open_encoder(spec, ema=ema and is_run(spec)), images) for spec in encoders]
     private = not public or any(encoder.confidential for encoder in opened)
     check_places(out, picture, work, private)
     group = join("auto")

@@ -1,6 +1,7 @@
 """``dpvision ledger``: what a store has been charged."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -8,6 +9,9 @@ import tyro
 from dpvision.cli.output import StorePath, emit, parse, table
 from dpvision.errors import ConfigError
 from dpvision.privacy.account import StoreAccount, set_cap, store_account
+from dpvision.privacy.composition import parts_of, total_epsilon
+from dpvision.privacy.store_marks import StoreLedgers
+from dpvision.train.lineage import runs_on
 
 
 def run(argv: Sequence[str]) -> None:
@@ -37,11 +41,21 @@ def ledger(
         raise ConfigError("ledger: --set-cap and --cap-delta; expected both or neither. E.g. --set-cap 8 --cap-delta 1e-6.")
     if cap is not None and cap_delta is not None:
         set_cap(store, cap, cap_delta)
-    account = store_account(store)
-    emit(account.to_dict(), json, _text(account))
+    account, behind = store_account(store), _with_runs_before(store)
+    emit(account.to_dict() | {"with_runs_before": behind}, json, _text(account, behind))
 
 
-def _text(account: StoreAccount) -> str:
+def _with_runs_before(store: Path) -> dict[str, float]:
+    """By id of the runs that started from weights of others on this store: epsilon of all of them together, at the smallest delta."""
+    found = {}
+    for run_id, contents in StoreLedgers.of(store).read_all().items():
+        before = runs_on(contents.lineage, contents.store_id) if contents.plan.guarantee == "dp" else ()
+        if before:
+            found[run_id] = total_epsilon(parts_of([*before, (contents.plan, contents.steps)]))[0]
+    return found
+
+
+def _text(account: StoreAccount, behind: dict[str, float]) -> str:
     rows = [
         (
             r.run_id,
@@ -49,10 +63,12 @@ def _text(account: StoreAccount) -> str:
             r.restarts,
             "none" if r.spent.epsilon is None else r.spent.epsilon,
             r.spent.delta,
+            *((behind.get(r.run_id, ""),) if behind else ()),
         )
         for r in account.runs
     ]
-    lines = [table(f"store {account.store_id}", ("run", "steps", "restarts", "epsilon", "delta"), rows)] if rows else ["No run yet."]
+    columns = ("run", "steps", "restarts", "epsilon", "delta", *(("with the runs its weights come from",) if behind else ()))
+    lines = [table(f"store {account.store_id}", columns, rows)] if rows else ["No run yet."]
     if account.unprotected:
         lines.append(f"NO GUARANTEE: {', '.join(account.unprotected)} trained on this store without privacy; no total holds.")
     elif account.epsilon is not None:

@@ -9,6 +9,7 @@ import tyro
 
 from dpvision.config import RunConfig
 from dpvision.errors import ConfigError
+from dpvision.privacy.composition import Part, parts_of, total_epsilon, unit_epsilon
 from dpvision.privacy.plan import DPPlan
 from dpvision.train.folder import read_run, run_base
 
@@ -74,27 +75,46 @@ def resumed_hardware(command: str, root: Path, asked: RunConfig, saved: RunConfi
 
 STOPPED = 75
 """Exit status after SIGINT, SIGTERM or SIGUSR1: saved, and --resume goes on (EX_TEMPFAIL of sysexits.h)."""
+COMPOSED = {
+    "pld": "composed, if all settings were fixed beforehand",
+    "gaussian": "composed as Gaussians",
+    "renyi": "composed by Renyi divergences",
+    "filter": "by a Renyi filter, for settings chosen after seeing earlier results",
+    "basic": "added up",
+}
+"""How the epsilons of several runs were put together, by ``composition.Method``."""
 
 
-def guarantee_words(plan: DPPlan, epsilon: float, unit_epsilon: float | None) -> str:
+def guarantee_words(plan: DPPlan, epsilon: float, unit_epsilon: float | None, delta: float) -> str:
     """A guarantee in a line: the person's where people are declared, and the image's beside it."""
     if plan.num_units is None:
-        return f"epsilon {epsilon:.4g} at delta {plan.delta:.3g}"
+        return f"epsilon {epsilon:.4g} at delta {delta:.3g}"
     k = plan.max_records_per_unit
     if unit_epsilon is None:
-        return f"epsilon {epsilon:.4g} for a single image, unknown for a person, at delta {plan.delta:.3g}"
+        return f"epsilon {epsilon:.4g} for a single image, unknown for a person, at delta {delta:.3g}"
     if k == 1:
-        return f"epsilon {unit_epsilon:.4g} for a person (one image of each) at delta {plan.delta:.3g}"
-    return f"epsilon {unit_epsilon:.4g} for a person (at most {k} images), {epsilon:.4g} for a single image, at delta {plan.delta:.3g}"
+        return f"epsilon {unit_epsilon:.4g} for a person (one image of each) at delta {delta:.3g}"
+    return f"epsilon {unit_epsilon:.4g} for a person (at most {k} images), {epsilon:.4g} for a single image, at delta {delta:.3g}"
 
 
-def spent(plan: DPPlan, steps: int) -> tuple[dict[str, float | None], str]:
-    """Epsilon of what was executed, of a record and of a unit (None without a guarantee, or before the first step), and in words."""
+def spent(plan: DPPlan, steps: int, behind: tuple[Part, ...] = ()) -> tuple[dict[str, Any], str]:
+    """What was executed has cost, with the runs ``behind`` its weights on the same store.
+
+    Returns:
+        epsilon, unit_epsilon (None without declared units) and delta of all runs (all None without a guarantee, or before the first step),
+        epsilon of this run alone as this_run_epsilon, for JSON; and the same in words.
+    """
     if plan.guarantee != "dp" or not steps:
-        return {"epsilon": None, "unit_epsilon": None}, "no privacy guarantee"
-    found = plan.spent(steps)
-    assert found.epsilon is not None, "a plan with a guarantee has an epsilon"
-    return {"epsilon": found.epsilon, "unit_epsilon": found.unit_epsilon}, guarantee_words(plan, found.epsilon, found.unit_epsilon)
+        return {"epsilon": None, "unit_epsilon": None, "delta": None, "this_run_epsilon": None}, "no privacy guarantee"
+    alone, parts = parts_of([(plan, steps)]), parts_of([*behind, (plan, steps)])
+    own = total_epsilon(alone)[0]
+    epsilon, delta, method = total_epsilon(parts)
+    unit = unit_epsilon(parts)
+    said = guarantee_words(plan, epsilon, unit, delta)
+    if behind:
+        said += f" for this run and {len(behind)} before it on this store, {COMPOSED[method]} (this run alone: "
+        said += f"{guarantee_words(plan, own, unit_epsilon(alone), plan.delta)})"
+    return {"epsilon": epsilon, "unit_epsilon": unit, "delta": delta, "this_run_epsilon": own}, said
 
 
 def lost_words(plan: DPPlan, lost: int, noun: str) -> list[str]:

@@ -31,8 +31,10 @@ from dpvision.encoders.parent import open_parent
 from dpvision.errors import ConfigError, DataError
 from dpvision.privacy.plan import DPPlan, weakness
 from dpvision.train.folder import read_run
+from dpvision.train.lineage import runs_on
 from dpvision.train.loop import Session, fit
 from dpvision.train.start import check_run, new_session, resumed_session
+from dpvision.weights import Lineage
 
 _DOC = """Train a recipe on a store, privately unless the recipe says otherwise.
 
@@ -95,15 +97,20 @@ def train(args: TrainArgs) -> None:
     else:
         opened = new_session(config, root, open_parent)
     if args.dry_run:
-        plan, store, num_records = check_run(config, open_parent)
+        plan, store, num_records, lineage = check_run(config, open_parent)
         if main_process:
             result = {"dry_run": True, **plan.to_dict(), "store_visibility": store.visibility}
             result["operator_only"] = {"num_records": num_records}
-            emit(result, args.json, plan_text(config, plan, store) + "\nDry run: every check passed, nothing was trained or charged.")
+            result["total"] = spent(plan, plan.steps, runs_on(lineage, store.store_id))[0]
+            emit(
+                result,
+                args.json,
+                plan_text(config, plan, store, lineage) + "\nDry run: every check passed, nothing was trained or charged.",
+            )
         return
     with opened as session:
         if main_process:
-            args.say(plan_text(session.config, session.plan, session.store))
+            args.say(plan_text(session.config, session.plan, session.store, session.lineage))
         if args.resume and session.ledger is not None:
             announce(resume_words(session.plan, session.ledger.steps, session.updates, session.saved_steps is not None))
         complete = fit(session, quiet=args.quiet, show_confidential=args.show_confidential)
@@ -125,10 +132,10 @@ def _texture_store(num: int) -> Path:
 def _finish(session: Session, root: Path, complete: bool, as_json: bool) -> None:
     assert session.ledger is not None and session.folder is not None
     plan, steps = session.plan, session.ledger.steps
-    epsilon, said = spent(plan, steps)
+    cost, said = spent(plan, steps, runs_on(session.lineage, session.store.store_id))
     result = {
         "run": str(root), "complete": complete, "steps": steps, "updates": session.updates,
-        **epsilon, "delta": plan.delta if plan.guarantee == "dp" else None, "guarantee": plan.guarantee,
+        **cost, "guarantee": plan.guarantee,
     }  # fmt: skip
     lines = [f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} steps: {said}. Run folder: {root}"]
     lines += lost_words(plan, steps - session.updates, "steps")
@@ -139,17 +146,19 @@ def _finish(session: Session, root: Path, complete: bool, as_json: bool) -> None
     emit(result, as_json, "\n".join(lines))
 
 
-def plan_text(config: RunConfig, plan: DPPlan, store: Store) -> str:
-    """The plan for people: the guarantee, and what it takes."""
+def plan_text(config: RunConfig, plan: DPPlan, store: Store, lineage: Lineage) -> str:
+    """The plan for people: the guarantee, with that of the runs behind the weights, and what it takes."""
     if plan.guarantee == "dp":
-        spent = "one step" if plan.steps == 1 else f"all {plan.steps} steps"
+        when = "one step" if plan.steps == 1 else f"all {plan.steps} steps"
         assert plan.epsilon is not None, "a plan with a guarantee has an epsilon"
         strength = "Private" if weakness(plan) is None else "WEAK GUARANTEE, allowed by --privacy.allow-weak-guarantee"
-        head = f"{strength}: {guarantee_words(plan, plan.epsilon, plan.unit_epsilon)} after {spent}"
+        head = f"{strength}: {guarantee_words(plan, plan.epsilon, plan.unit_epsilon, plan.delta)} after {when}"
         if plan.epsilon_rdp is not None:
             head += f" (RDP {plan.epsilon_rdp:.4g})"
     else:
         head = f"NO PRIVACY GUARANTEE (guarantee={plan.guarantee!r})"
+    if plan.guarantee == "dp" and (behind := runs_on(lineage, store.store_id)):
+        head += f"\nAll that these weights will have seen of this store: {spent(plan, plan.steps, behind)[1]}"
     return head + "\n" + pairs(
         {
             "recipe": config.recipe,

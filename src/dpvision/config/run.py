@@ -148,6 +148,9 @@ class RunConfig:
     """Initialisation, masks and augmentation only: never the draw of the batch or the noise."""
     init_from: str | None = None
     """Run folder or checkpoint whose weights this run starts from; its lineage is taken over."""
+    public_weights: str | None = None
+    """For a file of weights that carries no lineage, with init_from or a head's encoder: your declaration that they are public, as 'NAME;
+    LICENCE; SOURCE'. The statement repeats it, and says that it is declared."""
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**31, "run", "seed", self.seed, "between 0 and 2^31 - 1", "Use a small integer.")

@@ -3,13 +3,14 @@
 Legend: B pictures, L tokens, D width, C channels, H height, W width.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from dpvision.features import FeatureFunction
+from dpvision.train.lineage import shaped_in_confidence
 
 Family = Literal["transformer", "convnet", "fixed"]
 
@@ -32,9 +33,19 @@ class FrozenEncoder:
     """A fresh trainable copy, on the CPU: x_BCHW -> x_BD float32, the default pooling. None for fixed features."""
     blocks: Callable[[Tensor], list[Tensor]] | None = None
     """x_BCHW -> outputs of the transformer's blocks, first to last, class token first: each (B, 1 + L, D). None without blocks."""
-    confidential: bool = False
-    """Private pictures shaped these weights without a guarantee: whatever is computed with them is private too."""
+    lineage: tuple[dict[str, Any], ...] = field(default=(), compare=False)
+    """What shaped its weights (``train.lineage``); empty for random weights, and for features without weights."""
     weights: Literal["trained", "random", "none"] = "trained"
     """"random": an architecture whose weights nobody trained; "none": features without weights."""
     licence: str | None = None
     """Of published weights, as their library states it; None where nothing is stated, and for runs, whose manifests say."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Its weights, on the CPU; none for features without weights. Nothing is copied before the first is asked for."""
+        if self.backbone is not None:
+            yield from self.backbone().state_dict().values()
+
+    @property
+    def confidential(self) -> bool:
+        """Whether private images shaped these weights without a guarantee: whatever is computed with them is private too."""
+        return shaped_in_confidence(self.lineage)

@@ -18,11 +18,13 @@ from dpvision.encoders.hog import hog
 from dpvision.encoders.scattering import make_scattering
 from dpvision.errors import ConfigError
 from dpvision.features import FeatureFunction
+from dpvision.train.lineage import public_weights
 
 PIXEL_SIDE = 16
 _CELLS = 8
 _MOST_SIDE = 32
 _FEWEST_SIDE = 8
+_LICENCE = "Apache-2.0 (procedural)"  # of the dictionary
 _SCATTERING_CHUNK = 16  # pictures at once: 40 MiB of wavelets
 
 
@@ -55,7 +57,8 @@ def fixed_encoder(name: str, image_size: int, device: str | torch.device = "cpu"
     learned = name == "dictionary"
     return FrozenEncoder(
         name, image_size, mean, std, makers[name](image_size, device), "fixed",
-        weights="trained" if learned else "none", licence="Apache-2.0 (procedural)" if learned else None,
+        weights="trained" if learned else "none", licence=_LICENCE if learned else None,
+        lineage=(public_weights(name, _LICENCE),) if learned else (),
     )  # fmt: skip
 
 

@@ -2,16 +2,20 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dpvision.checkpoint import load_checkpoint
+from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import ConfigError
-from dpvision.features import Encoder, initial_encoder, load_encoder, trained_in_confidence
+from dpvision.features import Encoder, initial_encoder, load_encoder
 from dpvision.models.packaged import TimmEncoder
 from dpvision.models.vit import ViT
+from dpvision.train.unprotected import runs_with_these_weights
 
 _FORMS = "a run folder, random:RUN, {timm,torchvision}:NAME, {vip,mae,simclr,tan}:FILE, pixels, hog, scattering or dictionary"
 
@@ -81,9 +85,27 @@ def run_encoder(
         family="transformer" if isinstance(network, ViT) or (isinstance(network, TimmEncoder) and network.attends) else "convnet",
         backbone=_copier(encoder),
         blocks=network.forward_blocks if isinstance(network, ViT) else None,
-        confidential=not untrained and trained_in_confidence(checkpoint.manifest),
+        lineage=() if untrained else tuple(checkpoint.manifest["lineage"]),
         weights="random" if untrained else "trained",
     )
+
+
+def trained_on(encoder: FrozenEncoder, images: dict[str, Any]) -> FrozenEncoder:
+    """An encoder that an evaluation is about to train further: ``images`` is the lineage entry of what it will see."""
+    return replace(encoder, lineage=(*encoder.lineage, images))
+
+
+def recognised(encoder: FrozenEncoder, *stores: Store) -> FrozenEncoder:
+    """An encoder with what is known beside ``stores`` of its weights: runs without a guarantee that wrote them are added to its lineage.
+
+    Raises:
+        PrivacyError: a file of digests beside a store is damaged.
+    """
+    for store in stores:
+        for entry in runs_with_these_weights(store, encoder.tensors()):
+            if not any(known["run_id"] == entry["run_id"] for known in encoder.lineage):
+                encoder = trained_on(encoder, entry)
+    return encoder
 
 
 def _copier(encoder: Encoder) -> Callable[[], Encoder]:

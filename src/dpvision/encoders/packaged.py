@@ -23,9 +23,10 @@ from torch.nn import functional as F
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 from dpvision.encoders.base import Family, FrozenEncoder
-from dpvision.encoders.unpickle import load_weights
+from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models.timm_cache import find_timm_weights, timm_licence
+from dpvision.train.lineage import named_weights, undeclared_weights
 
 Rename = Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]
 """The model and a file's tensors -> the same tensors under the model's names."""
@@ -100,11 +101,12 @@ def library_encoder(
     cached = file is None and kind == "timm"
     found = find_timm_weights(name)[0] if cached else file
     shown = f"{kind}:{name}" + (", random weights" if found is None else "" if cached else f"@{found.name}")
-    tensors = None if found is None else load_weights(found)
-    made = encoder_from(kind, name, shown, tensors, str(found), image_size=image_size, device=device)
     if found is None:
+        made = encoder_from(kind, name, shown, None, str(found), image_size=image_size, device=device)
         return replace(made, weights="random")
-    return replace(made, licence=timm_licence(name) if cached else None)
+    weights = open_weights(found, named_weights(shown, timm_licence(name)) if cached else undeclared_weights(shown))
+    made = encoder_from(kind, name, shown, weights.tensors, str(found), image_size=image_size, device=device)
+    return replace(made, licence=timm_licence(name) if cached else None, lineage=weights.lineage)
 
 
 def encoder_from(

@@ -10,11 +10,11 @@ import torch
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import ClassifierConfig, EncoderConfig, RunConfig, TimmConfig, from_dict, to_dict
 from dpvision.encoders.packaged import check_fit, without_wrapper
-from dpvision.encoders.unpickle import load_weights
+from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models.packaged import TimmEncoder, is_timm_name
 from dpvision.models.timm_cache import find_timm_weights, timm_licence
-from dpvision.train.lineage import public_weights
+from dpvision.train.lineage import named_weights, undeclared_weights
 
 _TIMM = "timm:"
 _CLASSIFIERS = ("head.", "fc.", "classifier.")
@@ -25,12 +25,12 @@ def open_parent(init_from: str) -> Checkpoint:
 
     Args:
         init_from: a run or checkpoint folder; or ``timm:NAME``, whose weights timm has fetched at some time, or ``timm:NAME@FILE``. A tag
-            in NAME says how pictures are normalised and under which licence the weights are. For a file without a tag in NAME the
-            former is timm's default for the name, and of the latter nothing is said.
+            in NAME says how pictures are normalised; for a file without a tag in NAME it is timm's default for the name.
 
     Returns:
         A run's checkpoint as it is. Of timm's weights one in memory: the encoder under a classifier's names, without its classifier;
-        in the manifest the encoder's config, the constants, and one entry of lineage, public.
+        in the manifest the encoder's config, the constants, and the lineage: what the file carries, or one entry, declared by the name
+        where the weights are from timm's caches, undeclared where they are a file's.
 
     Raises:
         ConfigError: timm does not know the name. CheckpointError: nothing is there, it cannot be read, or it does not fit the name.
@@ -46,13 +46,14 @@ def open_parent(init_from: str) -> Checkpoint:
             f"with timm on a machine with a network, or say timm:{name}@FILE."
         )
     body = encoder.model.state_dict()
-    tensors = without_wrapper(load_weights(file), body, str(file))
-    check_fit(tensors, body, str(file), ignored=_CLASSIFIERS)
     shown = f"{_TIMM}{name}" + (f"@{file.name}" if given else "")
+    weights = open_weights(file, undeclared_weights(shown) if given else named_weights(shown, timm_licence(name)))
+    tensors = without_wrapper(weights.tensors, body, str(file))
+    check_fit(tensors, body, str(file), ignored=_CLASSIFIERS)
     model = {"kind": "classifier", "encoder": to_dict(encoder.cfg)}
     manifest = {
         "config": {"model": model, "data": {"mean": list(mean), "std": list(std)}},
-        "lineage": [public_weights(shown, None if given and "." not in name else timm_licence(name))],
+        "lineage": list(weights.lineage),
     }
     return Checkpoint(file, manifest, {f"encoder.model.{n}": tensors[n].float() for n in body}, None, None)
 

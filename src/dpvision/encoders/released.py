@@ -5,6 +5,7 @@ Legend: B pictures, L tokens, D width, C channels, H height, W width.
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import timm
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from dpvision.config import ViTConfig
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.packaged import check_fit, encoder_from, without_wrapper
-from dpvision.encoders.unpickle import load_weights
+from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.features import Encoder
 from dpvision.models.vit import ViT
+from dpvision.train.lineage import undeclared_weights
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, with which all of these were trained or converted
 _HEAD_WIDTH = 64  # of MAE's and ViP's encoders from Base to Huge; the width of a head cannot be seen in the shapes
@@ -46,14 +48,18 @@ def released_encoder(kind: str, path: Path, device: str | torch.device = "cpu") 
     if kind in ("mae", "vip"):
         return _masked_autoencoder(kind, path, device)
     if kind == "simclr":
-        return encoder_from("torchvision", "resnet50", f"simclr:{path.name}", load_weights(path), str(path), image_size=224, device=device)
+        shown = f"simclr:{path.name}"
+        weights = open_weights(path, undeclared_weights(shown))
+        made = encoder_from("torchvision", "resnet50", shown, weights.tensors, str(path), image_size=224, device=device)
+        return replace(made, lineage=weights.lineage)
     if kind == "tan":
         return _tan(path, device)
     raise ConfigError(f"encoder: released kind={kind!r}; expected vip, mae, simclr or tan. Correct it.")
 
 
 def _masked_autoencoder(kind: str, path: Path, device: str | torch.device) -> FrozenEncoder:
-    given = without_wrapper(load_weights(path), ["patch_embed.proj.weight"], str(path))
+    weights = open_weights(path, undeclared_weights(f"{kind}:{path.name}"))
+    given = without_wrapper(weights.tensors, ["patch_embed.proj.weight"], str(path))
     vit = ViT(_config(given, path))
     encoder = Encoder(vit)
     published = {_published_name(name): tensor for name, tensor in vit.state_dict().items()}
@@ -79,6 +85,7 @@ def _masked_autoencoder(kind: str, path: Path, device: str | torch.device) -> Fr
         family="transformer",
         backbone=lambda: copy.deepcopy(encoder).cpu().train().requires_grad_(True),
         blocks=vit.forward_blocks,
+        lineage=weights.lineage,
     )
 
 
@@ -117,9 +124,11 @@ def _tan(path: Path, device: str | torch.device) -> FrozenEncoder:
     if not mark:
         file, name = str(path), _TAN_DEFAULT
     kind = "timm" if name in timm.list_models() or name not in torchvision.models.list_models() else "torchvision"
-    shown, tensors = f"tan:{Path(file).name}@{name}", load_weights(file)
-    rename, options = (_from_tan, {"skipinit": True}) if any(n.endswith(_TAN_MARK) for n in tensors) else (None, {})
-    return encoder_from(kind, name, shown, tensors, file, image_size=224, device=device, rename=rename, options=options)
+    shown = f"tan:{Path(file).name}@{name}"
+    weights = open_weights(file, undeclared_weights(shown))
+    rename, options = (_from_tan, {"skipinit": True}) if any(n.endswith(_TAN_MARK) for n in weights.tensors) else (None, {})
+    made = encoder_from(kind, name, shown, weights.tensors, file, image_size=224, device=device, rename=rename, options=options)
+    return replace(made, lineage=weights.lineage)
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dpvision.encoders import unpickle_worker
 from dpvision.errors import CheckpointError
+from dpvision.weights import unpack
 
 TIME_S = 60
 """Processor time for a small pickle; every 20 MB of file give another second."""
@@ -27,21 +28,6 @@ _START_S = 120
 """Wall-clock time beyond it, for a slow start of Python and torch on a busy machine."""
 _DIGEST = "sha256_of_pickle"
 _REMEDY = "Get the file again from its publisher, or ask for it as safetensors."
-
-
-def load_weights(path: str | Path) -> dict[str, Tensor]:
-    """Tensors of a file by name, on the CPU: safetensors are read, anything else goes through ``load_pickle_safely``.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or refused.
-    """
-    path = Path(path)
-    if path.suffix != ".safetensors":
-        return load_pickle_safely(path)
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"weights: {path} ({error}); expected a safetensors file. Correct the path, or copy it again.") from None
 
 
 def load_pickle_safely(path: str | Path) -> dict[str, Tensor]:
@@ -62,7 +48,7 @@ def load_pickle_safely(path: str | Path) -> dict[str, Tensor]:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             if kept.exists() and _digest_of(kept) == digest:
-                return load_weights(kept)
+                return unpack(kept)[0]
             file.seek(0)
             with tempfile.TemporaryDirectory(prefix="dpvision-unpickle-") as folder:
                 made = Path(folder, "out.safetensors")

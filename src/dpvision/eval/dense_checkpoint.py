@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from dpvision.checkpoint import sync_folder, write_durably
 from dpvision.errors import CheckpointError
+from dpvision.weights import Lineage, pack
 
 FILE = "training.safetensors"
 _FORMAT = "dpvision-dense-1"
@@ -29,6 +29,8 @@ class DenseCheckpoint:
     about: str
     start: str
     """SHA-256 of the weights that the training started from."""
+    lineage: Lineage
+    """What shaped those, and the images of this training: written into the file, which another command may open as an encoder."""
 
     def save(self, step: int) -> None:
         """Keep the state after ``step`` steps in the place of the one before.
@@ -39,9 +41,9 @@ class DenseCheckpoint:
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for i, p in enumerate(self._parameters):
             tensors |= {f"optimizer.{i}.{key}": value for key, value in self.optimizer.state.get(p, {}).items()}
-        # Clones, because safetensors refuses tensors that share memory.
-        blob = save(
-            {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()},
+        blob = pack(
+            tensors,
+            self.lineage,
             {
                 "format": _FORMAT, "step": str(step), "about": self.about, "start": self.start,
                 "scaler": json.dumps(self.scaler.state_dict()),
@@ -94,7 +96,7 @@ class DenseCheckpoint:
 
 
 def open_checkpoint(
-    work: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, about: str
+    work: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, about: str, lineage: Lineage
 ) -> DenseCheckpoint:
     """The checkpoint of a training that has not begun: ``model`` has to have the weights that it starts from.
 
@@ -111,7 +113,7 @@ def open_checkpoint(
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return DenseCheckpoint(work / FILE, model, optimizer, scaler, about, digest.hexdigest())
+    return DenseCheckpoint(work / FILE, model, optimizer, scaler, about, digest.hexdigest(), lineage)
 
 
 def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

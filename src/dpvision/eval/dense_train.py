@@ -163,6 +163,7 @@ def fit(
     work: Path | None = None,
     group: Group | None = None,
     about: str = "",
+    lineage: Sequence[dict[str, Any]] = (),
     progress: Say | None = None,
 ) -> None:
     """Train ``model`` in place with AdamW; it is left in evaluation mode.
@@ -175,6 +176,7 @@ def fit(
         groups: AdamW's parameter groups, each with its "lr" and "weight_decay"; every trained parameter of the model in one of them.
         group: this process among torchrun's; None: alone, on the model's device.
         about: whatever else a checkpoint has to agree in (data, classes), as a line.
+        lineage: what shaped the model, and the images here (``train.lineage``): the state in ``work`` carries it.
         progress: called with a line after every step, on rank 0.
 
     Raises:
@@ -195,7 +197,8 @@ def fit(
     checkpoint: DenseCheckpoint | None = None
     step = 0
     if work is not None:
-        checkpoint = open_checkpoint(work, model, optimizer, scaler, f"{settings}, {len(pictures)} pictures, {about}")
+        agreed = f"{settings}, {len(pictures)} pictures, {about}"
+        checkpoint = open_checkpoint(work, model, optimizer, scaler, agreed, list(lineage))
         step = checkpoint.restore()
     counts = _micro_sizes(settings.batch_size // group.world_size, hardware.physical_batch_size)
     stream = _stream(pictures, settings, group, step, steps, hardware, sum(counts))

@@ -225,7 +225,7 @@ def train_detector(
     about = f"detection, {train.name}, {len(train.classes)} classes, {train.num_objects} objects, {settings.words()}"
     fit(
         model, crops, detection_loss, parameter_groups(model, settings), settings.training(), hardware,
-        work=work, group=group, about=about, progress=progress,
+        work=work, group=group, about=about, lineage=encoder.lineage, progress=progress,
     )  # fmt: skip
 
 

@@ -96,7 +96,10 @@ def train_segmenter(
     views = TrainingViews(train, settings.augmentation(encoder))
     about = f"{settings}, {train.name}, {len(train.classes.names)} classes, normalised by {encoder.mean} {encoder.std}"
     loss, groups = _loss(settings, group.device), _groups(model, settings)
-    fit(model, views, loss, groups, settings.training(), hardware, work=work, group=group, about=about, progress=progress)
+    fit(
+        model, views, loss, groups, settings.training(), hardware,
+        work=work, group=group, about=about, lineage=encoder.lineage, progress=progress,
+    )  # fmt: skip
 
 
 def step_seconds(

@@ -17,7 +17,7 @@ from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.feature_cache import FeatureCache, code_digest, features_key, fingerprint, score_key
 from dpvision.encoders.fixed import raw_pixels
-from dpvision.encoders.open import open_encoder
+from dpvision.encoders.open import open_encoder, recognised
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval import dpcap_probe, few_shot, fine_tune, knn, lars_probe, linear_probe, metric, ridge
 from dpvision.eval import protocols as protocol_code
@@ -94,7 +94,7 @@ def evaluate(
     scored_store = test_store or train_store
     train_labels, test_labels = (torch.from_numpy(s.labels[r]) for s, r in ((train_store, train_rows), (scored_store, test_rows)))
     check_labels(train_labels, test_labels, train_store.label_names)
-    encoder = open_encoder(str(spec), ema=ema, device=device)
+    encoder = recognised(open_encoder(str(spec), ema=ema, device=device), train_store, scored_store)
     for protocol in protocols:
         _check_fits(encoder, protocol, spec, test_store)
     encoders = [encoder]
@@ -102,7 +102,7 @@ def evaluate(
         encoders.append(open_encoder(f"random:{spec}", device=device))
     if "pixels" in against:
         name, none = "raw pixels", None
-        encoders.append(replace(encoder, name=name, poolings=raw_pixels, family="fixed", backbone=none, blocks=none, confidential=False))
+        encoders.append(replace(encoder, name=name, poolings=raw_pixels, family="fixed", backbone=none, blocks=none, lineage=()))
     private = encoder.confidential or "private" in (train_store.visibility, scored_store.visibility)
     bench = _Bench(
         (train_store, train_rows), (scored_store, test_rows), settings, "private" if private else "public",

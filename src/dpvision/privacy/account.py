@@ -147,6 +147,12 @@ def filter_epsilon(events: Iterable[dp_event.DpEvent], delta: float) -> float | 
     Returns:
         The cap; infinite if none admits the events; 0 for none; None if one of them has no RDP.
     """
+    bound = filter_bound(events, delta)
+    return None if bound is None else bound[0]
+
+
+def filter_bound(events: Iterable[dp_event.DpEvent], delta: float) -> tuple[float, float, float] | None:
+    """As ``filter_epsilon``, with what the filter proves of the events: (cap, order a, divergence B), so that they are (a, B)-RDP."""
     curves = []
     for event in events:
         curve = accountant.rdp_curve(event)
@@ -154,13 +160,16 @@ def filter_epsilon(events: Iterable[dp_event.DpEvent], delta: float) -> float | 
             return None
         curves.append(curve)
     if not curves:
-        return 0.0
+        return 0.0, math.inf, 0.0
     orders = curves[0][0]
     total = np.sum([divergence for _, divergence in curves], axis=0)
     conversion = np.log1p(-1 / orders) - np.log(orders * delta) / (orders - 1)
     chosen = np.argmax((_CAP_GRID[:, None] - conversion) / orders, axis=1)
     admitted = total[chosen] + conversion[chosen] <= _CAP_GRID
-    return float(_CAP_GRID[np.argmax(admitted)]) if admitted.any() else math.inf
+    if not admitted.any():
+        return math.inf, math.inf, math.inf
+    first = int(np.argmax(admitted))
+    return float(_CAP_GRID[first]), float(orders[chosen[first]]), float(total[chosen[first]])
 
 
 def _total(parts: list[tuple[DPPlan, int]], delta: float) -> float:

@@ -152,7 +152,7 @@ def deltas(event: dp_event.DpEvent, epsilons: np.ndarray, interval: float | None
         return np.exp(high) * -np.expm1(np.minimum(low - high, 0.0))
     if _selects(event):
         curve = rdp_curve(event)
-        return np.ones(len(epsilons)) if curve is None else _deltas_rdp(*curve, epsilons)
+        return np.ones(len(epsilons)) if curve is None else deltas_rdp(*curve, epsilons)
     return np.asarray(_pld(event, interval or 10 * discretization_interval(event)).get_delta_for_epsilon(epsilons), dtype=np.float64)
 
 
@@ -166,7 +166,7 @@ def privacy_profile(event: dp_event.DpEvent, num_points: int = 49) -> list[tuple
     return [(float(e), float(d)) for e, d in zip(epsilons, deltas(event, epsilons), strict=True)]
 
 
-def _deltas_rdp(order_A: np.ndarray, divergence_A: np.ndarray, epsilon_E: np.ndarray) -> np.ndarray:
+def deltas_rdp(order_A: np.ndarray, divergence_A: np.ndarray, epsilon_E: np.ndarray) -> np.ndarray:
     """Smallest delta of the conversion of Canonne, Kamath and Steinke (arXiv 2004.00010), or of total variation <= sqrt(1 - exp(-KL))
     (Bretagnolle and Huber), over the orders."""
     log_EA = (order_A - 1) * (divergence_A - epsilon_E[:, None]) + order_A * np.log1p(-1 / order_A) - np.log(order_A - 1)
@@ -189,7 +189,11 @@ def attack_tpr(event: dp_event.DpEvent, fpr: float, interval: float | None = Non
         In [fpr, 1].
     """
     epsilons = np.linspace(0.0, min(_largest_epsilon(event, 1e-12), 700.0), 4001)
-    delta = deltas(event, epsilons, interval)
+    return tpr_of_profile(epsilons, deltas(event, epsilons, interval), fpr)
+
+
+def tpr_of_profile(epsilons: np.ndarray, delta: np.ndarray, fpr: float) -> float:
+    """``attack_tpr`` from pairs (epsilon, delta) that hold, two arrays of one shape."""
     hit_1 = delta + np.exp(epsilons) * fpr
     hit_2 = 1.0 - np.exp(-epsilons) * (1.0 - delta - fpr)
     return float(min(1.0, hit_1.min(), hit_2.min()))

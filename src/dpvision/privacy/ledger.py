@@ -3,10 +3,10 @@
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from dpvision.errors import CheckpointError, DataError, PrivacyError
 from dpvision.privacy.account import Cap, RunAccount, StoreAccount, check_cap, set_cap, store_account
@@ -60,7 +60,7 @@ class Ledger:
 
     @classmethod
     @_access()
-    def open(cls, store_dir: Path, run_id: str, plan: DPPlan, *, resume: bool) -> Self:
+    def open(cls, store_dir: Path, run_id: str, plan: DPPlan, *, resume: bool, lineage: Sequence[dict[str, Any]] = ()) -> Self:
         """Start or resume a run's ledger, LEDGERS/<store_id>/<run_id>.jsonl beside the store.
 
         A torn last line is charged and sealed. Every ledger of the store is verified first, and with a cap the total of all
@@ -71,11 +71,14 @@ class Ledger:
             run_id: name of the run, a plain file name.
             plan: what will be executed; on resume the one the run began with.
             resume: whether the run has been started before.
+            lineage: what shaped the weights that the run starts from (``train.lineage``): bound into the first line, and on resume the
+                same.
 
         Raises:
             CheckpointError: the run is open elsewhere, exists although ``resume`` is False, does not exist although it is True,
                 or the disk is full.
-            PrivacyError: a ledger was altered, shortened, deleted or replaced by an older copy; another plan; above the cap.
+            PrivacyError: a ledger was altered, shortened, deleted or replaced by an older copy; another plan or lineage; above
+                the cap.
             DataError: not a store, or its ledgers may not be written.
         """
         ledgers = StoreLedgers.of(store_dir)
@@ -93,10 +96,15 @@ class Ledger:
                     raise PrivacyError(
                         f"ledger: {path}: another plan; expected the one the run began with. Restore its settings, or start a new run."
                     )
+                if resume and list(lineage) != contents[run_id].lineage:
+                    raise PrivacyError(
+                        f"ledger: {path}: another lineage; expected the one the run began with. Put back the weights that it started from, "
+                        "and its own checkpoints, or start a new run."
+                    )
                 others = [(c.plan, c.plan.steps if _in_use(c.path) else c.steps) for c in contents.values() if c.run_id != run_id]
                 check_cap(ledgers, [*others, (plan, plan.steps)])
                 if fd is None:
-                    header = encode(header_line(run_id, ledgers.store_id, plan))
+                    header = encode(header_line(run_id, ledgers.store_id, plan, list(lineage)))
                     write_file(path, header + b"\n" + encode(start_line(digest(header), resume=False)) + b"\n")
                     fd = _lock(path)
                     ledger = cls(ledgers, read_ledger(path), fd)

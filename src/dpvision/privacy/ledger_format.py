@@ -30,6 +30,8 @@ class LedgerContents:
     """Starts of the run after the first."""
     digest: str
     """SHA-256 of the last line's raw bytes, which vouches for the whole file."""
+    lineage: list[dict[str, Any]] = field(repr=False)
+    """What shaped the weights that the run started from, as its checkpoints must repeat it; empty for random weights."""
     torn: bytes
     """Raw bytes after the last newline: a line whose writing was interrupted; empty normally."""
     heads: dict[str, int] = field(repr=False)
@@ -46,9 +48,11 @@ def digest(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def header_line(run_id: str, store_id: str, plan: DPPlan) -> dict[str, Any]:
+def header_line(run_id: str, store_id: str, plan: DPPlan, lineage: list[dict[str, Any]]) -> dict[str, Any]:
     """First line: what the run is bound to."""
-    return {"format": FORMAT, "kind": "header", "plan": plan.to_dict(), "prev": "", "run_id": run_id, "store_id": store_id}
+    return {
+        "format": FORMAT, "kind": "header", "lineage": lineage, "plan": plan.to_dict(), "prev": "", "run_id": run_id, "store_id": store_id,
+    }  # fmt: skip
 
 
 def start_line(prev: str, *, resume: bool) -> dict[str, Any]:
@@ -87,10 +91,12 @@ def read_ledger(path: Path) -> LedgerContents:
         raise _altered(path, 1)
     try:
         plan = DPPlan.from_dict(header.get("plan"))
-        run_id, store_id = str(header["run_id"]), str(header["store_id"])
-    except (ConfigError, PrivacyError, KeyError) as error:
+        run_id, store_id, lineage = str(header["run_id"]), str(header["store_id"]), list(header["lineage"])
+    except (ConfigError, PrivacyError, KeyError, TypeError) as error:
         raise PrivacyError(f"ledger: {path}, line 1: {error} Restore the ledger, or read it with the version that wrote it.") from None
-    if lines[0] != encode(header_line(run_id, store_id, plan)) or lines[1:2] != [encode(start_line(digest(lines[0]), resume=False))]:
+    if lines[0] != encode(header_line(run_id, store_id, plan, lineage)) or lines[1:2] != [
+        encode(start_line(digest(lines[0]), resume=False))
+    ]:
         raise _altered(path, 1)
 
     heads = {digest(lines[0]): 0, digest(lines[1]): 0}
@@ -120,7 +126,7 @@ def read_ledger(path: Path) -> LedgerContents:
     if torn:
         steps, prev = charge_torn(steps, plan), digest(torn)
         heads[prev] = steps
-    return LedgerContents(Path(path), run_id, store_id, plan, steps, restarts, prev, torn, heads)
+    return LedgerContents(Path(path), run_id, store_id, plan, steps, restarts, prev, lineage, torn, heads)
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:

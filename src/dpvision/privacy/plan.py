@@ -25,6 +25,7 @@ MAX_DELTA = 1e-3
 MAX_EPSILON = 20.0
 """Largest epsilon without ``allow_weak_guarantee``, of the unit that the guarantee is for: that of the 2020 US census (19.61), the largest
 of any well-known release, rounded. From 10 on it counts as weak (Ponomareva et al. 2023)."""
+View = Literal["record", "unamplified", "unit"]
 TRUNCATION_TOLERANCE = 0.01
 """How much dearer than plain Poisson a truncated draw may be."""
 
@@ -110,8 +111,12 @@ class DPPlan:
         index = sampling.draw_poisson(num_records, self.sample_rate, rng)
         return index if self.max_batch_size is None else sampling.truncate(index, self.max_batch_size, rng)
 
-    def event(self, steps: int) -> dp_event.DpEvent:
-        """dp-accounting event of the first ``steps`` steps, for one record; the non-private event without a guarantee.
+    def event(self, steps: int, view: View = "record") -> dp_event.DpEvent:
+        """dp-accounting event of the first ``steps`` steps; the non-private event without a guarantee.
+
+        Args:
+            view: "record": for one record. "unamplified": for one record, every batch being known to the attacker. "unit": for a unit of
+                max_records_per_unit records; truncated draws have that of one record only.
 
         Raises:
             PrivacyError: more steps than planned, or a negative number.
@@ -120,7 +125,11 @@ class DPPlan:
             raise PrivacyError(f"plan.event: steps={steps}; expected 0 to {self.steps}. Read the number from the ledger of this plan.")
         if steps and self.guarantee != "dp":
             return dp_event.NonPrivateDpEvent()
-        return _event(self, self.selection, steps, self.noise_multiplier)
+        return _event(
+            self, self.selection, steps, self.noise_multiplier,
+            sampling="full_batch" if view == "unamplified" else None,
+            records=self.max_records_per_unit if view == "unit" and self.max_records_per_unit > 1 else None,
+        )  # fmt: skip
 
     def spent(self, steps: int) -> PrivacySpent:
         """What the first ``steps`` steps cost, at ``delta``.
@@ -131,7 +140,7 @@ class DPPlan:
         event = self.event(steps)
         if self.guarantee != "dp":
             return PrivacySpent(None, None, self.delta, steps, None, None)
-        unamplified = accountant.epsilon(_event(self, self.selection, steps, self.noise_multiplier, sampling="full_batch"), self.delta)
+        unamplified = accountant.epsilon(self.event(steps, "unamplified"), self.delta)
         epsilon = accountant.epsilon(event, self.delta, self.value_discretization_interval)
         return PrivacySpent(
             epsilon=epsilon,
@@ -141,19 +150,6 @@ class DPPlan:
             epsilon_unamplified=unamplified,
             unit_epsilon=_unit_epsilon(self, self.num_units, self.selection, steps, self.noise_multiplier, self.delta, epsilon),
         )
-
-    def unit_event(self, steps: int) -> dp_event.DpEvent:
-        """``event`` for one unit with ``max_records_per_unit`` records.
-
-        Raises:
-            PrivacyError: more steps than planned, or a sampling that has no accounting for units.
-        """
-        if self.max_records_per_unit == 1:
-            return self.event(steps)
-        self.event(steps)  # checks ``steps``
-        if self.sampling == "truncated_poisson":
-            raise PrivacyError("plan.unit_event: sampling=truncated_poisson; expected poisson or full_batch. Make another plan.")
-        return _event(self, self.selection, steps, self.noise_multiplier, records=self.max_records_per_unit)
 
     def attack_tpr(self, steps: int, fpr: float) -> float:
         """Best true-positive rate at false-positive rate ``fpr`` of an attack that asks whether one of those whom the guarantee is for took
@@ -165,7 +161,7 @@ class DPPlan:
         unit = None if self.max_records_per_unit == 1 else self.spent(steps).unit_epsilon
         if unit is None:
             return accountant.attack_tpr(self.event(steps), fpr)
-        return accountant.attack_tpr(self.unit_event(steps), fpr, accountant.unit_interval(unit))
+        return accountant.attack_tpr(self.event(steps, "unit"), fpr, accountant.unit_interval(unit))
 
     def run_plans(self) -> tuple["DPPlan", "DPPlan"]:
         """Plans of one run of the selection: of its releases, and of its score, one full-batch release clipped to 1. Nothing may be

@@ -13,12 +13,14 @@ from dpvision.errors import CheckpointError, DataError
 from dpvision.eval.suite import read_scores
 from dpvision.features import trained_in_confidence
 from dpvision.models import count_parameters
+from dpvision.privacy.composition import parts_of, total_epsilon
 from dpvision.privacy.ledger import LedgerContents, read_ledger
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report import words
 from dpvision.report.curves import size_text
 from dpvision.train.folder import read_run
+from dpvision.train.lineage import runs_on
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,12 @@ class ComparedRun:
     steps: int | None
     """Charged in the ledger; None where no ledger is at hand."""
     planned_epsilon: float | None
-    """Of all planned steps."""
+    """Of all planned steps, and of the runs before this one on the same store that its weights come from."""
     epsilon: float | None
-    """Of this run alone, from the ledger; None without a guarantee or a ledger."""
+    """Of this run and of those before it on the same store that its weights come from, from the ledger; None without a guarantee or a
+    ledger."""
+    this_run_epsilon: float | None
+    """Of this run alone."""
     step_N: np.ndarray
     loss_N: np.ndarray
     scores: tuple[dict[str, Any], ...]
@@ -58,7 +63,12 @@ class ComparedRun:
         """Epsilon as a reader looks for it in a legend."""
         if self.config.privacy.guarantee != "dp":
             return "simulated" if self.config.privacy.guarantee == "simulated" else "no guarantee"
-        return "ε unknown" if self.epsilon is None else f"ε {words.round_up(self.epsilon, 2)}"
+        if self.epsilon is None or self.this_run_epsilon is None:
+            return "ε unknown"
+        total = f"ε {words.round_up(self.epsilon, 2)}"
+        if self.epsilon == self.this_run_epsilon:
+            return total
+        return f"total {total} (this run {words.round_up(self.this_run_epsilon, 2)})"
 
     @property
     def planned_cost(self) -> str:
@@ -109,8 +119,9 @@ def read_compared(root: Path, name: str, *, public_scores_only: bool = False) ->
         num_parameters=count_parameters(config.model),
         start="random start" if config.init_from is None and not isinstance(config.model, HeadConfig) else "warm start",
         steps=None if ledger is None else ledger.steps,
-        planned_epsilon=_planned_epsilon(base),
-        epsilon=None if ledger is None or ledger.plan.guarantee != "dp" else ledger.plan.spent(ledger.steps).epsilon,
+        planned_epsilon=_planned_epsilon(base, ledger),
+        epsilon=_spent(ledger, alone=False),
+        this_run_epsilon=_spent(ledger, alone=True),
         step_N=step_N,
         loss_N=loss_N,
         scores=tuple(s for s in scores if s["visibility"] == "public" or not public_scores_only),
@@ -130,11 +141,20 @@ def read_losses(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return np.array(steps, dtype=np.float64), np.array([found[step] for step in steps], dtype=np.float64)
 
 
-def _planned_epsilon(base: Path) -> float | None:
+def _spent(ledger: LedgerContents | None, *, alone: bool) -> float | None:
+    if ledger is None or ledger.plan.guarantee != "dp":
+        return None
+    behind = () if alone else runs_on(ledger.lineage, ledger.store_id)
+    return total_epsilon(parts_of([*behind, (ledger.plan, ledger.steps)]))[0]
+
+
+def _planned_epsilon(base: Path, ledger: LedgerContents | None) -> float | None:
     try:
-        return DPPlan.from_dict(json.loads((base / "plan.json").read_bytes())).epsilon
+        plan = DPPlan.from_dict(json.loads((base / "plan.json").read_bytes()))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"compare: {base / 'plan.json'} cannot be read ({error}). Restore it as the run wrote it.") from None
+    behind = () if ledger is None or plan.guarantee != "dp" else runs_on(ledger.lineage, ledger.store_id)
+    return total_epsilon(parts_of([*behind, (plan, plan.steps)]))[0] if behind else plan.epsilon
 
 
 def _ledger(base: Path, config: RunConfig, about: dict[str, Any]) -> LedgerContents | None:

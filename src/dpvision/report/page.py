@@ -10,14 +10,16 @@ from dpvision.checkpoint import write_json
 from dpvision.data.store import Store
 from dpvision.errors import PrivacyError
 from dpvision.eval.score import is_of_the_run, is_share
+from dpvision.privacy.composition import parts_of, total_epsilon
 from dpvision.privacy.plan import DPPlan
 from dpvision.report import figures
 from dpvision.report.gallery import Gallery
 from dpvision.report.html import render, setting_rows, write_page
 from dpvision.report.neighbours import neighbours_of_run
 from dpvision.report.reconstructions import reconstruct_some
-from dpvision.report.statement import read_evidence, statement_of
+from dpvision.report.statement import Evidence, read_evidence, statement_of
 from dpvision.report.words import Tuning
+from dpvision.train.lineage import runs_on
 
 _CURVE_POINTS = 12
 
@@ -57,7 +59,7 @@ def make_report(
     html = render(
         "report_page.html",
         s=statement,
-        figures=_figures(evidence.plan, statement, evidence.manifest["config"]["privacy"]["target_epsilon"]),
+        figures=_figures(evidence, statement, tuning, evidence.manifest["config"]["privacy"]["target_epsilon"]),
         pictures=pictures,
         alike=alike,
         gallery=gallery,
@@ -119,16 +121,17 @@ def _place_on_scale(statement: dict[str, Any]) -> float:
     return 8 + 64 * min(max(decades, 0.0), 2.94)
 
 
-def _figures(plan: DPPlan, statement: dict[str, Any], asked: float | None) -> dict[str, Markup | None]:
+def _figures(evidence: Evidence, statement: dict[str, Any], tuning: Tuning, asked: float | None) -> dict[str, Markup | None]:
     """SVG by name; None where there is nothing to draw."""
     drawn: dict[str, str | None] = dict.fromkeys(("epsilon", "profile", "scores"))
     guarantee = statement["guarantee"]
     if guarantee is not None:
-        steps = sorted({1, *(math.ceil(plan.steps * (k / _CURVE_POINTS) ** 1.5) for k in range(1, _CURVE_POINTS + 1))})
-        points = [(0, 0.0), *((step, float(plan.spent(step).epsilon or 0.0)) for step in steps)]
+        plan, behind = evidence.plan, runs_on(evidence.ledger.lineage, evidence.ledger.store_id)
+        steps = sorted({0, 1, *(math.ceil(plan.steps * (k / _CURVE_POINTS) ** 1.5) for k in range(1, _CURVE_POINTS + 1))})
+        points = [(step, total_epsilon(parts_of([*behind, (plan, step)]), fixed=tuning == "none")[0]) for step in steps]
         drawn["epsilon"] = figures.epsilon_figure(points, statement["mechanism"]["steps_executed"], asked)
-        own = guarantee["this_run"]
-        drawn["profile"] = figures.profile_figure(guarantee["privacy_profile"], own["epsilon"], own["delta"])
+        if guarantee["privacy_profile"] is not None:
+            drawn["profile"] = figures.profile_figure(guarantee["privacy_profile"], guarantee["epsilon"], guarantee["delta"])
     if shares := [score for score in statement["scores"] if is_share(score["protocol"])]:
         drawn["scores"] = figures.bars_figure(*_score_groups(shares))
     return {name: None if svg is None else Markup(svg) for name, svg in drawn.items()}

@@ -6,28 +6,24 @@ docs/statement.md explains every field; docs/statement.schema.json is the schema
 import dataclasses
 import hashlib
 import json
-import math
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from dp_accounting import dp_event
 
 from dpvision.checkpoint import load_checkpoint, write_json
 from dpvision.errors import CheckpointError, DataError, PrivacyError
 from dpvision.eval.score import is_of_the_run
 from dpvision.eval.suite import read_scores
-from dpvision.privacy import accountant
 from dpvision.privacy.ledger import LedgerContents, read_ledger, store_account
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report import head_words, words
+from dpvision.report.guarantee import guarantee_of, other_stores
 from dpvision.report.words import Tuning
 from dpvision.train.folder import read_run
-from dpvision.train.versions import code_versions
+from dpvision.weights import lineage_digest
 
 FORMAT = "dpvision-statement-1"
-_NOT_SETTINGS = {"recipe", "privacy", "init_from"}
+_NOT_SETTINGS = {"recipe", "privacy", "init_from", "public_weights"}
 """Said elsewhere in the statement, or a path of the operator's machine."""
 
 
@@ -74,7 +70,9 @@ def make_statement(run_dir: str | Path, *, store_dir: str | Path | None = None, 
 def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str, Any]:
     """The statement that the evidence supports; ``make_statement`` reads the evidence first."""
     plan, steps, manifest = evidence.plan, evidence.ledger.steps, evidence.manifest
-    guarantee = _guarantee(evidence) if evidence.guaranteed else None
+    fixed = tuning == "none"
+    inherited, store_id = evidence.ledger.lineage, evidence.ledger.store_id
+    guarantee = guarantee_of(plan, steps, inherited, store_id, fixed=fixed) if evidence.guaranteed else None
     headline, in_words = words.summary(plan, guarantee)
     head = head_words.is_head(manifest["config"])
     lineage = _lineage(evidence, guarantee)
@@ -87,13 +85,14 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
         "recipe": manifest["config"]["recipe"],
         "scope": {
             "released": head_words.released(plan) if head else words.released(plan),
-            "not_covered": words.not_covered(plan) + ([words.TWINS] if guarantee and any(e["deduplicated"] for e in lineage) else []),
+            "not_covered": words.not_covered(plan) + (words.not_covered_of(lineage) if guarantee else []),
             "trust_model": words.trust_model(plan),
             "adjacency": words.ADJACENCY,
             "unit": {"max_records_per_unit": plan.max_records_per_unit, "text": words.unit(plan)},
             "dataset_size": {"value": plan.dataset_size, "public": True, "text": words.DATASET_SIZE},
         },
         "guarantee": guarantee,
+        "other_stores": other_stores(inherited, store_id if guarantee else None, fixed=fixed),
         "mechanism": {
             "sampling_assumed": words.sampling_assumed(plan),
             "sampling_executed": words.sampling_executed(plan),
@@ -130,6 +129,7 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
             "code": manifest["versions"]["code_sha256"],
             "config": hashlib.sha256(json.dumps(manifest["config"], sort_keys=True, separators=(",", ":")).encode()).hexdigest(),
             "ledger": evidence.ledger.digest,
+            "lineage": lineage_digest(inherited),
             "weights": manifest["tensors"] | manifest.get("files", {}),
         },
         "versions": {key: value for key, value in manifest["versions"].items() if key != "code_sha256"},
@@ -158,12 +158,17 @@ def read_evidence(root: Path, store_dir: Path | None = None) -> Evidence:
     manifest = checkpoint.manifest
     if manifest["run_id"] != about["run_id"] or not manifest["lineage"]:
         raise CheckpointError(f"report: {checkpoint.path} is of another run than {root}. Put the run's own checkpoints back.")
+    store_dir = store_dir or _reachable(config.data.store, about["store_id"])
+    ledger = _ledger(root / "ledger.jsonl", about, store_dir)
+    if manifest["lineage"][:-1] != ledger.lineage:
+        raise PrivacyError(
+            f"report: the lineage of {checkpoint.path} is not the one in the first line of ledger {ledger.path}; expected what the run "
+            "started from. Restore the run's own checkpoints."
+        )
     for entry in manifest["lineage"]:
         spoils_own = about["guarantee"] == "dp" and entry["store_id"] == about["store_id"]
         if entry["guarantee"] is None and (entry["visibility"] == "private" or spoils_own):
             raise _refused(root, f"comes from store {entry['store_id'][:8]} ({entry['visibility']}) without a guarantee")
-    store_dir = store_dir or _reachable(config.data.store, about["store_id"])
-    ledger = _ledger(root / "ledger.jsonl", about, store_dir)
     if ledger.heads.get(manifest["ledger_digest"]) != manifest["ledger_steps"]:
         raise PrivacyError(
             f"report: ledger {ledger.path} does not lead to {checkpoint.path}; expected the checkpoint's ledger_digest after "
@@ -215,66 +220,18 @@ def _ledger(copy: Path, about: dict[str, Any], store_dir: Path | None) -> Ledger
     return contents
 
 
-def _guarantee(evidence: Evidence) -> dict[str, Any]:
-    plan, steps = evidence.plan, evidence.ledger.steps
-    event = plan.event(steps)
-    spent = plan.spent(steps)
-    assert spent.epsilon is not None
-    parents = [e["guarantee"] for e in _parents(evidence) if e["store_id"] == evidence.ledger.store_id and e["guarantee"] is not None]
-    total_epsilon = spent.epsilon + math.fsum(p["epsilon"] for p in parents)
-    total_delta = spent.delta + math.fsum(p["delta"] for p in parents)
-    return {
-        "epsilon": total_epsilon,
-        "delta": total_delta,
-        "n_times_delta": plan.dataset_size * total_delta,
-        "delta_rule": words.delta_rule(plan, len(parents)),
-        "this_run": {"epsilon": spent.epsilon, "delta": spent.delta},
-        "epsilon_rdp": spent.epsilon_rdp,
-        "epsilon_unamplified": spent.epsilon_unamplified,
-        "unit_epsilon": spent.unit_epsilon,
-        "epsilon_of_all_planned_steps": plan.epsilon,
-        "privacy_profile": [list(point) for point in accountant.privacy_profile(event)],
-        "attack": _attack(event) if not parents else _attack_of_pair(total_epsilon, total_delta),
-        "accountant": {
-            "method": words.accountant_method(plan),
-            "software": f"dp-accounting {code_versions()['dp-accounting']}",
-            "value_discretization_interval": plan.value_discretization_interval,
-        },
-    }
-
-
-def _attack(event: dp_event.DpEvent) -> dict[str, float]:
-    total_variation = float(accountant.deltas(event, np.zeros(1))[0])
-    return {
-        "tpr_at_fpr_0.001": accountant.attack_tpr(event, 0.001),
-        "tpr_at_fpr_0.01": accountant.attack_tpr(event, 0.01),
-        "coin_accuracy": (1 + total_variation) / 2,
-    }
-
-
-def _attack_of_pair(epsilon: float, delta: float) -> dict[str, float]:
-    """What one pair (epsilon, delta) bounds (Dong, Roth, Su, arXiv 1905.02383, proposition 2.4); for composed parents, whose profile is "
-    "lost."""
-
-    def tpr(fpr: float) -> float:
-        return min(1.0, delta + math.exp(min(epsilon, 700.0)) * fpr, 1 - math.exp(-epsilon) * (1 - delta - fpr))
-
-    # At the crossing of the two lines of the trade-off curve.
-    miss = (1 - delta) / (1 + math.exp(min(epsilon, 700.0)))
-    return {"tpr_at_fpr_0.001": tpr(0.001), "tpr_at_fpr_0.01": tpr(0.01), "coin_accuracy": 1 - miss}
-
-
-def _parents(evidence: Evidence) -> list[dict[str, Any]]:
-    return evidence.manifest["lineage"][:-1]
-
-
 def _lineage(evidence: Evidence, guarantee: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Every store that the weights have seen, oldest first; this run's entry from the ledger, not from the manifest."""
     own = {**evidence.manifest["lineage"][-1], "guarantee": None}
     if guarantee is not None:
-        own["guarantee"] = {**guarantee["this_run"], "epsilon_rdp": guarantee["epsilon_rdp"], "steps": evidence.ledger.steps}
-    entries = [{"licence": None, **entry} for entry in [*_parents(evidence), own]]
-    return [entry | {"deduplicated": words.deduplicated(entry.get("deduplicated"))} for entry in entries]
+        figures = {name: guarantee["this_run"][name] for name in ("epsilon", "delta", "epsilon_rdp")}
+        total = {name: guarantee[name] for name in ("epsilon", "delta")} | {"method": guarantee["composition"]["methods"]["epsilon"]}
+        own["guarantee"] = {**figures, "steps": evidence.ledger.steps, "plan": evidence.plan.to_dict(), "total": total}
+    entries = [{"licence": None, **entry} for entry in [*evidence.ledger.lineage, own]]
+    return [
+        entry | {"deduplicated": words.deduplicated(entry.get("deduplicated")), "declared": words.declared(entry.get("declared"))}
+        for entry in entries
+    ]
 
 
 def _other_runs(evidence: Evidence) -> dict[str, Any]:

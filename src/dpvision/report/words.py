@@ -4,6 +4,7 @@ import math
 from typing import Any, Literal
 
 from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
+from dpvision.privacy.composition import Method
 from dpvision.privacy.ledger import StoreAccount
 from dpvision.privacy.plan import DPPlan
 
@@ -60,6 +61,20 @@ SELECTION_TIME = (
     "The number of runs of the selection: epsilon holds only while it stays unknown. Who could watch how long the command took, what the "
     "machine drew, or compare the times of its files, learns about it."
 )
+
+
+NO_PROFILE = "added epsilons give one pair (epsilon, delta), no profile"
+COMPOSITION: dict[Method, str] = {
+    "one run": "One run on this store shaped the weights.",
+    "pld": "Their privacy loss distributions are composed: the settings of all of them were declared to be fixed beforehand.",
+    "gaussian": "All of them are Gaussian mechanisms, composed in closed form: their settings were declared to be fixed beforehand.",
+    "renyi": "Their Renyi divergences are added: the settings of all of them were declared to be fixed beforehand.",
+    "filter": (
+        "Their total is given by a Renyi filter (Feldman and Zrnic, arXiv 2008.11193), which allows for settings chosen after seeing "
+        "earlier results; it is proven for an owner who had set this total, or a larger one, as a cap beforehand."
+    ),
+    "basic": "One of them has no Renyi accounting: their epsilons, each at an equal share of delta, are added.",
+}
 
 
 TWINS = (
@@ -148,8 +163,30 @@ def unit(plan: DPPlan) -> str:
 def delta_rule(plan: DPPlan, num_parents: int) -> str:
     """How delta was chosen."""
     rule = "1 / (2 N)" if plan.delta == 1 / (2 * plan.dataset_size) else "set explicitly"
-    joined = f" The deltas of {num_parents} earlier runs in the lineage are added to it." if num_parents else ""
+    joined = f" With {_count(num_parents, 'earlier run')} in the lineage, every figure holds at the smallest delta." if num_parents else ""
     return f"{rule}, N being the declared number of pictures; training is refused when N x delta exceeds 1.5.{joined}"
+
+
+def composition(num_runs: int, method: Method) -> str:
+    """How the epsilons of the runs behind the weights were put together."""
+    return f"{_count(num_runs, 'run')} on this store shaped the weights. {COMPOSITION[method]}" if num_runs > 1 else COMPOSITION[method]
+
+
+def declared(by: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Who called weights without a lineage public; None where nothing had to be declared."""
+    if by is None:
+        return None
+    who = "the operator" if by["by"] == "operator" else "the name under which a library keeps them"
+    return {**by, "text": f"Declared to be public by {who}: {by['name']}, from {by['source']}. That is not checked."}
+
+
+def not_covered_of(lineage: list[dict[str, Any]]) -> list[str]:
+    """What the guarantee says nothing about, by the lineage of a statement."""
+    named = [entry["declared"]["name"] for entry in lineage if entry["declared"]]
+    return [
+        *([f"Weights that were declared to be public ({', '.join(named)}): what shaped them is not checked."] if named else []),
+        *([TWINS] if any(entry["deduplicated"] for entry in lineage) else []),
+    ]
 
 
 def trust_model(plan: DPPlan) -> str:

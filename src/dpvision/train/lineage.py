@@ -1,57 +1,211 @@
-"""What a run inherits from the weights it starts from, and which parents a private run refuses (guarantee.md, rule 7)."""
+"""What a run inherits from the weights it starts from, and which weights a private run refuses (docs/privacy.md).
 
+A lineage is a list of entries, oldest first, one for each run that shaped the weights, or for weights that came without a lineage:
+
+    store_id, visibility ("private", "public", or "undeclared": weights of which nobody has said anything yet), licence, run_id,
+    guarantee: None, or {epsilon, epsilon_rdp, delta, steps, plan, total}: of the run, with its plan, so that runs can be composed; total is
+        that of all runs up to it on the same store,
+    declared: of weights without a lineage, who called them public, and where they come from.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
+
 from dpvision.data.store import Store
-from dpvision.errors import PrivacyError
+from dpvision.errors import ConfigError, PrivacyError
+from dpvision.privacy.composition import Part, Total, check_total, parts_of, total, total_epsilon
 from dpvision.privacy.plan import DPPlan
+from dpvision.train.unprotected import runs_with_these_weights
+from dpvision.weights import Lineage
+
+_FORM = "NAME; LICENCE; SOURCE"
 
 
-def inherit(parent: dict[str, Any], store: Store, guarantee: str) -> list[dict[str, Any]]:
-    """Lineage taken over from a parent's manifest.
+@dataclass(frozen=True)
+class Declaration:
+    """What an operator says of weights that carry no lineage: that they are public."""
+
+    name: str
+    licence: str
+    source: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Declaration":
+        """From the text of ``RunConfig.public_weights``.
+
+        Raises:
+            ConfigError: it has not three parts.
+        """
+        parts = [part.strip() for part in text.split(";")]
+        if len(parts) != 3 or not all(parts):
+            raise ConfigError(
+                f"run: public_weights={text!r}; expected three parts, {_FORM!r}. E.g. --public-weights 'MAE ViT-B; CC-BY-NC 4.0; "
+                "https://github.com/facebookresearch/mae'."
+            )
+        return cls(*parts)
+
+
+def inherit(
+    lineage: Sequence[dict[str, Any]],
+    store: Store,
+    plan: DPPlan,
+    *,
+    declaration: str | None = None,
+    tensors: Iterable[Tensor] = (),
+) -> Lineage:
+    """Lineage of a new run's start: that of the weights it starts from, with what the operator declares of them.
 
     Args:
-        parent: the parent checkpoint's manifest.
+        lineage: of the weights.
         store: the store this run trains on.
-        guarantee: this run's PrivacyConfig.guarantee.
+        plan: this run's.
+        declaration: ``RunConfig.public_weights``.
+        tensors: the weights, compared with those of earlier runs without a guarantee on ``store`` and on those beside it.
 
     Returns:
-        The parent's entries, oldest first; the statement adds up those that share a store.
+        The entries, oldest first.
 
     Raises:
-        PrivacyError: this run is private and the parent touched this store, or any private one, without a guarantee.
+        ConfigError: a declaration for weights that carry a lineage, which decides.
+        PrivacyError: weights without a lineage and without a declaration; or this run is private and the weights touched this store, or any
+            private one, without a guarantee, or the guarantees of all runs together are refused.
     """
-    lineage = parent["lineage"]
-    if guarantee != "dp":
-        return lineage
-    for entry in lineage:
-        if entry["guarantee"] is not None:
-            continue
-        if entry["visibility"] == "private" or entry["store_id"] == store.store_id:
+    declared = None if declaration is None else Declaration.parse(declaration)
+    if declared is not None and not any(entry["visibility"] == "undeclared" for entry in lineage):
+        raise ConfigError(
+            f"run: public_weights={declaration!r}; expected none: these weights carry their own lineage, which decides. Leave it out."
+        )
+    made = [_declare(entry, declared) for entry in lineage]
+    if plan.guarantee != "dp":
+        return made
+    for entry in made:
+        if _spoils(entry, store):
             raise PrivacyError(
                 f"lineage: the parent touched store {entry['store_id'][:8]} ({entry['visibility']}) without a guarantee; expected a parent "
                 "trained on public stores or with differential privacy. Start from another checkpoint, or from scratch."
             )
-    return lineage
+    for entry in runs_with_these_weights(store, tensors):
+        if _spoils(entry, store):
+            raise PrivacyError(
+                f"lineage: the parent has tensors of run {entry['run_id'][:8]}, which trained on store {entry['store_id'][:8]} "
+                f"({entry['visibility']}) without a guarantee; expected none of them. Start from another checkpoint, or from scratch."
+            )
+    for store_id in private_stores(made):
+        runs_on(made, store_id)  # says what is missing before a step is charged
+    check_total(parts_of([*runs_on(made, store.store_id), (plan, plan.steps)]))
+    return made
 
 
-def own_entry(plan: DPPlan, store: Store, run_id: str | None, steps: int) -> dict[str, Any]:
-    """Lineage entry of a run itself, after ``steps`` charged steps of ``plan`` on ``store``."""
+def runs_on(lineage: Iterable[dict[str, Any]], store_id: str) -> tuple[Part, ...]:
+    """Plans and charged steps of the private runs on a store that a lineage names.
+
+    Raises:
+        PrivacyError: an entry has a guarantee without the plan that it rests on.
+    """
+    found = []
+    for entry in lineage:
+        guarantee = entry["guarantee"]
+        if guarantee is None or entry["store_id"] != store_id:
+            continue
+        if "plan" not in guarantee or "steps" not in guarantee:
+            raise PrivacyError(
+                f"lineage: run {entry['run_id']} on store {store_id[:8]} has a guarantee without its plan and steps; expected both, which "
+                "later runs are added to. Train the parent with this version."
+            )
+        found.append((DPPlan.from_dict(guarantee["plan"]), int(guarantee["steps"])))
+    return parts_of(found)
+
+
+def private_stores(lineage: Iterable[dict[str, Any]]) -> list[str]:
+    """Ids of the private stores that weights have seen with a guarantee, in order."""
+    return list(dict.fromkeys(e["store_id"] for e in lineage if e["visibility"] == "private" and e["guarantee"] is not None))
+
+
+def total_of(lineage: Iterable[dict[str, Any]], store_id: str, *, fixed: bool = False) -> Total | None:
+    """What all runs of a lineage have spent together on one store; None where none executed anything there.
+
+    Args:
+        fixed: whether all settings were fixed before the first run.
+    """
+    parts = runs_on(lineage, store_id)
+    return total(parts, fixed=fixed) if parts else None
+
+
+def shaped_in_confidence(lineage: Iterable[dict[str, Any]]) -> bool:
+    """Whether private records shaped weights without a guarantee: then all that is computed with them is private too."""
+    return any(entry["visibility"] == "private" and entry["guarantee"] is None for entry in lineage)
+
+
+def own_entry(plan: DPPlan, store: Store, run_id: str | None, steps: int, inherited: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Lineage entry of a run itself, after ``steps`` charged steps of ``plan`` on ``store``; ``inherited`` is what it started from."""
     guarantee = None
     if plan.guarantee == "dp":
         spent = plan.spent(steps)
-        guarantee = {"epsilon": spent.epsilon, "epsilon_rdp": spent.epsilon_rdp, "delta": plan.delta, "steps": steps}
+        epsilon, delta, method = total_epsilon(parts_of([*runs_on(inherited, store.store_id), (plan, steps)]))
+        guarantee = {
+            "epsilon": spent.epsilon, "epsilon_rdp": spent.epsilon_rdp, "delta": plan.delta, "steps": steps, "plan": plan.to_dict(),
+            "total": {"epsilon": epsilon, "delta": delta, "method": method},
+        }  # fmt: skip
     return {
         "store_id": store.store_id, "visibility": store.visibility, "licence": store.licence, "run_id": run_id, "guarantee": guarantee,
         **({"deduplicated": store.meta["deduplicated"]} if "deduplicated" in store.meta else {}),
     }  # fmt: skip
 
 
-def public_weights(name: str, licence: str | None) -> dict[str, Any]:
-    """Lineage entry of weights that somebody published: they saw no private picture, as far as their publisher says.
+def named_weights(name: str, licence: str | None) -> dict[str, Any]:
+    """Lineage entry of weights that a library has fetched under a public name, which says what they are.
 
     Args:
         name: as tables print the encoder, e.g. "timm:vit_base_patch16_224.augreg_in21k"; no path of the operator's machine.
-        licence: as the publisher states it; None where nothing is stated.
+        licence: as the library states it; None where nothing is stated.
     """
-    return {"store_id": f"weights:{name}", "visibility": "public", "licence": licence, "run_id": None, "guarantee": None}
+    declared = {"by": "name", "name": name, "source": "the library's cache"}
+    return _weights_entry(name, "public", licence) | {"declared": declared}
+
+
+def public_weights(name: str, licence: str | None) -> dict[str, Any]:
+    """Lineage entry of weights that dpvision makes itself from public data, such as the default dictionary."""
+    return _weights_entry(name, "public", licence)
+
+
+def image_files(name: str, *, public: bool) -> dict[str, Any]:
+    """Lineage entry of images that an evaluation trains on without a guarantee.
+
+    Args:
+        name: of their file or folder, without the path.
+        public: whether the operator called them public.
+    """
+    return _weights_entry(name, "public" if public else "private", None) | {"store_id": f"images:{name}"}
+
+
+def undeclared_weights(name: str) -> dict[str, Any]:
+    """Lineage entry of weights of a file that carries none: a run that starts from them needs a declaration (``inherit``)."""
+    return _weights_entry(name, "undeclared", None)
+
+
+def _spoils(entry: dict[str, Any], store: Store) -> bool:
+    """Whether no private run on ``store`` may start from weights with this entry."""
+    return entry["guarantee"] is None and (entry["visibility"] == "private" or entry["store_id"] == store.store_id)
+
+
+def _declare(entry: dict[str, Any], declared: Declaration | None) -> dict[str, Any]:
+    if entry["visibility"] != "undeclared":
+        return entry
+    if declared is None:
+        name = entry["store_id"].removeprefix("weights:")
+        raise PrivacyError(
+            f"lineage: {name} carries no lineage: nothing says which images shaped these weights; expected your declaration that they are "
+            f"public, which the statement repeats. Say --public-weights '{_FORM}', or name a run folder."
+        )
+    return entry | {"visibility": "public", "licence": declared.licence, "declared": {"by": "operator", **_without_licence(declared)}}
+
+
+def _without_licence(declared: Declaration) -> dict[str, str]:
+    return {name: value for name, value in asdict(declared).items() if name != "licence"}
+
+
+def _weights_entry(name: str, visibility: str, licence: str | None) -> dict[str, Any]:
+    return {"store_id": f"weights:{name}", "visibility": visibility, "licence": licence, "run_id": None, "guarantee": None}

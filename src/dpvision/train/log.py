@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from dpvision.errors import OPERATOR_ONLY
-from dpvision.privacy.accountant import PrivacySpent
+from dpvision.privacy.composition import Part, parts_of, total_epsilon, unit_epsilon
 from dpvision.privacy.plan import DPPlan
 
 _MILESTONES = 16
@@ -40,31 +40,52 @@ class StepMetrics:
 
 
 class EpsilonMeter:
-    """Epsilon spent, for display: computed exactly at sixteen milestones and rounded up to the next one in between."""
+    """Epsilon spent, for display: computed exactly at sixteen milestones and rounded up to the next one in between.
 
-    def __init__(self, plan: DPPlan) -> None:
-        self._plan = plan
-        self._known: dict[int, PrivacySpent] = {}
+    Args:
+        behind: the private runs on the same store that the weights come from.
+    """
+
+    def __init__(self, plan: DPPlan, behind: tuple[Part, ...] = ()) -> None:
+        self._plan, self._behind = plan, behind
+        self._known: dict[tuple[bool, int], tuple[float, float | None]] = {}
 
     def at_most(self, steps: int) -> float | None:
-        """Upper bound on the epsilon of ``steps`` steps; None for a plan without a guarantee."""
-        return self._spent(steps).epsilon if self._plan.guarantee == "dp" else None
+        """Upper bound on the epsilon of ``steps`` steps and of all runs behind the weights; None for a plan without a guarantee."""
+        return self._bound(steps)[0]
+
+    def this_run_at_most(self, steps: int) -> float | None:
+        """Upper bound on the epsilon of ``steps`` steps alone."""
+        return self._bound(steps, alone=True)[0]
 
     def unit_at_most(self, steps: int) -> float | None:
-        """The same for a unit (person); None where the plan knows no units."""
-        return self._spent(steps).unit_epsilon if self._plan.guarantee == "dp" else None
+        """As ``at_most``, for a unit (person); None where no units are declared."""
+        return self._bound(steps)[1]
 
-    def line(self, steps: int) -> dict[str, float | int | None]:
-        """What progress.jsonl has of ``steps`` charged steps: public."""
-        unit = self.unit_at_most(steps)
-        return {"step": steps, "epsilon_at_most": self.at_most(steps)} | ({} if unit is None else {"unit_epsilon_at_most": unit})
+    def entry(self, steps: int) -> dict[str, int | float | None]:
+        """The public line about ``steps`` steps."""
+        line: dict[str, int | float | None] = {"step": steps, "epsilon_at_most": self.at_most(steps)}
+        line |= {"unit_epsilon_at_most": self.unit_at_most(steps)} if self._plan.num_units is not None else {}
+        return line | ({"this_run_at_most": self.this_run_at_most(steps)} if self._behind else {})
 
-    def _spent(self, steps: int) -> PrivacySpent:
+    def text(self, steps: int) -> str:
+        """The same in words: the person's first, where people are declared."""
+        if self._plan.guarantee != "dp":
+            return "no guarantee"
+        said = f"epsilon <= {self.at_most(steps):.2f}"
+        if (unit := self.unit_at_most(steps)) is not None:
+            said = f"epsilon <= {unit:.2f} for a person ({self.at_most(steps):.2f} for an image)"
+        return said + (f" with the runs before (this run {self.this_run_at_most(steps):.2f})" if self._behind else "")
+
+    def _bound(self, steps: int, *, alone: bool = False) -> tuple[float | None, float | None]:
+        if self._plan.guarantee != "dp":
+            return None, None
         total = self._plan.steps
         milestone = min(total, math.ceil(math.ceil(steps * _MILESTONES / total) * total / _MILESTONES))
-        if milestone not in self._known:
-            self._known[milestone] = self._plan.spent(milestone)
-        return self._known[milestone]
+        if (alone, milestone) not in self._known:
+            parts = parts_of([*(() if alone else self._behind), (self._plan, milestone)])
+            self._known[alone, milestone] = total_epsilon(parts)[0], unit_epsilon(parts)
+        return self._known[alone, milestone]
 
 
 class RunLog:
@@ -73,13 +94,23 @@ class RunLog:
     Args:
         private: the store is private: loss and throughput are printed on a terminal only, marked as the operator's.
         show_confidential: print them also where standard error is no terminal.
+        behind: as for ``EpsilonMeter``.
     """
 
     def __init__(
-        self, base: Path, confidential: Path, plan: DPPlan, start_step: int, *, quiet: bool, private: bool, show_confidential: bool = False
+        self,
+        base: Path,
+        confidential: Path,
+        plan: DPPlan,
+        start_step: int,
+        *,
+        quiet: bool,
+        private: bool,
+        show_confidential: bool = False,
+        behind: tuple[Part, ...] = (),
     ) -> None:
         self._private_store, self._show_confidential = private, show_confidential
-        self._plan, self._meter = plan, EpsilonMeter(plan)
+        self._plan, self._meter = plan, EpsilonMeter(plan, behind)
         self._public = open(base / "progress.jsonl", "a")
         self._private = open(confidential / "metrics.jsonl", "a")
         self._board = SummaryWriter(str(confidential / "tensorboard"))
@@ -113,7 +144,7 @@ class RunLog:
         done = step + 1
         epsilon = self._meter.at_most(done)
         rate = metrics.batch_size / metrics.step_s
-        _line(self._public, self._meter.line(done))
+        _line(self._public, self._meter.entry(done))
         values = {key: _finite(value) for key, value in vars(metrics).items()}
         _line(self._private, {"step": done, **values, "pictures_per_s": _finite(rate), "time": time.time()})
         for name, value in values.items():
@@ -122,18 +153,16 @@ class RunLog:
         if epsilon is not None:
             self._board.add_scalar("epsilon_at_most", epsilon, done)
         self._recent_s.append(metrics.step_s)
-        self._show(done, epsilon, metrics.loss, rate)
+        self._show(done, metrics.loss, rate)
 
-    def _show(self, done: int, epsilon: float | None, loss: float, rate: float) -> None:
+    def _show(self, done: int, loss: float, rate: float) -> None:
         left = sum(self._recent_s) / len(self._recent_s) * (self._plan.steps - done)
-        spent = "no guarantee" if epsilon is None else f"epsilon <= {epsilon:.2f}"
-        if (unit := self._meter.unit_at_most(done)) is not None:
-            spent = f"epsilon <= {unit:.2f} per person ({epsilon:.2f} per image)"
+        text = f"{self._meter.text(done)}  "
         if not self._private_store or self._show_confidential or self._console.is_terminal:
             label = OPERATOR_ONLY if self._private_store else ""
-            text = f"{spent}  {_clock(left)} left  {label}loss {loss:.4f}  {rate:,.0f} images/s"
+            text += f"{_clock(left)} left  {label}loss {loss:.4f}  {rate:,.0f} images/s"
         else:  # a job's log, which others may read
-            text = f"{spent}  about {math.ceil(left / 60)} min left"
+            text += f"about {math.ceil(left / 60)} min left"
         if self._console.is_terminal:
             self._progress.update(self._task, completed=done, description=text)
         elif time.monotonic() - self._last_line >= _LINE_EVERY_S or done == self._plan.steps:

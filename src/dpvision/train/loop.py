@@ -27,10 +27,11 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.train.distributed import Group, all_reduce_vector, broadcast_bytes, broadcast_int, check_same_everywhere
 from dpvision.train.folder import RunFolder
 from dpvision.train.heap import keep_freed_memory
-from dpvision.train.lineage import own_entry
+from dpvision.train.lineage import own_entry, runs_on
 from dpvision.train.log import RunLog
 from dpvision.train.step import step_sum
 from dpvision.train.stop import StopRequest
+from dpvision.train.unprotected import remember_weights
 from dpvision.train.versions import code_versions
 from dpvision.train.words import TOKENIZER_FILE
 
@@ -64,6 +65,8 @@ class Session:
     group: Group
     folder: RunFolder | None = None
     ledger: Ledger | None = None
+    start: frozenset[str] | None = None
+    """Digests of the weights that this start of a run without a guarantee began with; None with a guarantee."""
 
     def unsaved(self) -> int:
         """Steps charged since the newest checkpoint; 0 on other ranks than 0."""
@@ -93,9 +96,13 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
         log = None
         if session.folder is not None:
             first = session.ledger.steps if session.ledger else 0
-            private, folder = session.store.visibility == "private", session.folder
-            log = RunLog(folder.base, folder.confidential, plan, first, quiet=quiet, private=private, show_confidential=show_confidential)
-            stack.enter_context(log)
+            behind, private = runs_on(session.lineage, session.store.store_id), session.store.visibility == "private"
+            log = stack.enter_context(
+                RunLog(
+                    session.folder.base, session.folder.confidential, plan, first, quiet=quiet, private=private,
+                    show_confidential=show_confidential, behind=behind,
+                )
+            )  # fmt: skip
         while (steps := _shared_steps(session)) < plan.steps:
             step = broadcast_int(session.ledger.append() if session.ledger else 0, group)  # before the deed
             total, metrics = step_sum(
@@ -137,9 +144,12 @@ def save(session: Session) -> Path | None:
         "config": to_dict(session.config),
         "plan": session.plan.to_dict(),
         "ledger_digest": ledger.digest,
-        "lineage": [*session.lineage, own_entry(session.plan, session.store, folder.run_id, ledger.steps)],
+        "lineage": [*session.lineage, own_entry(session.plan, session.store, folder.run_id, ledger.steps, session.lineage)],
         "versions": code_versions(),
     }
+    if session.start is not None:
+        made = [*state_tensors(session.model).values(), *(session.ema or {}).values()]
+        remember_weights(session.store, folder.run_id, made, session.start)
     path = save_checkpoint(
         folder.checkpoints / f"step-{ledger.steps:08d}", manifest, state_tensors(session.model),
         ema=session.ema, optimizer=session.optimizer.tensors(),

@@ -28,12 +28,13 @@ from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.train import distributed
 from dpvision.train.folder import create_run, discard_run, open_run, read_run, require_space
-from dpvision.train.lineage import inherit
+from dpvision.train.lineage import inherit, shaped_in_confidence
 from dpvision.train.loop import Session
 from dpvision.train.objectives import example_batch, loss_function
 from dpvision.train.parent import check_constants, load_weights, start_from
 from dpvision.train.step import to_device
 from dpvision.train.words import open_tokenizer, open_words
+from dpvision.weights import Lineage, contents
 
 OpenParent = Callable[[str], Checkpoint]
 
@@ -118,14 +119,14 @@ def check_labels(store: Store, rows: np.ndarray, num_classes: int, *, multi_labe
         )
 
 
-def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> tuple[DPPlan, Store, int]:
+def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> tuple[DPPlan, Store, int, Lineage]:
     """Every check of a new run without making it (``--dry-run``).
 
     Args:
         open_parent: as for ``new_session``.
 
     Returns:
-        The plan, the store, and the number of records that would take part.
+        The plan, the store, the number of records that would take part, and the lineage of the weights that it would start from.
 
     Raises:
         DPVisionError: what ``new_session`` would raise.
@@ -134,7 +135,7 @@ def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> t
     plan = make_plan(config.privacy)
     session = _prepare(config, plan, None, open_parent)
     distributed.leave()
-    return plan, session.store, len(session.rows)
+    return plan, session.store, len(session.rows), session.lineage
 
 
 @contextlib.contextmanager
@@ -156,7 +157,8 @@ def new_session(config: RunConfig, root: Path, open_parent: OpenParent = load_ch
             require_space(root, 2 * _checkpoint_bytes(session))
             store = session.store
             about = {"store_id": store.store_id, "store_visibility": store.visibility, "guarantee": plan.guarantee}
-            session.folder = create_run(root, config, about, wholly_confidential=plan.guarantee != "dp" and store.visibility == "private")
+            secluded = store.visibility == "private" or shaped_in_confidence(session.lineage)
+            session.folder = create_run(root, config, about, wholly_confidential=plan.guarantee != "dp" and secluded)
             stack.callback(session.folder.close)
             try:
                 write_json(session.folder.base / "plan.json", plan.to_dict())
@@ -211,14 +213,14 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
     if isinstance(config.model, ClassifierConfig):
         check_labels(store, rows, config.model.num_classes, multi_label=config.model.multi_label)
     model = make_model(config.model, config.seed)
-    lineage: list[dict[str, Any]] = []
+    lineage: Lineage = []
     parent = open_parent(config.init_from) if checkpoint is None and config.init_from is not None else None
     words = open_words(config, store, rows, checkpoint or parent)
     if checkpoint is not None:
         lineage = checkpoint.manifest["lineage"][:-1]
         load_weights(model, checkpoint)
     elif parent is not None:
-        lineage = inherit(parent.manifest, store, plan.guarantee)
+        lineage = inherit(parent.manifest["lineage"], store, plan, declaration=config.public_weights, tensors=parent.model.values())
         check_constants(config, parent)
         start_from(model, config.model, parent)
     loss_fn = loss_function(config)
@@ -226,6 +228,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
         awake = _awake(model)
         check_separable(loss_fn, awake, example_batch(config), StepKey(config.seed, 0))
         check_exact(loss_fn, awake, example_batch(config), StepKey(config.seed, 0))
+    start = None if plan.guarantee == "dp" else frozenset(contents(model.state_dict().values()))
     group = distributed.join(config.hardware.device)
     model.to(group.device)
     if config.hardware.compile:
@@ -237,7 +240,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
         if ema is not None and checkpoint.ema is not None:
             ema = {name: value.to(group.device) for name, value in checkpoint.ema.items()}
     updates, saved = (0, None) if checkpoint is None else (checkpoint.manifest["updates"], checkpoint.manifest["ledger_steps"])
-    return Session(config, plan, store, rows, words, model, loss_fn, optimizer, ema, lineage, updates, saved, group)
+    return Session(config, plan, store, rows, words, model, loss_fn, optimizer, ema, lineage, updates, saved, group, start=start)
 
 
 def _compile(config: RunConfig, model: nn.Module, loss_fn: LossFn, group: distributed.Group) -> None:
@@ -287,7 +290,7 @@ def _awake(model: nn.Module) -> nn.Module:
 
 def _open_ledger(session: Session, run_id: str, *, resume: bool) -> Ledger:
     assert session.config.data.store is not None
-    return Ledger.open(Path(session.config.data.store), run_id, session.plan, resume=resume)
+    return Ledger.open(Path(session.config.data.store), run_id, session.plan, resume=resume, lineage=session.lineage)
 
 
 def _read_plan(base: Path) -> DPPlan:

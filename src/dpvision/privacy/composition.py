@@ -1,0 +1,229 @@
+"""What several runs behind one set of weights have spent together on one store: every figure of a statement, at one delta.
+
+A run that starts from the weights of a private run on the same store adds to what that run released. How two such runs compose depends on
+whether the second one's settings were fixed before the first one's results were seen:
+
+- fixed beforehand: the events are composed ("pld"; where all are Gaussian the closed form, "gaussian"; with a private selection "renyi").
+- otherwise: a Renyi filter ("filter", ``account.filter_epsilon``), which holds for settings chosen after seeing earlier results.
+- an event without Renyi divergences (truncated Poisson, units under Poisson sampling): basic composition ("basic"), the sum of the runs'
+  epsilons at delta / runs.
+
+Without amplification each run is a Gaussian, whatever its sampling; Gaussians compose in closed form also when settings follow
+earlier results (Smith and Thakurta, arXiv 2210.17520: "gaussian").
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from dp_accounting import dp_event
+
+from dpvision.errors import PrivacyError
+from dpvision.privacy import accountant
+from dpvision.privacy.account import filter_bound
+from dpvision.privacy.plan import MAX_N_TIMES_DELTA, DPPlan, View
+
+Part = tuple[DPPlan, int]
+"""A run's plan and the steps it was charged."""
+Method = Literal["one run", "pld", "gaussian", "renyi", "filter", "basic"]
+"""How a figure was put together."""
+Deltas = Callable[[np.ndarray], np.ndarray]
+"""epsilons, ascending -> upper bounds on delta."""
+
+NO_RENYI = "a run drew truncated Poisson batches, which have no Renyi accounting"
+NO_UNIT = "the store does not know which records belong to one person"
+TRUNCATED_UNIT = "a run drew truncated Poisson batches of several records of a unit, which have no accounting"
+
+
+@dataclass(frozen=True)
+class Total:
+    """Figures of all runs together. A figure is None where ``reasons`` says why."""
+
+    delta: float
+    """The smallest of the runs'."""
+    population: int
+    """The largest number that a run declared: of units, or of records where no units are declared."""
+    epsilon: float
+    epsilon_rdp: float | None
+    epsilon_unamplified: float
+    unit_epsilon: float | None
+    methods: dict[str, Method]
+    """By figure, of those that are not None."""
+    reasons: dict[str, str]
+
+    @property
+    def n_times_delta(self) -> float:
+        """Units x delta, or records x delta."""
+        return self.population * self.delta
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The whole guarantee of all runs together, and what it leaves to an attacker."""
+
+    profile: list[tuple[float, float]] | None
+    """Pairs (epsilon, delta), each of which holds; None where basic composition leaves one pair only."""
+    tpr_at_fpr: dict[float, float]
+    """Best true-positive rate of a membership attack at a false-positive rate."""
+    coin_accuracy: float
+
+
+def parts_of(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """The runs that executed anything, in one order: composition does not depend on it."""
+    return tuple(sorted((part for part in parts if part[1]), key=repr))
+
+
+def total_epsilon(parts: tuple[Part, ...], *, fixed: bool = False) -> tuple[float, float, Method]:
+    """Epsilon per record of all runs, the delta at which it holds, and how it was composed.
+
+    Args:
+        parts: of ``parts_of``; runs with a guarantee.
+        fixed: whether all settings were fixed before the first run.
+    """
+    delta = min((plan.delta for plan, _ in parts), default=0.0)
+    epsilon, method = _composed(parts, delta, "record", fixed)
+    return epsilon, delta, method
+
+
+def total(parts: tuple[Part, ...], *, fixed: bool = False) -> Total:
+    """All figures of all runs together; arguments as ``total_epsilon``, with one part or more."""
+    epsilon, delta, method = total_epsilon(parts, fixed=fixed)
+    methods: dict[str, Method] = {"epsilon": method}
+    reasons: dict[str, str] = {}
+    unamplified, methods["epsilon_unamplified"] = _composed(parts, delta, "unamplified", fixed)
+    epsilon_rdp = accountant.epsilon_rdp(_all(parts, "record"), delta)
+    if epsilon_rdp is None:
+        reasons["epsilon_rdp"] = NO_RENYI
+    unit, found = None, _unit(parts, delta, fixed)
+    if isinstance(found, str):
+        reasons["unit_epsilon"] = found
+    else:
+        unit, methods["unit_epsilon"] = found
+    largest = max(plan.population for plan, _ in parts)
+    return Total(delta, largest, epsilon, epsilon_rdp, unamplified, unit, methods, reasons)
+
+
+def unit_epsilon(parts: tuple[Part, ...], *, fixed: bool = False) -> float | None:
+    """``total_epsilon`` for a unit; None where no units are declared, or where there is no accounting for them."""
+    found = _unit(parts, min((plan.delta for plan, _ in parts), default=0.0), fixed)
+    return None if isinstance(found, str) else found[0]
+
+
+def _unit(parts: tuple[Part, ...], delta: float, fixed: bool) -> tuple[float, Method] | str:
+    """Epsilon of a unit and how it was composed; or why there is none."""
+    if all(plan.num_units is None for plan, _ in parts):
+        return NO_UNIT
+    if any(plan.sampling == "truncated_poisson" and plan.max_records_per_unit > 1 for plan, _ in parts):
+        return TRUNCATED_UNIT
+    return _composed(parts, delta, _unit_view(parts), fixed)
+
+
+def _unit_view(parts: tuple[Part, ...]) -> View:
+    """Where no unit has several records, its events are the record's."""
+    return "record" if all(plan.max_records_per_unit == 1 for plan, _ in parts) else "unit"
+
+
+def check_total(parts: tuple[Part, ...]) -> None:
+    """Refuse several runs whose guarantees together are none by the rule for one run: before the first step is charged.
+
+    Raises:
+        PrivacyError: dataset_size x delta is above 1.5, or the total has no finite epsilon.
+    """
+    if len(parts) < 2:
+        return
+    epsilon, delta, _ = total_epsilon(parts)
+    records = max(plan.population for plan, _ in parts)
+    if not records * delta <= MAX_N_TIMES_DELTA:
+        raise PrivacyError(
+            f"lineage: dataset_size x delta = {records * delta:.3g} over the {len(parts)} runs behind these weights; expected at most "
+            f"{MAX_N_TIMES_DELTA}. Start from other weights, or plan a smaller delta."
+        )
+    if not epsilon < math.inf:
+        raise PrivacyError(
+            f"lineage: the {len(parts)} runs behind these weights have no finite epsilon together; expected one. Start from other weights."
+        )
+
+
+def curve(
+    parts: tuple[Part, ...], fprs: tuple[float, ...], *, fixed: bool = False, num_points: int = 49, of_unit: float | None = None
+) -> Curve:
+    """The privacy profile and the attack terms of all runs together.
+
+    Args:
+        fprs: false-positive rates.
+        of_unit: a unit's epsilon (``unit_epsilon``), for the attack on a unit; there is then no profile.
+    """
+    view: View = "record" if of_unit is None else _unit_view(parts)
+    if len(parts) > 1 and not fixed:
+        delta = min(plan.delta for plan, _ in parts)
+        bound = filter_bound([plan.event(steps, view) for plan, steps in parts], delta)
+        if bound is None or not bound[0] < math.inf:
+            return _curve_of_pair(_composed(parts, delta, view, fixed)[0], delta, fprs)
+        _, order, divergence = bound
+        return _curve_of_renyi(order, divergence, fprs, num_points)
+    event = _all(parts, view)
+    interval = accountant.unit_interval(of_unit) if of_unit is not None and view == "unit" else None
+    coin = (1 + float(accountant.deltas(event, np.zeros(1), interval)[0])) / 2
+    tpr = {fpr: accountant.attack_tpr(event, fpr, interval) for fpr in fprs}
+    return Curve(None if of_unit is not None else accountant.privacy_profile(event, num_points), tpr, coin)
+
+
+def _composed(parts: tuple[Part, ...], delta: float, view: View, fixed: bool) -> tuple[float, Method]:
+    if not parts:
+        return 0.0, "one run"
+    whole = _all(parts, view)
+    interval = None
+    if view == "record":
+        intervals = [plan.value_discretization_interval for plan, _ in parts if plan.value_discretization_interval is not None]
+        interval = max(intervals, default=None)
+
+    def epsilon_of(event: dp_event.DpEvent, at: float) -> float:
+        return accountant.unit_epsilon(event, at) if view == "unit" else accountant.epsilon(event, at, interval)
+
+    if len(parts) == 1:
+        return epsilon_of(whole, delta), "one run"
+    gaussian = accountant.gaussian_noise(whole) is not None
+    if gaussian and (fixed or view == "unamplified"):
+        return accountant.epsilon(whole, delta), "gaussian"
+    if fixed:
+        selects = any(plan.selection is not None for plan, _ in parts)
+        return epsilon_of(whole, delta), "renyi" if selects else "pld"
+    events = [plan.event(steps, view) for plan, steps in parts]
+    bound = filter_bound(events, delta)
+    if bound is not None and bound[0] < math.inf:
+        return bound[0], "filter"
+    return math.fsum(epsilon_of(event, delta / len(events)) for event in events), "basic"
+
+
+def _all(parts: tuple[Part, ...], view: View) -> dp_event.DpEvent:
+    events = tuple(plan.event(steps, view) for plan, steps in parts)
+    return events[0] if len(events) == 1 else dp_event.ComposedDpEvent(events)
+
+
+def _curve_of_renyi(order: float, divergence: float, fprs: tuple[float, ...], num_points: int) -> Curve:
+    """Of what is known to be (order, divergence)-RDP."""
+
+    def deltas(epsilon_E: np.ndarray) -> np.ndarray:
+        return accountant.deltas_rdp(np.array([order]), np.array([divergence]), epsilon_E)
+
+    def largest(delta: float) -> float:
+        return max(0.0, divergence + math.log1p(-1 / order) - math.log(order * delta) / (order - 1))
+
+    profile_E = np.linspace(0.0, largest(1e-10), num_points)
+    attack_E = np.linspace(0.0, min(largest(1e-12), 700.0), 4001)
+    tpr = {fpr: accountant.tpr_of_profile(attack_E, deltas(attack_E), fpr) for fpr in fprs}
+    pairs = [(float(e), float(d)) for e, d in zip(profile_E, deltas(profile_E), strict=True)]
+    return Curve(pairs, tpr, (1 + float(deltas(np.zeros(1))[0])) / 2)
+
+
+def _curve_of_pair(epsilon: float, delta: float, fprs: tuple[float, ...]) -> Curve:
+    """What one pair (epsilon, delta) bounds (Dong, Roth, Su, arXiv 1905.02383, proposition 2.4)."""
+    grown = math.exp(min(epsilon, 700.0))
+
+    def tpr(fpr: float) -> float:
+        return min(1.0, delta + grown * fpr, 1 - math.exp(-epsilon) * (1 - delta - fpr))
+
+    # At the crossing of the two lines of the trade-off curve.
+    return Curve(None, {fpr: tpr(fpr) for fpr in fprs}, 1 - (1 - delta) / (1 + grown))

@@ -1,0 +1,74 @@
+"""The figures of a guarantee: of one store, for everything that the released weights have seen of it, at one delta."""
+
+from typing import Any
+
+from dpvision.privacy.composition import Curve, Part, curve, parts_of, total
+from dpvision.privacy.plan import DPPlan
+from dpvision.report import words
+from dpvision.train.lineage import private_stores, runs_on
+from dpvision.train.versions import code_versions
+
+_FPRS = (0.001, 0.01)
+
+
+def figures_of(parts: tuple[Part, ...], *, fixed: bool) -> dict[str, Any]:
+    """Every figure of one store; a figure is None where ``reasons`` says why.
+
+    Args:
+        parts: runs on the store, of ``composition.parts_of``; one or more.
+        fixed: whether all settings were fixed before the first run.
+    """
+    found, whole = total(parts, fixed=fixed), curve(parts, _FPRS, fixed=fixed)
+    profile = None if whole.profile is None else [list(point) for point in whole.profile]
+    return {
+        "epsilon": found.epsilon,
+        "delta": found.delta,
+        "n_times_delta": found.n_times_delta,
+        "epsilon_rdp": found.epsilon_rdp,
+        "epsilon_unamplified": found.epsilon_unamplified,
+        "unit_epsilon": found.unit_epsilon,
+        "unit_attack": None if found.unit_epsilon is None else _attack(curve(parts, _FPRS, fixed=fixed, of_unit=found.unit_epsilon)),
+        "privacy_profile": profile,
+        "attack": _attack(whole),
+        "composition": {
+            "runs": len(parts),
+            "methods": dict(found.methods),
+            "reasons": found.reasons | ({} if profile is not None else {"privacy_profile": words.NO_PROFILE}),
+            "text": words.composition(len(parts), found.methods["epsilon"]),
+        },
+    }
+
+
+def _attack(of: Curve) -> dict[str, float]:
+    return {f"tpr_at_fpr_{fpr:g}": tpr for fpr, tpr in of.tpr_at_fpr.items()} | {"coin_accuracy": of.coin_accuracy}
+
+
+def guarantee_of(plan: DPPlan, steps: int, inherited: list[dict[str, Any]], store_id: str, *, fixed: bool) -> dict[str, Any]:
+    """The guarantee of a run for its own store, with the runs on that store that its weights come from.
+
+    Args:
+        steps: charged in the ledger.
+        inherited: lineage of the weights that the run started from.
+    """
+    behind, spent = runs_on(inherited, store_id), plan.spent(steps)
+    figures = figures_of(parts_of([*behind, (plan, steps)]) or ((plan, steps),), fixed=fixed)
+    return figures | {
+        "delta_rule": words.delta_rule(plan, len(behind)),
+        "this_run": {
+            "epsilon": spent.epsilon,
+            "delta": spent.delta,
+            "epsilon_rdp": spent.epsilon_rdp,
+            "epsilon_of_all_planned_steps": plan.epsilon,
+        },
+        "accountant": {
+            "method": words.accountant_method(plan),
+            "software": f"dp-accounting {code_versions()['dp-accounting']}",
+            "value_discretization_interval": plan.value_discretization_interval,
+        },
+    }
+
+
+def other_stores(lineage: list[dict[str, Any]], own_store: str | None, *, fixed: bool) -> list[dict[str, Any]]:
+    """Figures of each private store that the weights have seen besides ``own_store``."""
+    seen = [(store_id, runs_on(lineage, store_id)) for store_id in private_stores(lineage) if store_id != own_store]
+    return [{"store_id": store_id, **figures_of(parts, fixed=fixed)} for store_id, parts in seen if parts]

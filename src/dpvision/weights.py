@@ -1,0 +1,120 @@
+"""Tensors as safetensors, with the lineage of the weights in the same file, and digests that recognise tensors elsewhere.
+
+Lineage is a list of entries (``train.lineage``): every store that shaped the weights, with its guarantee. It is in the metadata of each
+file of weights that dpvision writes, bound to the tensors by a digest over both, so that a file that is copied, renamed or opened under
+another name keeps it. This guards against mistakes: whoever writes the tensors again with another program gets a file without lineage.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from dpvision.errors import CheckpointError
+
+METADATA = "dpvision.lineage"
+FORMAT = "dpvision-lineage-1"
+FEWEST_NUMBERS = 64
+"""Tensors with fewer numbers are not recognised elsewhere: short ones may agree by chance."""
+
+Lineage = list[dict[str, Any]]
+
+
+def pack(tensors: Mapping[str, Tensor], lineage: Lineage, metadata: Mapping[str, str] | None = None) -> bytes:
+    """Bytes of a safetensors file of ``tensors`` that carries ``lineage``, and other ``metadata``."""
+    # Clones, because safetensors refuses tensors that share memory (tied weights).
+    kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    record = {"format": FORMAT, "lineage": lineage, "digest": _binding(kept, lineage)}
+    return save(kept, {**(metadata or {}), METADATA: canonical(record).decode()})
+
+
+def unpack(path: Path) -> tuple[dict[str, Tensor], Lineage | None]:
+    """Tensors of a safetensors file by name, on the CPU, and the lineage that it carries; None where it carries none.
+
+    Raises:
+        CheckpointError: the file cannot be read, or its lineage is not that of its tensors.
+    """
+    record = _record(path)
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from None
+    if record is None:
+        return tensors, None
+    if _binding(tensors, record["lineage"]) != record["digest"]:
+        raise CheckpointError(
+            f"weights: {path}: the lineage in it is not that of its tensors; expected the file as dpvision wrote it. Copy it again."
+        )
+    return tensors, record["lineage"]
+
+
+def read_lineage(path: Path) -> Lineage | None:
+    """The lineage that a safetensors file carries, from its header alone: not compared with the tensors. Raises as ``unpack``."""
+    record = _record(path)
+    return None if record is None else record["lineage"]
+
+
+def contents(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """Digests by which tensors are recognised under other names, in other shapes or in a wider type -> how many numbers each has.
+
+    Left out are tensors of fewer than ``FEWEST_NUMBERS`` numbers, and those whose numbers are all the same (zeros, ones): they are
+    anybody's.
+    """
+    found = {}
+    for tensor in tensors:
+        value = tensor.detach().cpu().flatten()
+        if value.numel() < FEWEST_NUMBERS or bool((value == value[0]).all()):
+            continue
+        if value.is_floating_point():
+            value = value.float()
+        found[hashlib.sha256(_bytes(value)).hexdigest()[:16]] = value.numel()
+    return found
+
+
+def canonical(value: Any) -> bytes:
+    """The one way in which lineage is written as JSON where digests are taken of it."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def lineage_digest(lineage: Lineage) -> str:
+    """Hex SHA-256 of a lineage."""
+    return hashlib.sha256(canonical(lineage)).hexdigest()
+
+
+def _binding(tensors: Mapping[str, Tensor], lineage: Lineage) -> str:
+    digest = hashlib.sha256(canonical(lineage))
+    for name, value in sorted(tensors.items()):
+        digest.update(canonical([name, str(value.dtype), list(value.shape)]))
+        digest.update(_bytes(value))
+    return digest.hexdigest()
+
+
+def _bytes(value: Tensor) -> Any:
+    return value.contiguous().flatten().view(torch.uint8).numpy()
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    try:
+        with safe_open(path, "pt") as file:
+            text = (file.metadata() or {}).get(METADATA)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from None
+    if text is None:
+        return None
+    try:
+        record = json.loads(text)
+        if record["format"] != FORMAT or not isinstance(record["lineage"], list) or not isinstance(record["digest"], str):
+            raise ValueError("unknown format")
+        return record
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"weights: {path}: its lineage cannot be read ({error!r}); expected {FORMAT}. Copy the file again.") from None
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"weights: {path} ({error}); expected a safetensors file. Correct the path, or copy it again.")
