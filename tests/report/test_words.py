@@ -33,7 +33,7 @@ def test_small_numbers_keep_their_exponent() -> None:
 
 def test_words_for_a_person_appear_with_a_contribution_bound() -> None:
     plan = make_plan(replace(PRIVACY, max_records_per_unit=3, num_units=20_000))
-    assert "At most 3 records of a person" in words.unit(plan)
+    assert "At most 3 of a person" in words.unit(plan) and "20,000 people" in words.unit(plan)
 
 
 def test_hardened_noise_is_described_as_what_it_is() -> None:
