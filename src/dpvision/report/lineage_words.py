@@ -4,8 +4,8 @@ from typing import Any
 
 from dpvision.report.words import round_up, short
 
-PROCEDURAL = "(procedural)"
-"""Ends the licence of what dpvision draws itself: textures and scenes."""
+PROCEDURAL = "Apache-2.0 (procedural)"
+"""Licence of what dpvision draws itself: textures and scenes."""
 
 
 def entry_text(entry: dict[str, Any], *, own: bool) -> str:
@@ -23,13 +23,13 @@ def entry_text(entry: dict[str, Any], *, own: bool) -> str:
             f"{who}, on {entry['visibility']} store {store_id[:12]}: epsilon {round_up(guarantee['epsilon'], 2)} at delta "
             f"{short(guarantee['delta'])}, {guarantee['steps']:,} steps.{licence}"
         )
-    if entry["visibility"] == "public" and (entry["licence"] or "").endswith(PROCEDURAL):
+    if entry["visibility"] == "public" and entry["licence"] == PROCEDURAL and not entry["declared"]:
         made = f"{name}, computed by dpvision from textures" if kind == "weights" else f"store {store_id[:12]}, drawn by dpvision"
         return f"Procedural images: {made}; no private data, so no guarantee is needed.{licence}"
     if kind == "weights":
         return f"Published weights {name}.{licence}"
     if kind == "images":
-        return f"{who}, on {entry['visibility']} images {name}: nothing protects them, and none of them is private.{licence}"
+        return f"{who}, on {entry['visibility']} images {name}, without a guarantee.{licence}"
     if entry["visibility"] == "public":
         return f"{who}, on public store {store_id[:12]}, whose images need no protection.{licence}"
     return f"{who}, on private store {store_id[:12]}, without a guarantee."

@@ -235,7 +235,8 @@ def _lineage(evidence: Evidence, guarantee: dict[str, Any] | None) -> list[dict[
         for entry in entries
     ]
     last = len(entries) - 1
-    return [e | m | {"text": entry_text(e, own=i == last)} for i, (e, m) in enumerate(zip(entries, more, strict=True))]
+    joined = [entry | beside for entry, beside in zip(entries, more, strict=True)]
+    return [entry | {"text": entry_text(entry, own=i == last)} for i, entry in enumerate(joined)]
 
 
 def _other_runs(evidence: Evidence) -> dict[str, Any]:
