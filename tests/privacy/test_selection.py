@@ -196,7 +196,16 @@ def test_poisson_runs_are_cheaper_than_full_ones() -> None:
 
 def test_a_persons_epsilon_counts_all_her_records_in_weights_and_score() -> None:
     one = plan_of(dataclasses.replace(FULL, target_epsilon=None, noise_multiplier=10.0))
-    three = plan_of(dataclasses.replace(FULL, target_epsilon=None, noise_multiplier=30.0, max_records_per_unit=3))
+    three = plan_of(
+        dataclasses.replace(
+            FULL,
+            target_epsilon=None,
+            noise_multiplier=30.0,
+            max_records_per_unit=3,
+            num_units=FULL.dataset_size,
+            delta=1 / (2 * FULL.dataset_size),
+        )
+    )
     assert three.spent(1).unit_epsilon == pytest.approx(one.epsilon, rel=1e-9)
 
 
@@ -207,7 +216,9 @@ def test_what_cannot_be_accounted_for_is_refused() -> None:
     for cfg in (truncated, dataclasses.replace(FULL, guarantee="none", target_epsilon=None)):
         with pytest.raises(ConfigError, match="selection"):
             plan_of(cfg)
-    poisson = PrivacyConfig(dataset_size=1000, expected_batch_size=100, noise_multiplier=2.0, steps=3, max_records_per_unit=2)
+    poisson = PrivacyConfig(
+        dataset_size=1000, expected_batch_size=100, noise_multiplier=2.0, steps=3, max_records_per_unit=2, num_units=600
+    )
     with pytest.raises(PrivacyError, match="max_records_per_unit"):
         plan_of(poisson)
     for asked in ({"mean_runs": 1.0}, {"mean_runs": math.nan}, {"shape": -0.5}, {"shape": math.nan}, {"score_share": 1.0}):

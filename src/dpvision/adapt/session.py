@@ -36,6 +36,7 @@ from dpvision.train.folder import RunFolder, create_run, discard_run, open_run, 
 from dpvision.train.lineage import own_entry, runs_on
 from dpvision.train.log import EpsilonMeter
 from dpvision.train.loop import Secrets
+from dpvision.train.stop import StopRequest
 from dpvision.train.unprotected import remember_weights
 from dpvision.train.versions import code_versions
 
@@ -59,6 +60,10 @@ class HeadSession:
 
     def __post_init__(self) -> None:
         self.charged_before = self.ledger.steps
+
+    def unsaved(self) -> int:
+        """Releases that are charged and in no checkpoint."""
+        return 0 if self.finished else self.ledger.steps
 
     @property
     def config(self) -> RunConfig:
@@ -147,6 +152,7 @@ def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Cal
     Raises:
         DataError: no record has features that are finite, or the disk has no room for them; nothing has been charged then.
         CheckpointError: the checkpoint cannot be written.
+        KeyboardInterrupt: while features are made; after the first release only by a second SIGINT, which loses the head.
     """
     secrets = secrets or Secrets()
     made, start = session.prepared, time.monotonic()
@@ -158,17 +164,19 @@ def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Cal
         )
     features_s = time.monotonic() - start
     about = {"records": stream.num_records, "without_features": bad, "features_s": features_s}
-    if made.model.candidates:
-        config, selected = choose_head(session.config, stream, session.plan, _charger(session))
-        fitted, chosen = Fitted(selected.head), {"candidate": selected.candidate, "score": selected.score}
-    else:
-        releases = Releases(session.plan, _charger(session), secrets.draw, secrets.noise, _next=session.ledger.steps)
-        config, fitted, chosen = session.config, fit_head(session.config, stream, releases), None
-        # A selection's time would tell how many runs it had, which is secret even from this folder.
-        about["head_s"] = time.monotonic() - start - features_s
-    # For the operator: how many records took no part is a function of private pictures.
-    write_json(session.folder.confidential / "head.json", about)
-    return save(session, config, fitted, chosen)
+    # Half a head is none, so what was begun is finished when a signal asks to stop: a head takes seconds.
+    with StopRequest("finishing the head, then saving it", session.unsaved):
+        if made.model.candidates:
+            config, selected = choose_head(session.config, stream, session.plan, _charger(session))
+            fitted, chosen = Fitted(selected.head), {"candidate": selected.candidate, "score": selected.score}
+        else:
+            releases = Releases(session.plan, _charger(session), secrets.draw, secrets.noise, _next=session.ledger.steps)
+            config, fitted, chosen = session.config, fit_head(session.config, stream, releases), None
+            # A selection's time would tell how many runs it had, which is secret even from this folder.
+            about["head_s"] = time.monotonic() - start - features_s
+        # For the operator: how many records took no part is a function of private pictures.
+        write_json(session.folder.confidential / "head.json", about)
+        return save(session, config, fitted, chosen)
 
 
 def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None) -> FeatureStream:

@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 
 from dpvision.cli.output import RunPath, emit, parse
-from dpvision.errors import ConfigError, DataError
+from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 from dpvision.eval.caption_pictures import Captioned, caption_pictures, find_pictures, prompt_ids
 from dpvision.eval.open_captioner import open_captioner
 from dpvision.eval.picture_source import Fit
@@ -124,7 +124,7 @@ def caption(
                 f"caption: {_unreadable_text(unreadable) or 'no pictures'}; expected one or more that can be read. Correct the path."
             )
     if unreadable:
-        print(_unreadable_text(unreadable), file=sys.stderr)
+        print((OPERATOR_ONLY if private else "") + _unreadable_text(unreadable), file=sys.stderr)
     visibility = "private" if private else "public"
     if json:
         result: dict[str, Any] = {"captions": [_plain(one) for one in made], "unreadable": [_plain(one) for one in unreadable]}

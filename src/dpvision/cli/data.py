@@ -10,14 +10,19 @@ from rich.console import Console
 from dpvision.cli.output import CONFIG, SourcePath, StorePath, emit, pairs
 from dpvision.cli.tokenizer import tokenizer
 from dpvision.data.datasets import DATASETS, dataset_source, find_dataset
+from dpvision.data.declared import count_units, has_units, rounded_up
 from dpvision.data.import_labels import ClassRule, UnknownClasses, read_classes
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.inspect import contact_sheet, inspect_store
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.errors import DataError
+from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.train.folder import require_confidential
+
+_RECIPE_RECORDS = 50_000
+"""Records that the suggested recipes are made for; smaller stores need a smaller batch."""
+_RECORDS_OF_A_UNIT = (1, 2, 4, 8)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -182,7 +187,8 @@ def inspect(
     sheet.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(opened, num_pictures).save(sheet)
     result["contact_sheet"] = str(sheet)
-    emit(result, json, pairs(result))
+    lines = [f"{_label(opened)}what {store} holds", pairs(result), *(_unit_lines(opened) if has_units(opened) else [])]
+    emit(result | {"operator_only": opened.visibility == "private", "declare": _suggested(opened)}, json, "\n".join(lines))
 
 
 def split(
@@ -205,7 +211,7 @@ def split(
     """
     made = split_store(store, first, second, fraction, seed)
     result = {str(s.path): s.num_records for s in made}
-    emit(result, json, pairs(result))
+    emit(result, json, f"{_label(made[0])}records\n{pairs(result)}")
 
 
 def _said(store: Store, as_json: bool, more: dict[str, Any] | None = None) -> None:
@@ -214,20 +220,56 @@ def _said(store: Store, as_json: bool, more: dict[str, Any] | None = None) -> No
         "store": str(store.path),
         "store_id": store.store_id,
         "visibility": store.visibility,
+        "operator_only": store.visibility == "private",
         "num_records": store.num_records,
         "several_labels": store.multi_label,
+        "declare": _suggested(store),
         **summary,
         **(more or {}),
     }
     labels = ", several labels a record" if store.multi_label else ""
-    lines = [f"{store.num_records:,} records in {store.path} ({store.visibility}{labels})", pairs(_flat(summary | (more or {})))]
-    recipe = "vip.micro" if summary.get("without_caption", 1) else "dpcap.micro --data.tokenizer FILE"
-    lines.append(f"Next: dpvision train {recipe} --data {store.path} --privacy.dataset-size {store.num_records} --dry-run")
+    lines = [f"{_label(store)}{store.num_records:,} records in {store.path} ({store.visibility}{labels})"]
+    lines.append(pairs(_flat(summary | (more or {}))))
+    lines += _unit_lines(store) if has_units(store) else []
+    first = _suggested(store)[0]
+    units = f" --privacy.num-units {first['num_units']}" if "num_units" in first else ""
+    recipe = "vip.micro_random_start" if summary.get("without_caption", 1) else "dpcap.micro --data.tokenizer FILE --init-from None"
+    size = first["dataset_size"]
+    batch = f" --privacy.expected-batch-size {max(1, size // 10)}" if size < _RECIPE_RECORDS else ""
+    lines.append("Next, with a number of records that you declare (public; rounded, or better chosen without counting: docs/data.md):")
+    lines.append(f"  dpvision train {recipe} --data {store.path} --privacy.dataset-size {size}{batch}{units} --dry-run")
     if summary.get("without_label", 1) == 0:
         several = "--model.multi-label " if store.multi_label else ""
-        declared = f"{several}--num-classes K --dataset-size {store.num_records} --epsilon 1 --dry-run"
+        declared = f"{several}--num-classes K --dataset-size {size}{units} --epsilon 1 --dry-run"
         lines.append(f"  or, with the labels: dpvision adapt --data {store.path} --encoder dictionary {declared}")
     emit(result, as_json, "\n".join(lines))
+
+
+def _label(store: Store) -> str:
+    return OPERATOR_ONLY if store.visibility == "private" else ""
+
+
+def _suggested(store: Store) -> list[dict[str, int]]:
+    """Numbers that fit the store, rounded, for one to eight records of a unit; of a store without units the records alone."""
+    if not has_units(store):
+        return [{"dataset_size": rounded_up(store.num_records)}]
+    found: list[dict[str, int]] = []
+    for k in _RECORDS_OF_A_UNIT:
+        rows = store.eligible_rows(k, 0)
+        units = rounded_up(count_units(store, rows))
+        size = min(rounded_up(len(rows)), k * units)
+        if found and size == found[-1]["dataset_size"]:
+            break  # nobody has more
+        found.append({"max_records_per_unit": k, "num_units": units, "dataset_size": size})
+    return found
+
+
+def _unit_lines(store: Store) -> list[str]:
+    field = store.meta["unit_field"]
+    lines = [f"{_label(store)}The guarantee will be for a {field} with all its images. Declare one of these (see docs/data.md, persons):"]
+    for one in _suggested(store):
+        lines.append("  " + " ".join(f"--privacy.{name.replace('_', '-')} {value}" for name, value in one.items()))
+    return lines
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

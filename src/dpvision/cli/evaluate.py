@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.cli.output import emit, parse, table
+from dpvision.cli.output import emit, parse, private_scores, table
 from dpvision.data.store import Store
 from dpvision.encoders.open import open_encoder, recognised
 from dpvision.errors import ConfigError
@@ -22,7 +22,7 @@ from dpvision.eval.metric import checked_metric
 from dpvision.eval.own_head import has_own_head, score_own_head
 from dpvision.eval.protocols import ProtocolSettings, checked_controls, checked_protocols
 from dpvision.eval.score import Score, wilson_interval
-from dpvision.eval.score_file import merge_entries, read_scores, write_scores
+from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, read_scores, write_scores
 from dpvision.eval.several_labels import load_several_labels
 from dpvision.eval.suite import evaluate as run_suite
 from dpvision.eval.suite import is_run
@@ -61,6 +61,7 @@ def evaluate(
     lars: LarsSettings = _DEFAULTS.lars,
     few_shot: FineTuneSettings = _DEFAULTS.tune,
     few_shot_probe: FewShotSettings = _DEFAULTS.probe,
+    show_confidential: bool = False,
     json: bool = False,
 ) -> None:
     """Score encoders on labelled pictures, with random weights and raw pixels beside them.
@@ -108,12 +109,13 @@ def evaluate(
         lars: Settings of linear_lars and linear_cls; the defaults are the paper's.
         few_shot: Settings of few_shot; the defaults are the paper's.
         few_shot_probe: Settings of few_shot_probe; few_shot_dpcap has its draws from here.
-        json: Print JSON.
+        show_confidential: Print scores on private images also where the output is no terminal, as in a job's log.
+        json: Print JSON, with private scores too.
     """
     if not encoders:
         raise ConfigError("evaluate: no encoder; expected one or more. E.g. dpvision evaluate runs/first --train STORE.")
     if train is None:
-        _own_heads(encoders, test, labels, ema, out, batch_size, workers, json)
+        _own_heads(encoders, test, labels, ema, out, batch_size, workers, show_confidential, json)
         return
     asked = checked_protocols(names_of(protocols))
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
@@ -146,11 +148,19 @@ def evaluate(
             )  # fmt: skip
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)
-    _tell(found, stores, out, written, json)
+    _tell(found, stores, out, written, show_confidential, json)
 
 
 def _own_heads(
-    specs: Sequence[str], test: Path | None, labels: Path | None, ema: bool, out: Path | None, batch_size: int, workers: int, json: bool
+    specs: Sequence[str],
+    test: Path | None,
+    labels: Path | None,
+    ema: bool,
+    out: Path | None,
+    batch_size: int,
+    workers: int,
+    show_confidential: bool,
+    json: bool,
 ) -> None:
     """Runs that classify by themselves need no store to learn the classes from."""
     lacks = next((spec for spec in specs if not is_run(spec) or not has_own_head(spec)), None)
@@ -166,7 +176,7 @@ def _own_heads(
         check_out(out, tainted or store.results_visibility == "private")
     found: dict[str, list[Score]] = {}
     written: list[Path] = []
-    stores = {"train_data": test.name, "test_data": test.name}
+    stores = {"train_data": NOTHING_FITTED, "test_data": test.name}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with Console(stderr=True).status("reading") as status:
         for spec in specs:
@@ -179,10 +189,12 @@ def _own_heads(
             )
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)
-    _tell(found, stores, out, written, json)
+    _tell(found, stores, out, written, show_confidential, json)
 
 
-def _tell(found: dict[str, list[Score]], stores: dict[str, str], out: Path | None, written: list[Path], json: bool) -> None:
+def _tell(
+    found: dict[str, list[Score]], stores: dict[str, str], out: Path | None, written: list[Path], show_confidential: bool, json: bool
+) -> None:
     """Print the scores, and write them to ``out``."""
     scores = _told_apart(found)
     if out is not None:
@@ -191,7 +203,7 @@ def _tell(found: dict[str, list[Score]], stores: dict[str, str], out: Path | Non
     if written:
         text += "\nwritten to " + ", ".join(map(str, written))
     if any(score.visibility == "private" for score in scores):
-        text += "\nThese scores are functions of private pictures: choosing by them is a selection that no guarantee covers."
+        text = private_scores(text, list(map(str, written)), show_confidential)
     emit({"scores": [score.to_dict() for score in scores], "written": [str(path) for path in written]}, json, text)
 
 

@@ -79,6 +79,7 @@ def _text(account: StoreAccount, behind: dict[str, float]) -> str:
     ]
     columns = ("run", "steps", "restarts", "epsilon", "delta", *(("with the runs its weights come from",) if behind else ()))
     lines = [table(f"store {account.store_id}", columns, rows)] if rows else ["No run yet."]
+    lines += _people(account)
     if account.unprotected:
         lines.append(f"NO GUARANTEE: {', '.join(account.unprotected)} trained on this store without privacy; no total holds.")
     elif account.epsilon is not None:
@@ -90,3 +91,9 @@ def _text(account: StoreAccount, behind: dict[str, float]) -> str:
     if account.moves:
         lines.append(f"declared moved: {account.moves} times; a copy that is in use elsewhere has ledgers of its own")
     return "\n".join(lines)
+
+
+def _people(account: StoreAccount) -> list[str]:
+    """What each run has cost a person with all their images, where people are declared: the figures above are per image then."""
+    known = [f"{run.run_id} {run.spent.unit_epsilon:.4g}" for run in account.runs if run.spent.unit_epsilon is not None]
+    return [f"for a person with all their images, by run: epsilon {', '.join(known)} (all other figures are per image)"] if known else []

@@ -118,9 +118,10 @@ def _recompute_selection(plan: DPPlan, steps: int) -> list[str]:
 
 def _place_on_scale(statement: dict[str, Any]) -> float:
     """Horizontal place of epsilon on the page's scale: a third each for 0.1 to 1, 1 to 10 and 10 to 100."""
-    if statement["guarantee"] is None:
+    guarantee = statement["guarantee"]
+    if guarantee is None:
         return 0.0
-    decades = math.log10(max(statement["guarantee"]["epsilon"], 1e-9)) + 1
+    decades = math.log10(max(guarantee["unit_epsilon"] or guarantee["epsilon"], 1e-9)) + 1
     return 8 + 64 * min(max(decades, 0.0), 2.94)
 
 

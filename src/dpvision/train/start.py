@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +14,13 @@ from torch import nn
 
 from dpvision.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, state_tensors, write_json
 from dpvision.config import CaptionerConfig, ClassifierConfig, RunConfig
+from dpvision.data.declared import count_units, fits, has_units, rounded_up
 from dpvision.data.keys import StepKey
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn
 from dpvision.dp.compiled import compile_blocks
 from dpvision.dp.support import check_at_sizes, check_compiled, check_exact, check_separable
-from dpvision.errors import CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
+from dpvision.errors import OPERATOR_ONLY, CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
 from dpvision.models import make_model
 from dpvision.optim.ema import make_ema
 from dpvision.optim.optimizer import Optimizer
@@ -38,32 +38,49 @@ from dpvision.train.step import to_device
 from dpvision.train.words import open_tokenizer, open_words
 from dpvision.weights import Lineage, contents
 
-_SIZE_TOLERANCE = 0.01
-
 OpenParent = Callable[[str], Checkpoint]
 
 
-def check_store(plan: DPPlan, store: Store, num_rows: int) -> None:
-    """Refuse a store whose number of records is not the declared one.
+def check_store(plan: DPPlan, store: Store, rows: np.ndarray) -> None:
+    """Refuse a store that is not the declared one: another number of records or units, or units that the plan does not know of.
 
-    The declared number is public and may be rounded, so 1% is allowed; truncated Poisson is accounted for at most N records.
+    Declared numbers are public and may be rounded, so 1% is allowed. Truncated Poisson is accounted for at most N records, and a full
+    batch of at most N records has the declared N as its divisor. The message holds private counts: it is for the operator's terminal,
+    and stands in no file of the run.
+
+    Args:
+        rows: int64 rows that take part (``Store.eligible_rows``).
 
     Raises:
         DataError: the counts do not fit.
     """
-    declared = plan.dataset_size
-    if store.meta.get("unit_field") is None:
-        num_rows = store.meta.get("cleared_from", num_rows)  # how many twins are missing is private: the public number is declared
-    fits = math.fabs(num_rows - declared) <= _SIZE_TOLERANCE * declared
-    if plan.sampling == "truncated_poisson":
-        fits = fits and num_rows <= declared
-    if plan.sampling == "full_batch":
-        fits = num_rows == declared
-    if not fits:
+    k, where = plan.max_records_per_unit, f"store: {store.store_id[:8]}"
+    if has_units(store) and plan.num_units is None and plan.guarantee == "dp":
         raise DataError(
-            f"store: {num_rows} records in {store.store_id[:8]}; expected the declared dataset_size={declared} (within 1%). "
-            f"Say --privacy.dataset-size {num_rows} for a new plan; where a batch is drawn it may want another size too."
+            f"{where} knows the unit ({store.meta['unit_field']}) of each record, and num_units is not declared; expected it: the "
+            "guarantee is for a unit with all its records. Say --privacy.num-units M, and --privacy.max-records-per-unit k to use more "
+            "than one record of each. `dpvision data inspect STORE` shows numbers to declare."
         )
+    if plan.num_units is not None and not has_units(store):
+        raise DataError(
+            f"{where} does not know units, and num_units={plan.num_units} is declared; expected a store imported with --unit-from FIELD. "
+            "Import it so, or drop --privacy.num-units."
+        )
+    # How many images a cleared store lacks is private: the number before is the public one.
+    num_records = len(rows) if has_units(store) else store.meta.get("cleared_from", len(rows))
+    counts = [("dataset_size", num_records, plan.dataset_size, plan.sampling != "poisson", "records")]
+    if plan.num_units is not None:
+        counts.append(("num_units", count_units(store, rows), plan.num_units, False, "units"))
+    if all(fits(count, declared, at_most=at_most) for _, count, declared, at_most, _ in counts):
+        return
+    found = " and ".join(f"{count} {noun}" for _, count, _, _, noun in counts)
+    rule = " and ".join(f"{name}={declared} ({'at most that, ' if at_most else ''}within 1%)" for name, _, declared, at_most, _ in counts)
+    say = " ".join(f"--privacy.{name.replace('_', '-')} {rounded_up(count)}" for name, count, *_ in counts)
+    among = f" with max_records_per_unit={k}" if plan.num_units is not None else ""
+    raise DataError(
+        f"{where}: {OPERATOR_ONLY}{found} can take part{among}; expected the declared {rule}. Say {say} (these become public) for a new "
+        "plan; where a batch is drawn it may want another size too."
+    )
 
 
 def check_labels(store: Store, rows: np.ndarray, num_classes: int, *, multi_label: bool = False) -> None:
@@ -91,19 +108,22 @@ def check_labels(store: Store, rows: np.ndarray, num_classes: int, *, multi_labe
     if missing > 0 and (missing == len(rows) or not store.meta.get("may_be_unlabelled")):
         one, but = ("a list", " Write [] for none of the classes.") if multi_label else ("one", "")
         raise DataError(
-            f"{where}: {missing} of {len(rows)} records have no label; expected {one} each. Import with --label-from FIELD.{but}"
+            f"{where}: {OPERATOR_ONLY}{missing} of {len(rows)} records have no label; expected {one} each. "
+            f"Import with --label-from FIELD.{but}"
         )
     place_M, class_M = store.classes(rows)
     if (outside := len(np.unique(place_M[class_M >= num_classes]))) > 0:
         raise DataError(
-            f"{where}: label={int(class_M.max())} in {outside} records is outside the range; expected 0 to {num_classes - 1}. "
-            f"Say --model.num-classes {int(class_M.max()) + 1}, or import with the right classes."
+            f"{where}: {OPERATOR_ONLY}label={int(class_M.max())} in {outside} records is outside the range; "
+            f"expected 0 to {num_classes - 1}. Say --model.num-classes {int(class_M.max()) + 1}, or import with the right classes."
         )
     count_K = np.bincount(class_M, minlength=num_classes)
     if multi_label and len(rows) and ((count_K == 0) | (count_K == len(rows))).all():
-        raise DataError(f"{where}: every record has the same labels; expected some that differ. Correct the labels.")
+        raise DataError(f"{where}: {OPERATOR_ONLY}every record has the same labels; expected some that differ. Correct the labels.")
     if not multi_label and len(rows) and count_K.max() == len(rows):
-        raise DataError(f"{where}: one class only, label={int(class_M[0])}; expected two or more. Add pictures of another class.")
+        raise DataError(
+            f"{where}: {OPERATOR_ONLY}one class only, label={int(class_M[0])}; expected two or more. Add pictures of another class."
+        )
 
 
 def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> tuple[DPPlan, Store, int, Lineage]:
@@ -243,7 +263,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
     assert config.data.store is not None, "_check_paths refused that"
     store = Store.open(Path(config.data.store))
     rows = store.eligible_rows(plan.max_records_per_unit, config.seed)
-    check_store(plan, store, len(rows))
+    check_store(plan, store, rows)
     if isinstance(config.model, ClassifierConfig):
         check_labels(store, rows, config.model.num_classes, multi_label=config.model.multi_label)
     model = make_model(config.model, config.seed)
