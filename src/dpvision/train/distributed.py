@@ -81,11 +81,11 @@ def leave() -> None:
 
 
 def all_reduce_sum(total: ClippedSum, group: Group) -> ClippedSum:
-    """Sum of the ranks' clipped sums, on every rank. Norms and losses stay those of the local slice."""
+    """Sum of the ranks' clipped sums, on every rank, in float64. Norms and losses stay those of the local part."""
     if group.world_size == 1:
         return total
     names = sorted(total.grads)
-    flat = torch.cat([total.grads[name].flatten() for name in names] or [torch.zeros(0)]).to(group.device)
+    flat = torch.cat([total.grads[name].flatten().double() for name in names] or [torch.zeros(0, dtype=torch.float64)]).to(group.device)
     dist.all_reduce(flat)
     pieces = flat.split([total.grads[name].numel() for name in names])
     grads = {name: piece.view_as(total.grads[name]) for name, piece in zip(names, pieces, strict=True)}
