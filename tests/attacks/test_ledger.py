@@ -314,3 +314,22 @@ def test_a_crash_between_the_two_marks_is_no_loss(store: Path, plan: DPPlan, mon
         charge(store, plan, 1, resume="run" in known)
         shutil.rmtree(store.parent)
         make_store(store)
+
+
+def test_marks_deleted_while_a_run_goes_on_stop_it(store: Path, plan: DPPlan) -> None:
+    with Ledger.open(store, "run", plan, resume=False) as opened:
+        opened.append()
+        (store / "ledger_marks.json").unlink()
+        with pytest.raises(PrivacyError, match="--restore-marks"):
+            opened.append()
+    restore_marks(store)
+    assert store_account(store).runs[0].spent.steps == 2  # the second was charged before the loss was seen
+
+
+def test_damaged_marks_of_a_half_are_refused_and_those_of_a_stranger_are_not_read(family: dict[str, Path], plan: DPPlan) -> None:
+    stranger = family["all"].with_name("stranger")
+    stranger.mkdir()
+    (stranger / "ledger_marks.json").write_text("{")
+    charge(family["a"], plan, 1)
+    (family["b"] / "ledger_marks.json").write_text('{"format": "dpvision-ledger-marks-1"}')
+    refused(family["a"], plan)

@@ -176,7 +176,7 @@ def test_steps_charged_after_the_statement_are_said_and_steps_before_it_are_miss
     with Ledger.open(tmp_path / "store", run_id, make_plan(replace(SMALL, steps=8)), resume=True) as ledger:
         ledger.append()
     checks = {check.name: check for check in verify_statement(path, run, tmp_path / "store")}
-    assert checks["store, last line"].status == "ok" and "1 more steps since" in checks["store, last line"].detail
+    assert checks["store, last line"].status == "ok" and "charged since: 1" in checks["store, last line"].detail
     later = write_statement(run)
     for folder in kept:
         shutil.rmtree(folder)

@@ -97,11 +97,19 @@ class StoreLedgers:
         for path in sorted(beside):
             try:
                 marks = read_marks(path)
-            except (DataError, OSError):  # of another person, or no folder: nothing that this family can read
-                continue
+            except (DataError, PrivacyError, OSError):
+                if self._is_of_family(path.parent):
+                    raise
+                continue  # of another store, or of another person: nothing that this family can read
             if marks is not None and marks.store_id == self.store_id:
                 found[path] = marks
         return found
+
+    def _is_of_family(self, folder: Path) -> bool:
+        try:
+            return read_json(folder / "store.json")["store_id"] == self.store_id
+        except (DataError, OSError, TypeError, KeyError):
+            return False
 
     def marks(self) -> dict[str, list[Mark]]:
         """What the family remembers, by run id: one mark from each file that has one.
@@ -147,10 +155,16 @@ class StoreLedgers:
 
         Args:
             everywhere: also in every other store folder of the family: at the start of a run, for it costs more.
+
+        Raises:
+            PrivacyError: one of the files is gone.
         """
         paths = self.family_marks() if everywhere else (self.own_path, self.shared_path)
         for path in paths:
-            write_marks(path, (read_marks(path) or Marks(self.store_id)).with_run(run_id, mark))
+            marks = read_marks(path)
+            if marks is None:
+                raise PrivacyError(f"ledger: {path}: missing; it was there when the run started. Restore it, then resume: {self._restore}.")
+            write_marks(path, marks.with_run(run_id, mark))
 
     def set_cap(self, cap: Cap) -> None:
         """Remember the owner's cap in every file of the family; call with the lock held and after ``begin``."""

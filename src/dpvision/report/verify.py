@@ -95,7 +95,7 @@ def check_weights(statement: dict[str, Any], root: Path) -> tuple[Path | None, C
     for folder in reversed(folders):
         wrong = [name for name, digest in stated.items() if _sha256(folder / name) != digest]
         if stated and not wrong:
-            return folder, ok("weights", f"{len(stated)} files of {folder.name} have the hashes of the statement")
+            return folder, ok("weights", f"files of {folder.name} with the hashes of the statement: {len(stated)}")
     return folders[-1], failed(
         "weights", f"{', '.join(wrong) or 'no file named'}: other hashes than the statement's, in every checkpoint of {root}"
     )
@@ -174,8 +174,8 @@ def _reaches(name: str, statement: dict[str, Any], ledger: LedgerContents, other
         )
     if found != steps:
         return failed(name, f"{found} steps up to the line of the statement, {steps} stated")
-    since = f"; {ledger.steps - steps} more steps since" if ledger.steps > steps else ""
-    return ok(name, f"{steps} steps charged up to the line that the statement names{since}")
+    since = f"; charged since: {ledger.steps - steps}" if ledger.steps > steps else ""
+    return ok(name, f"steps charged up to the line that the statement names: {steps}{since}")
 
 
 def check_lineage(statement: dict[str, Any], root: Path, ledger: LedgerContents | None) -> Check:
@@ -208,7 +208,7 @@ def check_lineage(statement: dict[str, Any], root: Path, ledger: LedgerContents 
     wrong = [what for what, one, other in digests if one != other]
     if wrong:
         return failed("lineage", f"not the same in ledger, manifest, weights and statement: {', '.join(wrong)}")
-    return ok("lineage", f"{len(stated)} entries, the same in ledger, manifest, weights and statement")
+    return ok("lineage", f"the same in ledger, manifest, weights and statement; entries: {len(stated)}")
 
 
 def check_scores(statement: dict[str, Any], root: Path) -> Check:
@@ -220,7 +220,7 @@ def check_scores(statement: dict[str, Any], root: Path) -> Check:
     missing = [score["name"] for score in statement["scores"] if score not in found]
     if missing:
         return failed("scores", f"not in scores.json of the run: {', '.join(missing)}")
-    return ok("scores", f"{len(statement['scores'])} scores as in scores.json; they are not measured again")
+    return ok("scores", f"as in scores.json, not measured again; scores: {len(statement['scores'])}")
 
 
 def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | None) -> Check:
@@ -291,8 +291,8 @@ def check_other_runs(statement: dict[str, Any], store_dir: Path) -> Check:
         return failed("other runs", f"the store has fewer steps than stated of: {', '.join(gone)}")
     more = sorted(now.keys() - {run["run_id"] for run in others["runs"]})
     if more:
-        return not_checked("other runs", f"{len(more)} runs that the statement does not name ({more[0]} ...): made since, or left out")
-    return ok("other runs", f"{len(now)} runs on the store, all of them named")
+        return not_checked("other runs", f"not named in the statement: {', '.join(more[:3])}; made since, or left out")
+    return ok("other runs", f"every run on the store is named; runs: {len(now)}")
 
 
 def _sha256(path: Path) -> str | None:
