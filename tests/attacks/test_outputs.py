@@ -69,7 +69,7 @@ def test_the_number_that_a_run_on_a_cleared_store_declares_is_the_public_one(sto
 def test_sheets_of_a_cleared_store_are_the_operators(stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("clean", "mine"):
         assert main(["data", "inspect", str(stores / name), "--sheet", str(tmp_path / "sheet.png")]) == 2
-        assert "would hold private pictures" in capsys.readouterr().err and not (tmp_path / "sheet.png").exists()
+        assert "would hold private images" in capsys.readouterr().err and not (tmp_path / "sheet.png").exists()
         assert main(["data", "inspect", str(stores / name), "--json"]) == 0
         assert "confidential" in Path(json.loads(capsys.readouterr().out)["contact_sheet"]).parts
     assert main(["data", "inspect", str(stores / "mine"), "--sheet", str(tmp_path / "sheet.png"), "--release-private-outputs"]) == 0

@@ -138,7 +138,7 @@ def test_captions_are_as_private_as_pictures_and_weights(
     assert json.loads(_ok(capsys, str(own), str(store.path), "--json")[0])["visibility"] == expected
     command = [str(own), str(store.path), "--out", str(tmp_path / "c.csv")]
     if expected == "private":
-        _refused(capsys, "would hold captions of private pictures; expected a folder called confidential", *command)
+        _refused(capsys, "would hold captions of private images; expected a folder called confidential", *command)
         assert not (tmp_path / "c.csv").exists()
         command.append("--release-private-outputs")
     text = _ok(capsys, *command)[0]

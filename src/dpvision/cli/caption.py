@@ -56,7 +56,7 @@ def caption(
 
     Each line is a picture's name and a caption. What cannot be read is named and counted; the status is 2 only if nothing could be.
     Captions of private pictures are private: the guarantee covers the weights, not what they make of a picture. A file of them goes to a
-    folder called confidential. Pictures that are in no store count as private.
+    folder called confidential. Images that are in no store count as private.
 
       dpvision caption runs/cap photos/cat.jpg photos/dog.png
       dpvision caption runs/cap stores/pets --method beam --out captions.jsonl
@@ -78,11 +78,11 @@ def caption(
         fit: squash shows the model the whole picture, squeezed to a square; crop its centre.
         ema: Use the averaged weights.
         seed: Of sampling. A picture's samples are the same whatever is captioned with it.
-        out: Write captions here instead: .jsonl (a line for each picture) or .csv (a line for each caption). For private pictures its path
+        out: Write captions here instead: .jsonl (a line for each picture) or .csv (a line for each caption). For private images its path
             needs a folder called confidential.
         batch_size: Pictures that are encoded together.
         workers: Threads that read pictures.
-        release_private_outputs: Write captions of private pictures anywhere. You decide this for the people in them: no epsilon covers it.
+        release_private_outputs: Write captions of private images anywhere. You decide this for the people in them: no epsilon covers it.
         json: Print JSON.
     """
     for name, value in (("batch_size", batch_size), ("workers", workers)):
@@ -100,7 +100,7 @@ def caption(
     found = find_pictures(pictures, workers)
     private = captioner.confidential or found.visibility == "private"
     if out is not None and private and not release_private_outputs:
-        require_confidential(out, "caption", "captions of private pictures", ", or say --release-private-outputs")
+        require_confidential(out, "caption", "captions of private images", ", or say --release-private-outputs")
     made: list[Captioned] = []
     unreadable: list[Captioned] = []
     num_done = 0

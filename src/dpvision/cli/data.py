@@ -81,7 +81,7 @@ def import_(
             labels; an empty list says that it has none of the classes.
         label_separator: Between the labels of one picture where the field is a text, as in a table: "|". An empty text is an empty list.
         classes: File with the names of the classes, one a line or a JSON list, in the order of their numbers.
-        unknown_classes: What becomes of a picture whose class is not declared: refuse the import, or keep it unlabelled; in training
+        unknown_classes: What becomes of an image whose class is not declared: refuse the import, or keep it unlabelled; in training
             it then contributes exactly zero.
         captions: File of captions: COCO's captions_*.json, lines NAME#NUMBER<TAB>CAPTION, or a CSV with columns image and caption. Those
             beside a picture (NAME.txt, NAME.json, a column `captions`, `caption` or `text`) are found without it.
@@ -174,7 +174,7 @@ def inspect(
         sheet: Write a contact sheet (PNG) here; for a private store the default is its confidential/ folder, and any other place needs a
             folder of that name in its path.
         num_pictures: Pictures on the sheet.
-        release_private_outputs: Write a sheet of private pictures anywhere.
+        release_private_outputs: Write a sheet of private images anywhere.
         json: Print JSON.
     """
     opened = Store.open(store)
@@ -183,7 +183,7 @@ def inspect(
         folder = store / "confidential" if opened.results_visibility == "private" else store
         sheet = folder / "contact_sheet.png"
     elif opened.results_visibility == "private" and not release_private_outputs:
-        require_confidential(sheet, "data inspect", "private pictures", ", or say --release-private-outputs")
+        require_confidential(sheet, "data inspect", "private images", ", or say --release-private-outputs")
     sheet.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(opened, num_pictures).save(sheet)
     result["contact_sheet"] = str(sheet)

@@ -30,17 +30,17 @@ def embed(
     """Write an encoder's features for a store, or for anything that `data import` takes.
 
     Features of private pictures are private: the guarantee covers the weights, not what they make of a picture. So they go to a folder
-    called confidential. Pictures that are in no store count as private; import them with --public where they are not.
+    called confidential. Images that are in no store count as private; import them with --public where they are not.
 
     Args:
         run: Run folder, or one of its checkpoints.
         source: Store, folder of pictures, parquet file or tar file.
-        out: File to write: .npz or .safetensors. For private pictures its path needs a folder called confidential.
+        out: File to write: .npz or .safetensors. For private images its path needs a folder called confidential.
         pooling: Patch tokens averaged over the picture, or over its four quadrants.
         ema: Use the averaged weights.
         batch_size: Pictures in one forward pass.
         workers: Threads that read pictures.
-        release_private_outputs: Write features of private pictures anywhere. You decide this for the people in them: no epsilon covers it.
+        release_private_outputs: Write features of private images anywhere. You decide this for the people in them: no epsilon covers it.
         json: Print JSON.
     """
     with Console(stderr=True).status("features") as status:

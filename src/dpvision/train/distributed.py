@@ -69,6 +69,9 @@ def _check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> 
     """Refuse a run whose ranks compute on different kinds of device: their sums and their noise would differ in the last bits."""
     store.set(str(rank), kind)
     kinds = [store.get(str(other)).decode() for other in range(world_size)]
+    store.set(f"{rank} has read", "")
+    if rank == 0:  # the store may end with this process: not before all have read
+        store.wait([f"{other} has read" for other in range(world_size)])
     if len(set(kinds)) > 1:
         said = f"ranks: devices {', '.join(kinds)} of ranks 0 to {world_size - 1}"
         raise PrivacyError(f"{said}; expected one kind. Say --hardware.device cpu.")

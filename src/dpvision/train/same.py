@@ -29,8 +29,6 @@ _COMPUTED = ("epsilon", "epsilon_rdp")
 _SHOWN = ("store", "config", "plan", "version", "processor")
 """Facts whose values an error may show; of all others it says that they differ, and no more."""
 _NAMED_AT_MOST = 4
-
-
 _START = "Give all ranks one store (or exact copies of it), one command and one installation."
 _WEIGHTS = "A device, a library or dpvision computes otherwise on that rank: start again from an earlier checkpoint, without it."
 
