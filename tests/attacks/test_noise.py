@@ -120,7 +120,11 @@ PUBLIC = {
     "adapt/descent.py": "random features of a published seed",
     "adapt/select.py": "random records of the rehearsal",
 }
-OTHER_GENERATORS = re.compile(r"np\.random|numpy\.random|torch\.(randn?|randint|randperm|normal|Generator|manual_seed)\b|\.normal_\(|^import random\b", re.M)
+OTHER_GENERATORS = re.compile(
+    r"np\.random|numpy\.random|torch\.(randn?|randint|randperm|normal|Generator|manual_seed)\b|\.(normal|uniform|random|bernoulli)_\("
+    r"|^import random\b|^from random\b",
+    re.MULTILINE,
+)
 
 
 def test_no_other_generator_is_in_reach_of_the_guarantee() -> None:

@@ -27,9 +27,7 @@ STD, BATCH, CLIP = 0.75, 40.0, 0.5
 def plan(guarantee="simulated", batch=BATCH):
     noise = {} if guarantee == "none" else {"noise_multiplier": STD / CLIP, "max_grad_norm": CLIP}
     return make_plan(
-        PrivacyConfig(
-            dataset_size=1000, expected_batch_size=batch, steps=10, guarantee=guarantee, **{"max_grad_norm": None, **noise}
-        )  # fmt: skip
+        PrivacyConfig(dataset_size=1000, expected_batch_size=batch, steps=10, guarantee=guarantee, **{"max_grad_norm": None, **noise})
     )
 
 

@@ -15,6 +15,7 @@ from dpvision.data.store import Store
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.noise import DPGradient, privatize
 from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.privacy.stream import new_key
 from dpvision.train import loop, step
 from dpvision.train.distributed import Group
 from dpvision.train.loop import Secrets, fit

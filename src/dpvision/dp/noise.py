@@ -23,7 +23,7 @@ from dpvision.dp.clip import ClippedSum
 from dpvision.dp.normals import Normals, box_muller
 from dpvision.errors import PrivacyError
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.stream import MAX_WORDS, WORDS_PER_BLOCK, subkey
+from dpvision.privacy.stream import WORDS_PER_BLOCK, subkey
 
 _GRID_BITS = 20
 _CPU_TASK = 2**19

@@ -311,11 +311,11 @@ def noise_generator(plan: DPPlan) -> str:
     if plan.noise_multiplier == 0:
         return "No noise."
     return (
-        "ChaCha20, a cryptographic stream, with a 256-bit key of the operating system, new at every start; noise, draws of batches and every "
-        "other secret random number come from it. Normal numbers by Box-Muller in float64, up to 9.49 standard deviations (a true normal is "
-        "beyond with probability 2e-21). Sum plus noise is rounded in float64 to a public grid, the noise's standard deviation divided by "
-        "about a million, before it is divided by the expected batch size. The grid is a mitigation of attacks on floating point, not a "
-        "proof against them."
+        "ChaCha20, a cryptographic stream, with a 256-bit key of the operating system, new at every start; draws of batches and every "
+        "other secret random number come from it, too. Normal numbers by Box-Muller in float64, up to 9.49 standard deviations (a true "
+        "normal is beyond with probability 2e-21). Sum plus noise is rounded in float64 to a public grid, about a millionth of the noise's "
+        "standard deviation, then divided by the expected batch size. The grid is a mitigation of attacks on floating point, not a proof "
+        "against them."
     )
 
 
