@@ -22,7 +22,7 @@ from dpvision.config import PrivacyConfig
 from dpvision.errors import PrivacyError
 from dpvision.privacy.account import filter_bound, store_account
 from dpvision.privacy.composition import check_total, curve, parts_of, total, total_epsilon
-from dpvision.privacy.plan import DPPlan, ask_selection, draft_plan, make_plan
+from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
 from dpvision.report.compared_run import read_compared
 from dpvision.report.statement import make_statement
 from dpvision.train.lineage import own_entry, runs_on
@@ -32,7 +32,8 @@ from ..report.runs import make_run, make_store
 
 RECORDS, DELTA = 50_000, 1e-5
 PARENT = PrivacyConfig(
-    dataset_size=RECORDS, expected_batch_size=5000, steps=20, max_grad_norm=0.1, noise_multiplier=0.8, max_records_per_unit=2, num_units=RECORDS // 2
+    dataset_size=RECORDS, expected_batch_size=5000, steps=10, max_grad_norm=0.1, noise_multiplier=1.0, max_records_per_unit=2,
+    num_units=RECORDS // 2,
 )
 CHILD = replace(PARENT, sampling="full_batch", expected_batch_size=RECORDS, steps=4, noise_multiplier=8.0)
 FIGURES = ("epsilon", "epsilon_rdp", "epsilon_unamplified", "unit_epsilon")
@@ -86,14 +87,14 @@ def test_the_profile_and_the_attack_are_of_both_runs(statements: tuple[dict[str,
 
 def test_settings_fixed_beforehand_are_composed_as_dp_accounting_does(runs: tuple[Path, Path], plans: tuple[DPPlan, DPPlan]) -> None:
     made = make_statement(runs[1], tuning="none")["guarantee"]
-    step = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(0.8))
+    step = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.0))
     child = dp_accounting.GaussianDpEvent(8.0 / 4**0.5)
     accountant = pld.PLDAccountant(value_discretization_interval=1e-4).compose(step, PARENT.steps).compose(child)
     assert made["epsilon"] == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-4)
     assert made["composition"]["methods"] == {"epsilon": "pld", "epsilon_unamplified": "gaussian", "unit_epsilon": "pld"}
     renyi = rdp.RdpAccountant().compose(step, PARENT.steps).compose(child)
     assert made["epsilon_rdp"] == pytest.approx(renyi.get_epsilon(DELTA))
-    noise = (PARENT.steps / 0.8**2 + 4 / 8.0**2) ** -0.5
+    noise = (PARENT.steps / 1.0**2 + 4 / 8.0**2) ** -0.5
     assert made["epsilon_unamplified"] == pytest.approx(dp_accounting.get_epsilon_gaussian(noise, DELTA))
 
 
@@ -111,7 +112,7 @@ def test_the_statement_agrees_with_the_stores_account(runs: tuple[Path, Path]) -
 
 def test_the_order_of_the_runs_does_not_matter(plans: tuple[DPPlan, DPPlan]) -> None:
     third = make_plan(replace(CHILD, noise_multiplier=20.0, steps=1))
-    parts = [(plans[0], 20), (plans[1], 4), (third, 1), (third, 0)]
+    parts = [(plans[0], 10), (plans[1], 4), (third, 1), (third, 0)]
     for fixed in (False, True):
         found = {total_epsilon(parts_of(order), fixed=fixed)[0] for order in itertools.permutations(parts)}
         assert len(found) == 1
@@ -121,16 +122,16 @@ def test_a_further_run_never_lowers_a_figure(plans: tuple[DPPlan, DPPlan]) -> No
     """Also where its delta is larger: all figures are at the smallest."""
     further = make_plan(replace(CHILD, delta=2e-5, noise_multiplier=100.0))
     for fixed in (False, True):
-        one, two = (total(parts_of(parts), fixed=fixed) for parts in ([(plans[0], 20)], [(plans[0], 20), (further, 4)]))
+        one, two = (total(parts_of(parts), fixed=fixed) for parts in ([(plans[0], 10)], [(plans[0], 10), (further, 4)]))
         assert one.delta == two.delta == DELTA
         for name in FIGURES:
             assert getattr(two, name) >= getattr(one, name), name
 
 
 def test_a_figure_without_accounting_is_null_with_its_reason() -> None:
-    poisson = replace(PARENT, max_records_per_unit=1)
+    poisson = replace(PARENT, max_records_per_unit=1, noise_multiplier=4.0, steps=2)
     truncated = make_plan(replace(poisson, sampling="truncated_poisson", max_batch_size=5600))
-    parts = parts_of([(truncated, 20), (make_plan(poisson), 20)])
+    parts = parts_of([(truncated, 2), (make_plan(poisson), 2)])
     found = total(parts)
     assert found.epsilon_rdp is None and "truncated Poisson" in found.reasons["epsilon_rdp"]
     assert found.methods["epsilon"] == "basic"
@@ -138,8 +139,8 @@ def test_a_figure_without_accounting_is_null_with_its_reason() -> None:
     assert found.unit_epsilon is None and "one record" in found.reasons["unit_epsilon"]
     pair = curve(parts, FPRS)
     assert pair.profile is None and all(fpr < tpr <= 1 for fpr, tpr in pair.tpr_at_fpr.items())
-    units = draft_plan(replace(PARENT, sampling="truncated_poisson", max_batch_size=5600))
-    assert total(parts_of([(units, 20), (make_plan(poisson), 20)])).reasons["unit_epsilon"].startswith("a run drew truncated")
+    units = replace(truncated, max_records_per_unit=2)  # ``make_plan`` refuses it
+    assert total(parts_of([(units, 2), (make_plan(poisson), 2)])).reasons["unit_epsilon"].startswith("a run drew truncated")
     assert total(parts, fixed=True).methods["epsilon"] == "pld"
 
 
@@ -165,11 +166,11 @@ def test_a_private_selection_behind_the_weights_counts() -> None:
 
 
 def test_the_filters_order_and_budget_prove_its_cap(plans: tuple[DPPlan, DPPlan]) -> None:
-    bound = filter_bound([plans[0].event(20), plans[1].event(4)], DELTA)
+    bound = filter_bound([plans[0].event(10), plans[1].event(4)], DELTA)
     assert bound is not None
     cap, order, divergence = bound
     assert divergence + np.log1p(-1 / order) - np.log(order * DELTA) / (order - 1) <= cap
-    whole = curve(parts_of([(plans[0], 20), (plans[1], 4)]), FPRS)
+    whole = curve(parts_of([(plans[0], 10), (plans[1], 4)]), FPRS)
     assert whole.profile is not None and whole.profile[0][1] <= 1
 
 
@@ -181,8 +182,8 @@ def test_stores_are_kept_apart(runs: tuple[Path, Path], tmp_path: Path, plans: t
     made = make_statement(child)
     assert made["guarantee"]["epsilon"] == pytest.approx(plans[1].spent(4).epsilon)
     assert [entry["store_id"] for entry in made["other_stores"]] == [lineage[0]["store_id"]]
-    assert made["other_stores"][0]["epsilon"] == pytest.approx(plans[0].spent(20).epsilon)
-    assert made["other_stores"][0]["unit_epsilon"] == pytest.approx(plans[0].spent(20).unit_epsilon)
+    assert made["other_stores"][0]["epsilon"] == pytest.approx(plans[0].spent(10).epsilon)
+    assert made["other_stores"][0]["unit_epsilon"] == pytest.approx(plans[0].spent(10).unit_epsilon)
 
 
 def test_a_run_without_a_guarantee_still_names_the_private_stores_behind_it(runs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_the_manifests_own_entry_has_the_total(runs: tuple[Path, Path], plans: t
     lineage = read_manifest(find_checkpoint(runs[0]))["lineage"]
     own = own_entry(plans[1], _Store(), "child", 4, lineage)["guarantee"]  # type: ignore[arg-type]
     assert own["epsilon"] == pytest.approx(plans[1].spent(4).epsilon)
-    assert own["total"]["epsilon"] == total_epsilon(parts_of([(plans[0], 20), (plans[1], 4)]))[0] and own["total"]["method"] == "filter"
+    assert own["total"]["epsilon"] == total_epsilon(parts_of([(plans[0], 10), (plans[1], 4)]))[0] and own["total"]["method"] == "filter"
     assert runs_on([{**lineage[0], "guarantee": own}], lineage[0]["store_id"]) == ((plans[1], 4),)
 
 
@@ -241,9 +242,9 @@ def test_four_generations_have_one_delta(plans: tuple[DPPlan, DPPlan], tmp_path:
 def test_n_times_delta_over_generations_is_refused_like_that_of_one_run(plans: tuple[DPPlan, DPPlan]) -> None:
     """The larger number of records counts, with the smallest delta: a parent that had none by today's rule is refused."""
     loose = replace(plans[0], delta=2.0 / RECORDS)
-    check_total(parts_of([(plans[0], 20), (plans[1], 4)]))
+    check_total(parts_of([(plans[0], 10), (plans[1], 4)]))
     with pytest.raises(PrivacyError, match="dataset_size x delta"):
-        check_total(parts_of([(loose, 20), (replace(plans[1], delta=2.0 / RECORDS), 4)]))
+        check_total(parts_of([(loose, 10), (replace(plans[1], delta=2.0 / RECORDS), 4)]))
 
 
 def test_an_entry_without_its_plan_is_refused(runs: tuple[Path, Path]) -> None:

@@ -13,7 +13,7 @@ earlier results (Smith and Thakurta, arXiv 2210.17520: "gaussian").
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,8 +29,6 @@ Part = tuple[DPPlan, int]
 """A run's plan and the steps it was charged."""
 Method = Literal["one run", "pld", "gaussian", "renyi", "filter", "basic"]
 """How a figure was put together."""
-Deltas = Callable[[np.ndarray], np.ndarray]
-"""epsilons, ascending -> upper bounds on delta."""
 
 NO_RENYI = "a run drew truncated Poisson batches, which have no Renyi accounting"
 NO_UNIT = "the store does not know which records belong to one person"
