@@ -1,21 +1,25 @@
 """Mistakes with the noise and its divisor: planted, and caught. The ids are those of docs/pitfalls.md, section "Noise and divisor"."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from zoo import GradientIsPicture, picture_losses
 
 from dpvision.checkpoint import state_tensors
 from dpvision.config import RunConfig
 from dpvision.data.store import Store
+from dpvision.dp import noise as noise_module
+from dpvision.dp import normals
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.noise import DPGradient, privatize
 from dpvision.privacy.plan import DPPlan, make_plan
-from dpvision.privacy.stream import new_key
+from dpvision.privacy.stream import Keystream, new_key, subkey
 from dpvision.train import loop, step
 from dpvision.train.distributed import Group
 from dpvision.train.loop import Secrets, fit
@@ -191,4 +195,38 @@ def test_replayed_noise(new_run: NewRun) -> None:
     with planted(loop, "Secrets", lambda draw=KEY, noise=KEY: Secrets(draw, noise), "comes again"):
         check()
     with planted(loop, "privatize", lambda total, plan, step, key, owners: privatize(total, plan, 0, key, owners=owners), "comes again"):
+        check()
+
+
+def test_predictable_generator(plan: DPPlan) -> None:
+    """Noise against ChaCha20 called directly, and a formula of one line."""
+    # With sum 0 the release is the noise on the grid; the grid is far below the tolerance.
+    key = subkey(KEY, "noise", step=0, parameter="a")
+    stream = Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor().update(bytes(8 * 1000))
+    word_H2 = np.frombuffer(stream, dtype="<u8").reshape(-1, 2).astype(float) * 2.0**-64
+    expected = np.sqrt(-2 * np.log(word_H2[:, 0])) * np.exp(2j * np.pi * word_H2[:, 1])
+
+    def check() -> None:
+        noise = privatize(as_sum(torch.zeros(1000)), plan, 0, KEY).grads["a"].double() * plan.expected_batch_size / plan.noise_std
+        assert np.allclose(noise.numpy().view(complex), expected, atol=1e-5), "noise is not that of the cryptographic stream"
+
+    class Mersenne(Keystream):
+        def fill(self, out_W):
+            out_W[:] = np.random.RandomState(0).randint(-(2**63), 2**63, len(out_W), dtype=np.int64)
+
+    check()
+    with planted(normals, "Keystream", Mersenne, "not that of the cryptographic stream"):
+        check()
+
+
+def test_low_bits(plan: DPPlan) -> None:
+    """Every number is a multiple of the public grid, whatever the sum was (``tests/attacks`` has what it was good for)."""
+
+    def check() -> None:
+        released = privatize(as_sum(torch.zeros(20_000)), plan, 0, KEY, dtype=torch.float64).grads["a"].numpy()
+        steps = released * plan.expected_batch_size / 2.0 ** (math.floor(math.log2(plan.noise_std)) - 20)
+        assert np.abs(steps - np.rint(steps)).max() < 1e-6, "low bits tell of the sum"
+
+    check()
+    with planted(noise_module, "grid_of", lambda noise_std: 2.0**-60, "low bits tell"):
         check()

@@ -12,6 +12,7 @@ Legend: W words (two for two normals), H half of them.
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +30,8 @@ class Normals:
 
     def __init__(self) -> None:
         self._word_W = np.empty(_BLOCK, dtype="<i8")
-        self._angle_H = np.empty(_BLOCK // 2)
-        self._half_2H = np.empty((2, _BLOCK // 2))
+        self._spare_3H = np.empty((3, _BLOCK // 2))
+        self._full = _Views.of(self._word_W, self._spare_3H, _BLOCK)
 
     def blocks(self, key: bytes, first: int, stop: int, std: float = 1.0) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the normals of coordinates ``first`` to ``stop`` - 1 in order, as (number of the first one, float64 array).
@@ -46,27 +47,53 @@ class Normals:
         keystream = Keystream(key, aligned // WORDS_PER_BLOCK)
         for at in range(aligned, stop, _BLOCK):
             end = min(at + _BLOCK, stop)
-            word_W = self._word_W[: -(-(end - at) // WORDS_PER_BLOCK) * WORDS_PER_BLOCK]
-            keystream.fill(word_W)
-            normal_W = self.box_muller(word_W, std)
+            num_words = -(-(end - at) // WORDS_PER_BLOCK) * WORDS_PER_BLOCK
+            keystream.fill(self._word_W[:num_words])
+            normal_W = self._box_muller(num_words, std)
             yield max(at, first), normal_W[max(first - at, 0) : end - at]
 
-    def box_muller(self, word_W: np.ndarray, std: float = 1.0) -> np.ndarray:
-        """Normals of int64 words, an even number of them up to 2^15; they take the place of the words."""
-        half = len(word_W) // 2
-        radius_H, part_H = self._half_2H[:, :half]
-        angle_H, normal_W = self._angle_H[:half], word_W.view(np.float64)
-        uniforms(word_W[0::2], radius_H, part_H)
-        np.log(radius_H, out=radius_H)
-        radius_H *= -2.0 * std**2
-        np.sqrt(radius_H, out=radius_H)
-        np.copyto(angle_H, word_W[1::2])
-        angle_H *= _ANGLE
+    def box_muller(self, word_W: np.ndarray) -> np.ndarray:
+        """Standard normals of int64 words, an even number of them up to 2^15, in an array that the next call overwrites."""
+        self._word_W[: len(word_W)] = word_W
+        return self._box_muller(len(word_W), 1.0)
+
+    def _box_muller(self, num_words: int, std: float) -> np.ndarray:
+        """Put normals in the place of the first ``num_words`` words."""
+        to = self._full if num_words == _BLOCK else _Views.of(self._word_W, self._spare_3H, num_words)
+        uniforms(to.radius_word_H, to.radius_H, to.part_H)
+        np.log(to.radius_H, out=to.radius_H)
+        np.multiply(to.radius_H, -2.0 * std**2, out=to.radius_H)
+        np.sqrt(to.radius_H, out=to.radius_H)
+        np.copyto(to.angle_H, to.angle_word_H)
+        np.multiply(to.angle_H, _ANGLE, out=to.angle_H)
         # Torch's sine and cosine are vectorised for float64, NumPy's logarithm is the faster one.
-        for part, function in enumerate((torch.cos, torch.sin)):
-            function(torch.from_numpy(angle_H), out=torch.from_numpy(part_H))
-            np.multiply(radius_H, part_H, out=normal_W[part::2])
-        return normal_W
+        torch.cos(to.angle_tensor_H, out=to.part_tensor_H)
+        np.multiply(to.radius_H, to.part_H, out=to.even_H)
+        torch.sin(to.angle_tensor_H, out=to.part_tensor_H)
+        np.multiply(to.radius_H, to.part_H, out=to.odd_H)
+        return to.normal_W
+
+
+class _Views(NamedTuple):
+    """Where a block's numbers lie; made once for full blocks, since making them takes longer than some of the work."""
+
+    radius_word_H: np.ndarray
+    angle_word_H: np.ndarray
+    radius_H: np.ndarray
+    angle_H: np.ndarray
+    part_H: np.ndarray
+    angle_tensor_H: Tensor
+    part_tensor_H: Tensor
+    normal_W: np.ndarray
+    even_H: np.ndarray
+    odd_H: np.ndarray
+
+    @classmethod
+    def of(cls, word_W: np.ndarray, spare_3H: np.ndarray, num_words: int) -> "_Views":
+        word_W, normal_W = word_W[:num_words], word_W[:num_words].view(np.float64)
+        radius_H, angle_H, part_H = spare_3H[:, : num_words // 2]
+        tensors = torch.from_numpy(angle_H), torch.from_numpy(part_H)
+        return cls(word_W[0::2], word_W[1::2], radius_H, angle_H, part_H, *tensors, normal_W, normal_W[0::2], normal_W[1::2])
 
 
 def normals(key: bytes, first: int, stop: int) -> np.ndarray:

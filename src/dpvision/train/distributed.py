@@ -32,8 +32,12 @@ class Group:
 
     def add_up(self, values: Tensor) -> None:
         """Replace ``values`` by their sum over all ranks (``dp.noise.Owners``)."""
-        if self.world_size > 1:
-            dist.all_reduce(values)
+        if self.world_size == 1:
+            return
+        moved = values.to(self.device)
+        dist.all_reduce(moved)
+        if moved is not values:
+            values.copy_(moved)
 
 
 def join(device: str) -> Group:
