@@ -276,17 +276,18 @@ def _gather(
             if len(chunks) == 1:
                 slow_grads[i] = grads
         square = SquareNorms.certain(slow_B) + _square_norms(groups, params, num)
-        norms_B = square.value_B.sqrt() / loss_scale
+        norms_B = square.value_B.clamp(min=0).sqrt() / loss_scale  # below zero by rounding only; NaN stays NaN
         highest_B = (square.value_B + square.error_B).sqrt() / ((1 + LOOSE) * loss_scale)
         slack_B = rounded * square.length_B.sqrt() / loss_scale
-        finite_B = torch.isfinite(norms_B + highest_B)  # not where the value is below zero: it is written out
+        finite_B = torch.isfinite(highest_B)
         factor_B = factors(torch.maximum(norms_B, highest_B) + slack_B, finite_B)
         # Outer products that nearly cancel, or are far longer than their sum: their norm, or their sum in float32, may be off by too
         # much. These records are written out, and what is normed is what is added.
         lengths_B = square.work_B.sqrt() / loss_scale
         low_B = factor_B < _LOWERED * factors(norms_B + slack_B, finite_B)
         heavy_B = 1.02 * gamma(2) * factor_B * lengths_B > BUDGET * max_grad_norm
-        doubted = ((low_B | heavy_B | ~finite_B) & batch.valid_B).nonzero()[:, 0].tolist()
+        unknown_B = ~finite_B & torch.isfinite(norms_B)
+        doubted = ((low_B | heavy_B | unknown_B) & batch.valid_B).nonzero()[:, 0].tolist()
         for i in doubted:
             own = [written_out(group, params, slice(i, i + 1)) for group in groups]
             norms_B[i] = (slow_B[i] + sum(sum_of_squares(grad)[0] for grads in own for grad in grads.values())).sqrt() / loss_scale
@@ -297,7 +298,7 @@ def _gather(
         factor_B = factor_B.where(batch.valid_B, 0.0)
         cost_B = (factor_B * lengths_B).where(finite_B, 0.0)
         # In half precision on a GPU the bound is not proven (docs/clipping.md), and blocks would double the price of the products.
-        parts = [slice(0, num)] if rounded else blocks(hashes(key, batch.record_id_B).cpu().numpy(), cost_B.double().cpu().numpy(), max_grad_norm)
+        parts = [slice(0, num)] if rounded else _blocks(batch, key, cost_B, max_grad_norm)
         factor_B = factor_B / loss_scale
         keep_B = finite_B.clone()
         keep_B[doubted] = False
@@ -320,6 +321,13 @@ def _gather(
                 total[name] = added.add_(total[name]) if name in total else added
         either = total | {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items() if name not in total}
     return {name: _rounded(either[name], p, num) for name, p in params.items()}, norms_B
+
+
+def _blocks(batch: Batch, key: StepKey, cost_B: Tensor, max_grad_norm: float) -> list[slice]:
+    """``buckets.blocks`` of the valid rows; those after them have the factor zero and belong to the last block."""
+    num = int(batch.valid_B.sum())
+    found = blocks(hashes(key, batch.record_id_B[:num]).cpu().numpy(), cost_B[:num].double().cpu().numpy(), max_grad_norm)
+    return [*found[:-1], slice(found[-1].start, len(batch.record_id_B))]
 
 
 def _rounded(value: Tensor, param: Tensor, num_records: int) -> Tensor:

@@ -107,7 +107,7 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
             "steps_planned": plan.steps,
             "steps_executed": steps,
             "clipping": head_words.clipping(plan) if head else words.clipping(plan),
-            "sensitivity": words.sensitivity(plan),
+            "sensitivity": words.sensitivity(plan, manifest["config"]),
             "noise_generator": words.noise_generator(plan),
             "bad_records": words.BAD_RECORDS,
             "selection": words.selection(plan),
