@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from dpvision.adapt.prepare import prepare
 from dpvision.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from dpvision.cli import main
+from dpvision.cli.train import plan_text
 from dpvision.config import (
     ClassifierConfig,
     DataConfig,
@@ -36,9 +37,11 @@ from dpvision.encoders.open import open_encoder, recognised
 from dpvision.encoders.parent import open_parent
 from dpvision.errors import CheckpointError, ConfigError, PrivacyError
 from dpvision.eval.dense_checkpoint import FILE, open_checkpoint
+from dpvision.privacy.composition import total_epsilon
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.recipes import transfer_heads
 from dpvision.report.statement import make_statement
+from dpvision.train.lineage import own_entry, runs_on
 from dpvision.train.loop import Secrets, fit
 from dpvision.train.start import check_run, new_session, resumed_session
 from dpvision.weights import contents
@@ -192,6 +195,30 @@ def test_a_private_parents_epsilon_stays_through_a_file(root: Path, tmp_path: Pa
     assert made["epsilon"] > 8 and made["this_run"]["epsilon"] == pytest.approx(1.0, abs=1e-3)
 
 
+def test_the_total_is_printed_before_compute_is_spent(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The child's epsilon alone was printed."""
+    config = private_config(root, str(root / "parent"))
+    plan, store, _, lineage = check_run(config, open_parent)
+    total, _, _ = total_epsilon(runs_on([*lineage, own_entry(plan, store, "new", plan.steps, lineage)], store.store_id))
+    assert total > 8
+    expected = f"All that these weights will have seen of this store: epsilon {total:.4g}"
+    assert expected in plan_text(config, plan, store, lineage) and "this run alone" in plan_text(config, plan, store, lineage)
+    argv = ["adapt", "--data", str(root / "private"), "--encoder", str(root / "parent"), "--num-classes", "8", "--head", "prototypes"]
+    argv += ["--dataset-size", str(NUM), "--epsilon", "1", "--hardware.device", "cpu", "--dry-run"]
+    assert main(argv) == 0 and "All that these weights will have seen of this store: epsilon" in capsys.readouterr().out
+    assert main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["total"]["epsilon"] > 8 > 1.001 > found["total"]["this_run_epsilon"]
+
+
+def test_the_command_line_takes_the_declaration(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file(dict(timm.create_model(NAME, pretrained=False).state_dict()), tmp_path / "fetched.safetensors")
+    argv = ["adapt", "--data", str(root / "private"), "--encoder", f"timm:{NAME}@{tmp_path / 'fetched.safetensors'}", "--num-classes", "8"]
+    argv += ["--dataset-size", str(NUM), "--epsilon", "1", "--head", "prototypes", "--hardware.device", "cpu", "--dry-run"]
+    assert main(argv) == 2 and "--public-weights 'NAME; LICENCE; SOURCE'" in capsys.readouterr().err
+    assert main([*argv, "--public-weights", DECLARED]) == 0
+
+
 def test_an_entry_taken_out_of_a_manifest_is_noticed(root: Path, tmp_path: Path) -> None:
     """9.00 became 1.00: by editing manifest.json; by writing a whole checkpoint without the entry."""
     child = train(private_config(root, str(root / "parent")), tmp_path / "child")
@@ -263,6 +290,25 @@ def test_a_dense_trainings_state_carries_the_encoders_lineage(root: Path, tmp_pa
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     open_checkpoint(tmp_path / "work", model, optimizer, scaler, "about", list(encoder.lineage)).save(1)
     assert open_encoder(f"timm:{NAME}@{tmp_path / 'work' / FILE}").confidential
+
+
+def test_a_public_store_is_not_cleared_by_such_an_encoder(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which public images are left would depend on all private ones, not on each one's own twins alone."""
+    file = saved_again(weights_of(root / "nonprivate"), tmp_path)
+    stores = [str(root / "public"), str(root / "private")]
+    assert main(["data", "overlap", *stores, "--encoder", f"timm:{NAME}@{file}", "--out", str(root / "cleared")]) == 2
+    assert "shaped by private images" in capsys.readouterr().err and not (root / "cleared").exists()
+
+
+def test_a_file_in_a_run_without_a_checkpoint_is_that_runs(root: Path, tmp_path: Path) -> None:
+    """Moved out of checkpoints/, the rest deleted: run.json still says on which store, and nothing says with which guarantee."""
+    run = Path(shutil.copytree(root / "parent", tmp_path / "parent"))
+    file = saved_again(weights_of(run), tmp_path)
+    shutil.move(file, run / "best.safetensors")
+    shutil.rmtree(run / "checkpoints")
+    assert open_encoder(f"timm:{NAME}@{run / 'best.safetensors'}").confidential
+    with pytest.raises(PrivacyError, match="without a guarantee"):
+        prepare(head_on(root, f"timm:{NAME}@{run / 'best.safetensors'}"))
 
 
 def test_only_trained_numbers_are_remembered(root: Path) -> None:

@@ -6,28 +6,33 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dp_accounting
 import pytest
 import runs
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from zoo import KEY, class_losses, make_batch
 
-from dpvision.checkpoint import load_checkpoint, save_checkpoint, state_tensors, write_json
+from dpvision.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint, state_tensors, write_json
 from dpvision.config import RunConfig
 from dpvision.data.store import Store
 from dpvision.dp import clip, one_pass, support
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.support import check_separable
+from dpvision.encoders import weights_file
 from dpvision.errors import DPVisionError, PrivacyError
 from dpvision.eval.suite import read_scores
 from dpvision.models import make_model
 from dpvision.optim import ema
 from dpvision.optim.ema import update_ema
+from dpvision.privacy import composition
 from dpvision.privacy.plan import DPPlan, make_plan
-from dpvision.report import statement
+from dpvision.report import guarantee, statement
 from dpvision.report.statement import make_statement
+from dpvision.train import lineage as lineages
 from dpvision.train import log, loop, start
-from dpvision.train.lineage import inherit
+from dpvision.train.lineage import inherit, undeclared_weights
 from dpvision.train.log import RunLog, StepMetrics
 from dpvision.train.loop import fit, save
 
@@ -176,6 +181,63 @@ def entry(store_id: str, visibility: str, guaranteed: bool) -> dict[str, Any]:
     plan = make_plan(replace(runs.PRIVACY, steps=1)).to_dict()
     guarantee = {"epsilon": 1.0, "epsilon_rdp": 1.0, "delta": 1e-5, "steps": 1, "plan": plan} if guaranteed else None
     return {"store_id": store_id, "visibility": visibility, "licence": None, "run_id": "parent", "guarantee": guarantee}
+
+
+def test_lineage_lost_in_a_file(tmp_path: Path, config: RunConfig, new_run: NewRun) -> None:
+    none = replace(config.privacy, guarantee="none", noise_multiplier=None, max_grad_norm=None)
+    with new_run(replace(config, privacy=none)) as session:
+        session.ledger.append()
+        with torch.no_grad():
+            for parameter in session.model.parameters():
+                parameter.add_(0.01)
+        file = save(session) / "model.safetensors"
+        trained, store = load_file(file), session.store
+    copied = tmp_path / "copied.safetensors"
+    copied.write_bytes(file.read_bytes())
+    save_file(trained, tmp_path / "exported.safetensors")
+    unknown = undeclared_weights("weights")
+
+    def check() -> None:
+        for path in (file, copied, tmp_path / "exported.safetensors"):
+            weights = weights_file.open_weights(path, unknown)
+            try:
+                exported = list(weights.lineage) == [unknown]  # what the file carries has to do, where it carries anything
+                lineages.inherit(
+                    weights.lineage, store, make_plan(config.privacy), declaration="A; B; C" if exported else None,
+                    tensors=weights.tensors.values() if path.name == "exported.safetensors" else (),
+                )  # fmt: skip
+            except PrivacyError:
+                continue
+            raise AssertionError(f"tainted weights of {path.name} were accepted as public")
+
+    check()
+    with planted(weights_file, "unpack", lambda path: (load_file(path), None), "weights of copied.safetensors were accepted"):
+        check()
+    with planted(lineages, "runs_with_these_weights", lambda store, tensors: [], "weights of exported.safetensors were accepted"):
+        check()
+
+
+def test_parents_left_out(tmp_path: Path) -> None:
+    runs.make_store(tmp_path / "store")
+    parent = runs.make_run(tmp_path / "parent", tmp_path / "store", run_id="parent")
+    parents = tuple(read_manifest(find_checkpoint(parent))["lineage"])
+    child = runs.make_run(tmp_path / "child", tmp_path / "store", run_id="child", parents=parents)
+    two = dp_accounting.get_epsilon_gaussian(runs.PRIVACY.noise_multiplier / (2 * runs.STEPS) ** 0.5, 1 / (2 * runs.PRIVACY.dataset_size))
+
+    def check() -> None:
+        found = make_statement(child, tuning="none")["guarantee"]
+        for name in ("epsilon", "epsilon_unamplified"):
+            assert found[name] == pytest.approx(two), f"{name} is not that of both runs"
+        alone = guarantee.figures_of(((make_plan(runs.PRIVACY), runs.STEPS),), fixed=True)
+        assert found["epsilon_rdp"] > alone["epsilon_rdp"], "the Renyi bound is that of one run"
+        assert found["attack"]["coin_accuracy"] > alone["attack"]["coin_accuracy"], "the bound on attacks is that of one run"
+
+    check()
+    with planted(guarantee, "runs_on", lambda lineage, store_id: (), "epsilon is not that of both runs"):
+        check()
+    one = composition.curve
+    with planted(guarantee, "curve", lambda parts, fprs, fixed: one(parts[:1], fprs, fixed=fixed), "bound on attacks is that of one run"):
+        check()
 
 
 def test_tainted_parent(tmp_path: Path, scenes: Store, config: RunConfig, new_run: NewRun) -> None:

@@ -14,9 +14,9 @@ from dpvision.data.overlap import HOWS, RADIUS, check_out, find_matches, signatu
 from dpvision.data.perceptual import SECOND_RADIUS
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
-from dpvision.encoders.open import open_encoder
+from dpvision.encoders.open import open_encoder, recognised
 from dpvision.encoders.overlap import find_feature_matches, measure_threshold
-from dpvision.errors import ConfigError
+from dpvision.errors import ConfigError, PrivacyError
 from dpvision.report.overlap_page import write_overlap_page
 
 PublicPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PUBLIC")]
@@ -70,7 +70,12 @@ def overlap(
         check_out(ours, out)
     if threshold is not None and not -1 <= threshold < 1:
         raise ConfigError(f"overlap: threshold={threshold}; expected a cosine from -1 to 1. Leave it out: it is then measured.")
-    opened = open_encoder(encoder) if encoder is not None else None
+    opened = recognised(open_encoder(encoder), ours, theirs) if encoder is not None else None
+    if out is not None and opened is not None and opened.confidential:
+        raise PrivacyError(
+            f"overlap: encoder={encoder!r} was shaped by private images without a guarantee; expected another one with --out: what is "
+            "left of the public store would depend on all of those images. Use a public encoder, or leave --out away."
+        )
     methods = ["identical bytes", "identical pixels"]
     result: dict[str, Any] = {"public": str(public), "private": str(private)}
     with Console(stderr=True).status("reading") as status:

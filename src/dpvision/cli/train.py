@@ -158,7 +158,7 @@ def plan_text(config: RunConfig, plan: DPPlan, store: Store, lineage: Lineage) -
     else:
         head = f"NO PRIVACY GUARANTEE (guarantee={plan.guarantee!r})"
     if plan.guarantee == "dp" and (behind := runs_on(lineage, store.store_id)):
-        head += f"\nAll that these weights will have seen of this store: {spent(plan, plan.steps, behind)[1]}"
+        head += f", this run alone\nAll that these weights will have seen of this store: {spent(plan, plan.steps, behind)[1]}"
     return head + "\n" + pairs(
         {
             "recipe": config.recipe,

@@ -58,32 +58,32 @@ def lineage_of_run_around(path: Path) -> list[dict[str, Any]] | None:
         CheckpointError: there is one, and it cannot be read.
     """
     for folder in path.resolve().parents:
-        if (folder / MANIFEST).exists() and _is_ours(folder / MANIFEST):
+        if _values(folder / MANIFEST, "lineage") is not None:
             return read_manifest(folder)["lineage"]
-        if (folder / "run.json").exists():
+        about = _values(folder / "run.json", "store_visibility")
+        if about is not None:
             try:
                 return read_manifest(find_checkpoint(folder))["lineage"]
             except CheckpointError:
-                return [_entry_of_run(folder / "run.json")]
+                return [_entry_of_run(folder / "run.json", about)]
     return None
 
 
-def _is_ours(manifest: Path) -> bool:
-    """Whether a manifest.json is of a checkpoint: other programs have files of that name."""
+def _values(path: Path, field: str) -> dict[str, Any] | None:
+    """A JSON object that dpvision wrote, known by one of its fields; None for no file, and for other programs' files of the name."""
     try:
-        values = json.loads(manifest.read_bytes())
+        values = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return False
-    return isinstance(values, dict) and "lineage" in values
+        return None
+    return values if isinstance(values, dict) and field in values else None
 
 
-def _entry_of_run(about: Path) -> dict[str, Any]:
-    """What is known of a run without a checkpoint: its store; a guarantee cannot be read without one."""
+def _entry_of_run(path: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a run without a readable checkpoint: its store; a guarantee cannot be read without one."""
     try:
-        values = json.loads(about.read_bytes())
         return {
-            "store_id": str(values["store_id"]), "visibility": str(values["store_visibility"]), "licence": None,
-            "run_id": str(values["run_id"]), "guarantee": None,
+            "store_id": str(about["store_id"]), "visibility": str(about["store_visibility"]), "licence": None,
+            "run_id": str(about["run_id"]), "guarantee": None,
         }  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"weights: {about} cannot be read ({error!r}); expected what the run wrote. Restore it.") from None
+    except KeyError as error:
+        raise CheckpointError(f"weights: {path} lacks {error}; expected what the run wrote. Restore it.") from None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, PrivacyError
-from dpvision.privacy.composition import Part, Total, check_total, parts_of, total, total_epsilon
+from dpvision.privacy.composition import Part, check_total, parts_of, total_epsilon
 from dpvision.privacy.plan import DPPlan
 from dpvision.train.unprotected import runs_with_these_weights
 from dpvision.weights import Lineage
@@ -122,16 +122,6 @@ def runs_on(lineage: Iterable[dict[str, Any]], store_id: str) -> tuple[Part, ...
 def private_stores(lineage: Iterable[dict[str, Any]]) -> list[str]:
     """Ids of the private stores that weights have seen with a guarantee, in order."""
     return list(dict.fromkeys(e["store_id"] for e in lineage if e["visibility"] == "private" and e["guarantee"] is not None))
-
-
-def total_of(lineage: Iterable[dict[str, Any]], store_id: str, *, fixed: bool = False) -> Total | None:
-    """What all runs of a lineage have spent together on one store; None where none executed anything there.
-
-    Args:
-        fixed: whether all settings were fixed before the first run.
-    """
-    parts = runs_on(lineage, store_id)
-    return total(parts, fixed=fixed) if parts else None
 
 
 def shaped_in_confidence(lineage: Iterable[dict[str, Any]]) -> bool:
