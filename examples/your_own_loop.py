@@ -11,10 +11,11 @@ from dpvision.config import PrivacyConfig
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import clipped_sum
-from dpvision.dp.noise import new_key, privatize
+from dpvision.dp.noise import privatize
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.sampling import derive_rng
+from dpvision.privacy.stream import new_key
 
 store = Path("stores/digits")  # the ledger needs a folder that names the data set by a random id; `dpvision data import` makes one, too
 if not store.exists():

@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,10 +109,10 @@ def _killed(config: RunConfig, root: Path, last: int) -> None:
         try:
             real = release.privatize
 
-            def killed(total: ClippedSum, plan: DPPlan, step: int, key: bytes) -> DPGradient:
+            def killed(total: ClippedSum, plan: DPPlan, step: int, key: bytes, **settings: Any) -> DPGradient:
                 if step + 1 == last:
                     os.kill(os.getpid(), signal.SIGKILL)
-                return real(total, plan, step, key)
+                return real(total, plan, step, key, **settings)
 
             release.privatize = killed
             _run(config, root)

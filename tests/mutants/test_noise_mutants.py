@@ -13,8 +13,9 @@ from dpvision.checkpoint import state_tensors
 from dpvision.config import RunConfig
 from dpvision.data.store import Store
 from dpvision.dp.clip import ClippedSum, clipped_sum
-from dpvision.dp.noise import DPGradient, new_key, privatize
+from dpvision.dp.noise import DPGradient, privatize
 from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.privacy.stream import new_key
 from dpvision.train import loop, step
 from dpvision.train.distributed import Group
 from dpvision.train.loop import Secrets, fit
@@ -99,7 +100,7 @@ def test_noise_per_rank(new_run: NewRun) -> None:
     def own_noise_key(secrets, group):
         return Secrets(share(secrets, group).draw, secrets.noise)
 
-    def noise_then_sum(total, plan, step, key):
+    def noise_then_sum(total, plan, step, key, owners):
         gradient = privatize(total, plan, step, new_key())
         for value in gradient.grads.values():
             dist.all_reduce(value)
@@ -107,7 +108,7 @@ def test_noise_per_rank(new_run: NewRun) -> None:
 
     share = loop._share
     check()
-    with planted(loop, "_share", own_noise_key, "ranks hold different weights"):
+    with planted(loop, "_share", own_noise_key, "other noise than one"):
         check()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "all_reduce_sum", lambda total, group: total)
@@ -171,8 +172,8 @@ def test_replayed_noise(new_run: NewRun) -> None:
     def check() -> None:
         noises = []
 
-        def watch(total, plan, step, key):
-            gradient = release(total, plan, step, key)
+        def watch(total, plan, step, key, **owners):
+            gradient = release(total, plan, step, key, **owners)
             noises.append(torch.cat([(gradient.grads[n] * plan.expected_batch_size - v).flatten() for n, v in total.grads.items()]))
             return gradient
 
@@ -189,5 +190,5 @@ def test_replayed_noise(new_run: NewRun) -> None:
     check()
     with planted(loop, "Secrets", lambda draw=KEY, noise=KEY: Secrets(draw, noise), "comes again"):
         check()
-    with planted(loop, "privatize", lambda total, plan, step, key: privatize(total, plan, 0, key), "comes again"):
+    with planted(loop, "privatize", lambda total, plan, step, key, owners: privatize(total, plan, 0, key, owners=owners), "comes again"):
         check()

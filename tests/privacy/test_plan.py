@@ -124,7 +124,7 @@ def test_an_altered_plan_is_refused() -> None:
 def test_same_mechanism_ignores_last_digits_of_epsilon_only() -> None:
     plan = make_plan(SMALL)
     assert plan.same_mechanism(dataclasses.replace(plan, epsilon=plan.epsilon + 1e-9))  # type: ignore[operator]
-    for change in ({"noise_multiplier": 2.1}, {"steps": 21}, {"delta": 1e-4}, {"noise_generator": "hardened"}, {"max_grad_norm": 0.2}):
+    for change in ({"noise_multiplier": 2.1}, {"steps": 21}, {"delta": 1e-4}, {"clipping": "automatic"}, {"max_grad_norm": 0.2}):
         assert not plan.same_mechanism(dataclasses.replace(plan, **change))
 
 

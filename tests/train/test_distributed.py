@@ -7,11 +7,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import RunConfig, to_dict
+from dpvision.errors import ConfigError
 from dpvision.privacy.ledger_format import read_ledger
+from dpvision.train.distributed import check_one_device_type
 from dpvision.train.loop import Secrets, fit
 from dpvision.train.start import new_session
 
@@ -54,3 +58,17 @@ def test_two_processes_give_what_one_gives(config: RunConfig, tmp_path: Path) ->
 def test_all_ranks_take_the_same_number_of_steps_when_batches_are_nearly_always_empty(config: RunConfig, tmp_path: Path) -> None:
     _two_processes(replace(config, privacy=replace(config.privacy, expected_batch_size=0.3)), tmp_path)
     assert read_ledger(tmp_path / "two" / "ledger.jsonl").steps == config.privacy.steps
+
+
+def test_cpu_and_gpu_ranks_in_one_run_are_refused_on_every_rank() -> None:
+    def check(of_ranks: list[str]) -> None:
+        store = dist.HashStore()
+        for rank, device_type in enumerate(of_ranks):  # all but the last would wait for the others
+            store.set(f"dpvision/device/{rank}", device_type)
+        for rank, device_type in enumerate(of_ranks):
+            check_one_device_type(store, rank, len(of_ranks), device_type)
+
+    check(["cpu", "cpu", "cpu"])
+    check(["cuda", "cuda"])
+    with pytest.raises(ConfigError, match="cuda, cuda, cpu; expected one type of device"):
+        check(["cuda", "cuda", "cpu"])

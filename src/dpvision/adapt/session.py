@@ -85,7 +85,10 @@ def new_head_session(config: RunConfig | Prepared, root: Path) -> Iterator[HeadS
     plan, store = made.plan, made.store
     require_space(root, 8 * made.model.num_parameters)
     encoder = describe(made.encoder, made.model.encoder.pooling or "", made.model.encoder.width, made.device)
-    about = {"store_id": store.store_id, "store_visibility": store.visibility, "guarantee": plan.guarantee}
+    about = {
+        "store_id": store.store_id, "store_visibility": store.visibility, "results_visibility": store.results_visibility,
+        "guarantee": plan.guarantee,
+    }  # fmt: skip
     with contextlib.ExitStack() as stack:
         secluded = store.visibility == "private" or made.encoder.confidential
         folder = create_run(root, made.config, about, wholly_confidential=plan.guarantee != "dp" and secluded)
@@ -183,7 +186,7 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
     # What confidential weights make of public pictures is private, and a public store's folder is not the place for it.
     keep = not made.encoder.confidential or made.store.visibility == "private"
     feature_ND = feature_array(
-        made.encoder, cfg.encoder.pooling, cfg.encoder.width, made.store, made.row_N, keep=keep,
+        made.encoder, cfg.encoder.pooling, cfg.encoder.width, made.store, made.row_N, dataset_size=made.plan.dataset_size, keep=keep,
         batch_size=hardware.physical_batch_size, workers=hardware.workers, device=made.device, progress=progress,
     )  # fmt: skip
     centre_D = texture_centre(made.encoder, cfg.encoder.pooling, made.device) if cfg.centre == "textures" else None

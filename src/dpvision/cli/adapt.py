@@ -270,7 +270,7 @@ def head_text(made: Prepared) -> str:
     if cfg.candidates:
         head = f"the best of {', '.join(cfg.candidates)} by a private score, for {cfg.num_classes:,} classes"
     text += f"\n  head                 {head}"
-    if made.store.visibility == "public":
+    if made.store.results_visibility == "public":
         counts = made.label.sum(axis=0) if made.label.ndim == 2 else np.bincount(made.label, minlength=cfg.num_classes or 0)
         if (empty := np.flatnonzero(counts == 0)).size:
             shown = ", ".join(map(str, empty[:5].tolist())) + (", ..." if empty.size > 5 else "")

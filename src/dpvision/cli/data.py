@@ -1,6 +1,5 @@
 """``dpvision data``: from what a person has to a store, and a look into it."""
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,12 +11,14 @@ from dpvision.cli.output import CONFIG, SourcePath, StorePath, emit, pairs
 from dpvision.cli.tokenizer import tokenizer
 from dpvision.data.datasets import DATASETS, dataset_source, find_dataset
 from dpvision.data.declared import count_units, has_units, rounded_up
+from dpvision.data.import_labels import ClassRule, UnknownClasses, read_classes
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.inspect import contact_sheet, inspect_store
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import OPERATOR_ONLY, DataError
+from dpvision.train.folder import require_confidential
 
 _RECIPE_RECORDS = 50_000
 """Records that the suggested recipes are made for; smaller stores need a smaller batch."""
@@ -53,6 +54,8 @@ def import_(
     unit_from: str | None = None,
     label_from: str | None = None,
     label_separator: str | None = None,
+    classes: Path | None = None,
+    unknown_classes: UnknownClasses = "refuse",
     captions: Path | None = None,
     require_captions: bool = False,
     licence: str | None = None,
@@ -65,7 +68,8 @@ def import_(
 
     SOURCE is a folder of pictures (class folders or flat), parquet files with image bytes, or WebDataset tars (indexed in
     place). Files that are no pictures, cannot be read or are oversized are left out, counted here and named only under the
-    store's confidential/ folder. A store is private unless you say --public. With --dataset, SOURCE is the folder into which that
+    store's confidential/ folder. A store is private unless you say --public. Where its labels are names (class folders, say) it needs
+    --classes: numbers by the names found would depend on private images. With --dataset, SOURCE is the folder into which that
     data set's archives were unpacked; docs/datasets.md has the layouts.
 
     Args:
@@ -76,6 +80,9 @@ def import_(
         label_from: Field that holds the label (class folders and `label` columns are found without it). A list gives a picture several
             labels; an empty list says that it has none of the classes.
         label_separator: Between the labels of one picture where the field is a text, as in a table: "|". An empty text is an empty list.
+        classes: File with the names of the classes, one a line or a JSON list, in the order of their numbers.
+        unknown_classes: What becomes of an image whose class is not declared: refuse the import, or keep it unlabelled; in training
+            it then contributes exactly zero.
         captions: File of captions: COCO's captions_*.json, lines NAME#NUMBER<TAB>CAPTION, or a CSV with columns image and caption. Those
             beside a picture (NAME.txt, NAME.json, a column `captions`, `caption` or `text`) are found without it.
         require_captions: Leave pictures without a caption out; a captioner needs one of each.
@@ -89,11 +96,14 @@ def import_(
     if dataset is not None or split is not None:
         if captions is not None or require_captions:
             raise DataError("data import: captions with --dataset, whose pictures have labels only; expected none. Leave --dataset out.")
+        if classes is not None or unknown_classes != "refuse":
+            raise DataError("data import: --classes with --dataset, which fixes its classes; expected none. Leave one of them out.")
         return _import_dataset(source, store, dataset, split, public, licence, workers, json, [unit_from, label_from, label_separator])
+    rule = ClassRule(None if classes is None else read_classes(classes), unknown_classes)
     with Console(stderr=True).status("importing") as status:
         made = import_source(
-            source, store, public=public, unit_from=unit_from, label_from=label_from, label_separator=label_separator, captions=captions,
-            require_captions=require_captions, licence=licence, workers=workers,
+            source, store, public=public, unit_from=unit_from, label_from=label_from, label_separator=label_separator, classes=rule,
+            captions=captions, require_captions=require_captions, licence=licence, workers=workers,
             progress=lambda n: status.update(f"importing: {n:,} pictures"),
         )  # fmt: skip
     _said(made, json)
@@ -154,22 +164,26 @@ def scenes(
     _said(write_scenes(store, num, size_px, first=first, several_labels=several_labels, workers=workers, public=public), json)
 
 
-def inspect(store: StorePath, sheet: Path | None = None, num_pictures: int = 64, json: bool = False) -> None:
+def inspect(
+    store: StorePath, sheet: Path | None = None, num_pictures: int = 64, release_private_outputs: bool = False, json: bool = False
+) -> None:
     """What a store holds: counts, labels, sizes, people; and a contact sheet.
 
     Args:
         store: Folder of the store.
-        sheet: Write a contact sheet (PNG) here; for a private store the default is its confidential/ folder.
+        sheet: Write a contact sheet (PNG) here; for a private store the default is its confidential/ folder, and any other place needs a
+            folder of that name in its path.
         num_pictures: Pictures on the sheet.
+        release_private_outputs: Write a sheet of private images anywhere.
         json: Print JSON.
     """
     opened = Store.open(store)
     result = inspect_store(opened)
     if sheet is None:
-        folder = store / "confidential" if opened.visibility == "private" else store
+        folder = store / "confidential" if opened.results_visibility == "private" else store
         sheet = folder / "contact_sheet.png"
-    elif opened.visibility == "private":
-        print(f"Note: {sheet} will show private pictures; keep it where the store is kept.", file=sys.stderr)
+    elif opened.results_visibility == "private" and not release_private_outputs:
+        require_confidential(sheet, "data inspect", "private images", ", or say --release-private-outputs")
     sheet.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(opened, num_pictures).save(sheet)
     result["contact_sheet"] = str(sheet)

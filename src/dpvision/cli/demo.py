@@ -12,6 +12,7 @@ from dpvision.cli.recipe import get_recipe
 from dpvision.cli.run_args import STOPPED
 from dpvision.config import RunConfig
 from dpvision.data.declared import rounded_up
+from dpvision.data.import_labels import ClassRule
 from dpvision.data.importer import import_source
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
@@ -103,7 +104,7 @@ def _scenes(folder: Path, num: int, first: int, size: int, *, public: bool) -> S
 
 def _imported(data: Path, stores: Path) -> Store:
     folder = stores / f"demo-{data.resolve().stem}"
-    return Store.open(folder) if folder.exists() else import_source(data, folder)
+    return Store.open(folder) if folder.exists() else import_source(data, folder, classes=ClassRule(unknown="unlabelled"))
 
 
 def _fitted(config: RunConfig, store: Store) -> RunConfig:

@@ -27,7 +27,7 @@ from dpvision.eval.several_labels import load_several_labels
 from dpvision.eval.suite import evaluate as run_suite
 from dpvision.eval.suite import is_run
 from dpvision.features import trained_in_confidence
-from dpvision.train.folder import run_base
+from dpvision.train.folder import require_confidential, run_base
 
 Encoders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")]
 _DEFAULTS = ProtocolSettings()
@@ -129,7 +129,7 @@ def evaluate(
     # Each is opened before the first is scored: a name that is wrong is said at once, and so is a place that is.
     known = [train_store, *([] if test_store is None else [test_store])]
     confidential = [recognised(open_encoder(spec, ema=ema and is_run(spec)), *known).confidential for spec in encoders]
-    private = any(confidential) or "private" in (train_store.visibility, test_store.visibility if test_store else "public")
+    private = any(confidential) or "private" in [store.results_visibility for store in known]
     if out is not None:
         check_out(out, private)
     stores = {"train_data": train.name, "test_data": (test or train).name}
@@ -173,7 +173,7 @@ def _own_heads(
     several = load_several_labels(labels, store) if labels is not None else None
     if out is not None:
         tainted = any(trained_in_confidence(load_checkpoint(spec).manifest) for spec in specs)
-        check_out(out, tainted or store.visibility == "private")
+        check_out(out, tainted or store.results_visibility == "private")
     found: dict[str, list[Score]] = {}
     written: list[Path] = []
     stores = {"train_data": NOTHING_FITTED, "test_data": test.name}
@@ -245,11 +245,8 @@ def names_of(text: str) -> list[str]:
 
 def check_out(out: Path, private: bool) -> None:
     """Refuse a place that will not do before any work is done."""
-    if private and "confidential" not in out.absolute().parent.parts:
-        raise ConfigError(
-            f"evaluate: out={str(out)!r} would hold scores of private pictures; expected a folder called confidential in its path. "
-            f"Use {out.parent / 'confidential' / out.name}."
-        )
+    if private:
+        require_confidential(out, "evaluate", "scores of private pictures")
     if out.suffix != ".json" or out.is_dir():
         raise ConfigError(f"evaluate: out={str(out)!r}; expected a file that ends in .json. Rename it.")
     if not out.absolute().parent.is_dir():

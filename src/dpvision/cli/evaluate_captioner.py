@@ -128,7 +128,7 @@ def evaluate_captioner(
         choices=tuple(tests),
     )
     uses_store = opened is not None and (asked.labels is not None or asked.captions is not None)
-    private = ready.confidential or (uses_store and opened is not None and opened.visibility == "private")
+    private = ready.confidential or (uses_store and opened is not None and opened.results_visibility == "private")
     private = private or any(test.pictures.visibility == "private" for test in tests)
     if out is not None:
         check_out(out, private)

@@ -39,7 +39,6 @@ class PrivacyConfig:
     delta is judged by this number. None: the unit of privacy is the record."""
     allow_weak_guarantee: bool = False
     """Train also with epsilon above 20 or delta above 1e-3, which are refused otherwise (docs/privacy.md)."""
-    noise_generator: Literal["torch", "hardened"] = "torch"
     clipping: Literal["hard", "automatic"] = "hard"
     """'hard': scale down to the clip norm what is longer. 'automatic': scale every gradient to nearly the clip norm (Bu et al. 2023)."""
 

@@ -19,6 +19,7 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy import stats
 
 from dpvision.errors import PrivacyError
+from dpvision.privacy.renyi import ORDERS, at_orders, poisson_gaussian
 
 DEFAULT_INTERVAL = 1e-4
 """Grid of the privacy loss for epsilons between 0.1 and 100: within 0.003 of the limit at the papers' settings, in a second."""
@@ -132,12 +133,18 @@ def rdp_curve(event: dp_event.DpEvent) -> tuple[np.ndarray, np.ndarray] | None:
 
 @lru_cache(maxsize=64)
 def _cached_rdp_curve(event: dp_event.DpEvent) -> tuple[np.ndarray, np.ndarray] | None:
+    if isinstance(event, dp_event.NoOpDpEvent):
+        return ORDERS, np.zeros(len(ORDERS))
+    if isinstance(event, dp_event.GaussianDpEvent):
+        return ORDERS, ORDERS / (2 * event.noise_multiplier**2)
+    if isinstance(event, dp_event.PoissonSampledDpEvent) and isinstance(event.event, dp_event.GaussianDpEvent):
+        return ORDERS, poisson_gaussian(event.sampling_probability, event.event.noise_multiplier)
     accountant = rdp.RdpAccountant()
     if not accountant.supports(event):
         return None
     with _quiet():
         accountant.compose(event)
-    return np.asarray(accountant.orders, dtype=np.float64), np.asarray(accountant.rdp, dtype=np.float64)
+    return ORDERS, at_orders(np.asarray(accountant.orders, dtype=np.float64), np.asarray(accountant.rdp, dtype=np.float64))
 
 
 def deltas(event: dp_event.DpEvent, epsilons: np.ndarray, interval: float | None = None) -> np.ndarray:

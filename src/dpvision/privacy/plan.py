@@ -17,6 +17,7 @@ from dpvision.privacy import accountant, mechanism, sampling
 from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.calibrate import calibrate
 from dpvision.privacy.selection import SCORE_SHARE, Selection, score_noise_ratio
+from dpvision.privacy.stream import Stream
 
 MAX_N_TIMES_DELTA = 1.5
 """Above it a mechanism that publishes records outright could pass as private: training is refused."""
@@ -52,7 +53,6 @@ class DPPlan:
     max_records_per_unit: int
     num_units: int | None
     """Declared number of units (people); None: the unit of privacy is the record."""
-    noise_generator: Literal["torch", "hardened"]
     value_discretization_interval: float | None
     """Grid of the privacy loss in the stated epsilon; None without a guarantee."""
     epsilon: float | None
@@ -88,13 +88,13 @@ class DPPlan:
         """Standard deviation of the noise on the sum of clipped gradients: noise_multiplier x max_grad_norm; 0 without noise."""
         return self.noise_multiplier * (self.max_grad_norm or 0.0)
 
-    def draw(self, step: int, num_records: int, rng: np.random.Generator) -> np.ndarray:
+    def draw(self, step: int, num_records: int, rng: Stream) -> np.ndarray:
         """Indices of the logical batch of ``step``: sorted int64 of shape (batch,), possibly empty; secret.
 
         Args:
             step: number charged in the ledger, in [0, steps).
             num_records: records that the store holds now; does not change the sample rate.
-            rng: secret generator of this step (``sampling.derive_rng``).
+            rng: secret stream of this step (``sampling.derive_rng``).
 
         Raises:
             PrivacyError: the step is not in the plan, or a truncated draw would meet more records than were accounted for.
@@ -176,7 +176,7 @@ class DPPlan:
         run = PrivacyConfig(
             dataset_size=n, expected_batch_size=self.expected_batch_size, steps=self.selection.steps, max_grad_norm=self.max_grad_norm,
             noise_multiplier=noise, delta=self.delta, sampling=self.sampling, max_records_per_unit=self.max_records_per_unit,
-            num_units=self.num_units, noise_generator=self.noise_generator, clipping=self.clipping,
+            num_units=self.num_units, clipping=self.clipping,
         )  # fmt: skip
         ratio = self.selection.score_noise_ratio
         score = replace(run, expected_batch_size=n, steps=1, max_grad_norm=1.0, noise_multiplier=ratio * noise, sampling="full_batch")
@@ -297,7 +297,6 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
         delta=delta,
         max_records_per_unit=cfg.max_records_per_unit,
         num_units=cfg.num_units,
-        noise_generator=cfg.noise_generator,
         value_discretization_interval=interval,
         epsilon=eps,
         epsilon_rdp=eps_rdp,

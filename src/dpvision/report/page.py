@@ -50,8 +50,11 @@ def make_report(
     pictures = alike = None
     if public_store is not None:
         store = Store.open(public_store)
-        if store.visibility != "public":
-            raise PrivacyError(f"report: {public_store} is private; expected a store imported with --public. Leave it out.")
+        if store.results_visibility != "public":
+            what = (
+                "is private" if store.visibility == "private" else "was cleared of private twins, so that its choice of images is private"
+            )
+            raise PrivacyError(f"report: {public_store} {what}; expected a store imported with --public. Leave it out.")
         pictures, alike = reconstruct_some(root, store), neighbours_of_run(root, store)
     if gallery is not None and gallery.visibility != "public":
         raise PrivacyError(f"report: the gallery of {gallery.store} is private; expected its public part. Leave it out.")

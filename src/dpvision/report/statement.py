@@ -214,7 +214,7 @@ def _ledger(copy: Path, about: dict[str, Any], store_dir: Path | None) -> Ledger
         if ledgers.store_id != about["store_id"]:
             raise PrivacyError(f"report: {store_dir} is another store than the run's. Give the store that the run was trained on.")
         truth = ledgers.read_all().get(about["run_id"])
-        if truth is None or contents.digest not in truth.heads:
+        if truth is None or not truth.continues(contents):
             raise PrivacyError(f"report: {copy} does not agree with the ledger beside {store_dir}. Restore the LEDGERS folder.")
         contents = truth
     if (contents.run_id, contents.store_id) != (about["run_id"], about["store_id"]):

@@ -33,6 +33,10 @@ OTHER_RUNS_UNKNOWN = (
     "Unknown: the store was out of reach when this statement was written. If other runs used the same pictures, what they cost comes on "
     "top; `dpvision ledger STORE` adds it up."
 )
+COPIES_UNKNOWN = (
+    "What cannot be known: a second import of the same images, or a copy of the store that somebody made to use elsewhere, has ledgers of "
+    "its own, and what is charged there comes on top."
+)
 TUNING: dict[Tuning, str] = {
     "none": "Declared by the operator: the settings were fixed before the first run on these pictures, and the checkpoint is the last one.",
     "public": (
@@ -303,17 +307,15 @@ def sensitivity(plan: DPPlan) -> str:
 
 
 def noise_generator(plan: DPPlan) -> str:
-    """Where the noise comes from, and how good it is."""
+    """Where the noise comes from, its precision, and what that leaves open."""
     if plan.noise_multiplier == 0:
         return "No noise."
-    if plan.noise_generator == "torch":
-        return (
-            "PyTorch's generator (Mersenne Twister): normal numbers drawn in float64, rounded once to float32. Its whole state is filled "
-            "from a 256-bit key of the operating system, new at every start. Not a cryptographic generator: noise_generator=hardened is."
-        )
     return (
-        "Hardened: an AES-CTR stream keyed by the operating system at every start, with four normal numbers added and halved for each "
-        "one used: a mitigation of attacks on floating point, not a proof against them."
+        "ChaCha20, a cryptographic stream, with a 256-bit key of the operating system, new at every start; draws of batches and every "
+        "other secret random number come from it, too. Normal numbers by Box-Muller in float64, up to 9.49 standard deviations (a true "
+        "normal is beyond with probability 2e-21). Sum plus noise is rounded in float64 to a public grid, about a millionth of the noise's "
+        "standard deviation, then divided by the expected batch size. The grid is a mitigation of attacks on floating point, not a proof "
+        "against them."
     )
 
 
@@ -352,13 +354,18 @@ def other_runs(account: StoreAccount, run_id: str) -> str:
             f"{_count(len(account.unprotected), 'run')} without a guarantee used the same pictures. Their results are confidential; if "
             "they were released, or chosen by, no total would hold."
         )
+    unknown = COPIES_UNKNOWN if not account.moves else f"{COPIES_UNKNOWN} {_moved(account.moves)}"
     if not others:
-        return "None: this is the only run that the store's ledgers know."
+        return f"None is known: this is the only run in the ledgers beside the store. {unknown}"
     return (
         f"{_count(others, 'other run')} used the same pictures. All together cost epsilon {round_up(account.epsilon or 0.0, 2)} at delta "
         f"{short(account.delta or 0.0)} if their settings were fixed beforehand; epsilon_filter is for settings chosen after seeing "
-        "earlier runs."
+        f"earlier runs. {unknown}"
     )
+
+
+def _moved(moves: int) -> str:
+    return f"The operator declared {_count(moves, 'time')} that the store was moved and that no copy of it is in use."
 
 
 def round_up(x: float, digits: int) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dpvision.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, write_json
+from dpvision.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, state_tensors, write_json
 from dpvision.config import CaptionerConfig, ClassifierConfig, RunConfig
 from dpvision.data.declared import count_units, fits, has_units, rounded_up
 from dpvision.data.keys import StepKey
@@ -27,11 +27,13 @@ from dpvision.optim.optimizer import Optimizer
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.train import distributed
+from dpvision.train.distributed import together
 from dpvision.train.folder import create_run, discard_run, open_run, read_run, require_space
 from dpvision.train.lineage import inherit, shaped_in_confidence
 from dpvision.train.loop import Session
 from dpvision.train.objectives import example_batch, loss_function
 from dpvision.train.parent import check_constants, load_weights, start_from
+from dpvision.train.same import check_same_everywhere, facts_of_start
 from dpvision.train.step import to_device
 from dpvision.train.words import open_tokenizer, open_words
 from dpvision.weights import Lineage, contents
@@ -64,7 +66,9 @@ def check_store(plan: DPPlan, store: Store, rows: np.ndarray) -> None:
             f"{where} does not know units, and num_units={plan.num_units} is declared; expected a store imported with --unit-from FIELD. "
             "Import it so, or drop --privacy.num-units."
         )
-    counts = [("dataset_size", len(rows), plan.dataset_size, plan.sampling != "poisson", "records")]
+    # How many images a cleared store lacks is private: the number before is the public one.
+    num_records = len(rows) if has_units(store) else store.meta.get("cleared_from", len(rows))
+    counts = [("dataset_size", num_records, plan.dataset_size, plan.sampling != "poisson", "records")]
     if plan.num_units is not None:
         counts.append(("num_units", count_units(store, rows), plan.num_units, False, "units"))
     if all(fits(count, declared, at_most=at_most) for _, count, declared, at_most, _ in counts):
@@ -91,14 +95,17 @@ def check_labels(store: Store, rows: np.ndarray, num_classes: int, *, multi_labe
 
     Raises:
         DataError: the store has one label a record and several are expected, or the reverse; a record has none (no answer: an empty list
-            is one), one is no class of the model, or they tell no two records apart.
+            is one) and the import did not say --unknown-classes unlabelled; one is no class of the model, or they tell no two records
+            apart.
     """
     where = f"store: {store.path}"
     if store.multi_label != multi_label:
         got, rule = ("several labels", "one") if store.multi_label else ("one label", "several")
         change = "Say --model.multi-label (a network: with --model.loss sigmoid)" if store.multi_label else "Drop --model.multi-label"
         raise DataError(f"{where} has {got} a record; expected {rule} with multi_label={multi_label}. {change}, or import other labels.")
-    if (missing := int((~store.labelled[rows]).sum())) > 0:
+    missing = int((~store.labelled[rows]).sum())
+    # With the operator's word at the import such a record takes part, and its contribution is exactly zero.
+    if missing > 0 and (missing == len(rows) or not store.meta.get("may_be_unlabelled")):
         one, but = ("a list", " Write [] for none of the classes.") if multi_label else ("one", "")
         raise DataError(
             f"{where}: {OPERATOR_ONLY}{missing} of {len(rows)} records have no label; expected {one} each. "
@@ -131,10 +138,12 @@ def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> t
     Raises:
         DPVisionError: what ``new_session`` would raise.
     """
-    _check_paths(config, open_parent)
-    plan = make_plan(config.privacy)
-    session = _prepare(config, plan, None, open_parent)
-    distributed.leave()
+    with _joined(config) as group:
+        with together(group):
+            _check_paths(config, open_parent)
+            plan = make_plan(config.privacy)
+            session = _prepare(config, plan, None, open_parent, group)
+        _check_same(session)
     return plan, session.store, len(session.rows), session.lineage
 
 
@@ -148,25 +157,36 @@ def new_session(config: RunConfig, root: Path, open_parent: OpenParent = load_ch
     Raises:
         DPVisionError: anything that makes the run impossible or unsafe; no step has been charged then.
     """
-    _check_paths(config, open_parent)
-    plan = make_plan(config.privacy)
-    session = _prepare(config, plan, None, open_parent)
     with contextlib.ExitStack() as stack:
-        stack.callback(distributed.leave)
-        if session.group.is_main:
-            require_space(root, 2 * _checkpoint_bytes(session))
-            store = session.store
-            about = {"store_id": store.store_id, "store_visibility": store.visibility, "guarantee": plan.guarantee}
-            secluded = store.visibility == "private" or shaped_in_confidence(session.lineage)
-            session.folder = create_run(root, config, about, wholly_confidential=plan.guarantee != "dp" and secluded)
-            stack.callback(session.folder.close)
-            try:
-                write_json(session.folder.base / "plan.json", plan.to_dict())
-                session.ledger = stack.enter_context(_open_ledger(session, session.folder.run_id, resume=False))
-            except DPVisionError:
-                discard_run(session.folder)  # refused, by the owner's cap say: the name stays free
-                raise
+        group = stack.enter_context(_joined(config))
+        with together(group):
+            _check_paths(config, open_parent)
+            plan = make_plan(config.privacy)
+            session = _prepare(config, plan, None, open_parent, group)
+        _check_same(session)
+        with together(group):
+            if group.is_main:
+                _begin(session, root, stack)
         yield session
+
+
+def _begin(session: Session, root: Path, stack: contextlib.ExitStack) -> None:
+    """Make the run's folder and its ledger, closed again by ``stack``; rank 0 only."""
+    require_space(root, 2 * _checkpoint_bytes(session))
+    config, plan, store = session.config, session.plan, session.store
+    about = {
+        "store_id": store.store_id, "store_visibility": store.visibility, "results_visibility": store.results_visibility,
+        "guarantee": plan.guarantee,
+    }  # fmt: skip
+    secluded = store.visibility == "private" or shaped_in_confidence(session.lineage)
+    session.folder = create_run(root, config, about, wholly_confidential=plan.guarantee != "dp" and secluded)
+    stack.callback(session.folder.close)
+    try:
+        write_json(session.folder.base / "plan.json", plan.to_dict())
+        session.ledger = stack.enter_context(_open_ledger(session, session.folder.run_id, resume=False))
+    except DPVisionError:
+        discard_run(session.folder)  # refused, by the owner's cap say: the name stays free
+        raise
 
 
 @contextlib.contextmanager
@@ -182,30 +202,64 @@ def resumed_session(root: Path, hardware: dict[str, Any] | None = None, open_par
     """
     base, config, about = read_run(root)
     config = replace(config, hardware=replace(config.hardware, **(hardware or {})))
-    plan = _read_plan(base)
-    checkpoint = load_checkpoint(base) if list_checkpoints(base) else None
-    if checkpoint is not None and checkpoint.manifest["run_id"] != about["run_id"]:
-        raise CheckpointError(f"checkpoint: {checkpoint.path} is of another run. Remove it, or correct the folder.")
-    session = _prepare(config, plan, checkpoint, open_parent)
-    if session.store.store_id != about["store_id"]:
-        raise DataError(f"store: {config.data.store} is not the store of this run. Put the original back, or start a new run.")
     with contextlib.ExitStack() as stack:
-        stack.callback(distributed.leave)
-        if session.group.is_main:
-            require_space(root, 2 * _checkpoint_bytes(session))
-            session.folder = open_run(root)
-            stack.callback(session.folder.close)
-            session.ledger = stack.enter_context(_open_ledger(session, session.folder.run_id, resume=True))
-            if checkpoint is not None and checkpoint.manifest["ledger_steps"] > session.ledger.steps:
-                raise PrivacyError(
-                    f"ledger: {session.ledger.steps} steps, yet checkpoint {checkpoint.path.name} was written later; "
-                    "expected the newer ledger. Restore the LEDGERS folder that belongs to this store."
-                )
+        group = stack.enter_context(_joined(config))
+        with together(group):
+            plan = _read_plan(base)
+            checkpoint = load_checkpoint(base) if list_checkpoints(base) else None
+            if checkpoint is not None and checkpoint.manifest["run_id"] != about["run_id"]:
+                raise CheckpointError(f"checkpoint: {checkpoint.path} is of another run. Remove it, or correct the folder.")
+            session = _prepare(config, plan, checkpoint, open_parent, group)
+            if session.store.store_id != about["store_id"]:
+                raise DataError(f"store: {config.data.store} is not the store of this run. Put the original back, or start a new run.")
+        _check_same(session)
+        with together(group):
+            if group.is_main:
+                _continue(session, root, stack)
         yield session
 
 
-def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, open_parent: OpenParent) -> Session:
-    """Store, model, optimizer and lineage, on this process's device; the same on all ranks."""
+def _continue(session: Session, root: Path, stack: contextlib.ExitStack) -> None:
+    """Open the run's folder and its ledger, closed again by ``stack``; rank 0 only."""
+    require_space(root, 2 * _checkpoint_bytes(session))
+    session.folder = open_run(root)
+    stack.callback(session.folder.close)
+    session.ledger = stack.enter_context(_open_ledger(session, session.folder.run_id, resume=True))
+    if session.saved_steps is not None and session.saved_steps > session.ledger.steps:
+        raise PrivacyError(
+            f"ledger: {session.ledger.steps} steps, yet a checkpoint was written after {session.saved_steps}; "
+            "expected the newer ledger. Restore the LEDGERS folder that belongs to this store."
+        )
+
+
+@contextlib.contextmanager
+def _joined(config: RunConfig) -> Iterator[distributed.Group]:
+    """This process among the run's processes, for as long as the block lasts."""
+    try:
+        yield distributed.join(config.hardware.device)
+    finally:
+        distributed.leave()
+
+
+def _check_same(session: Session) -> None:
+    """Refuse ranks that do not hold the same of everything that the guarantee rests on, before anything is charged."""
+    if session.group.world_size == 1:
+        return
+    tensors = {
+        **state_tensors(session.model),
+        **{f"optimizer {name}": value for name, value in session.optimizer.tensors().items()},
+        **{f"average {name}": value for name, value in (session.ema or {}).items()},
+    }
+    facts = facts_of_start(
+        session.config, session.plan, session.store, session.rows,
+        None if session.words is None else session.words.tokenizer.to_bytes(),
+        session.lineage, tensors, f"{session.updates} updates, {session.saved_steps} steps", session.group.device,
+    )  # fmt: skip
+    check_same_everywhere(facts, session.group)
+
+
+def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, open_parent: OpenParent, group: distributed.Group) -> Session:
+    """Store, model, optimizer and lineage, on this process's device. No collective call: any rank may be refused here."""
     assert config.data.store is not None, "_check_paths refused that"
     store = Store.open(Path(config.data.store))
     rows = store.eligible_rows(plan.max_records_per_unit, config.seed)
@@ -230,7 +284,6 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
         check_exact(loss_fn, awake, example_batch(config), StepKey(config.seed, 0))
         check_at_sizes(loss_fn, awake, example_batch(config, config.hardware.physical_batch_size), StepKey(config.seed, 0))
     start = None if plan.guarantee == "dp" else frozenset(contents(model.state_dict().values()))
-    group = distributed.join(config.hardware.device)
     model.to(group.device)
     if config.hardware.compile:
         _compile(config, model, loss_fn, group)
