@@ -1,14 +1,16 @@
 """The gates before a private run: a record's gradient must be a function of that record alone, and the clip must be exact for this model.
 
-Two looks, before a private run: the modules that are known to mix records, then a measurement that also finds batch
-statistics computed by hand and losses that compare records. Per-record gradients by ``vmap`` isolate the records by construction;
-a loss that mixes them would then silently mean something else, so the *batched* loss is what is measured.
+First the modules that are known to mix records, then measurements that also find batch statistics computed by hand and losses that compare
+records: on three records (``check_separable``, ``check_exact``), and at the physical batch size that will run (``check_at_sizes``), since a
+model may mix records at some sizes only. Per-record gradients by ``vmap`` isolate the records by construction; a loss that mixes them
+would then silently mean something else, so the *batched* loss is what is measured.
 
 Legend: B records.
 """
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,8 @@ _MAX_RECORDS = 3
 _ROW_TOLERANCE = 1e-6
 """Relative change allowed when a record changes its row: kernels round differently there. A mask keyed by row changes everything."""
 _EXACT_TOLERANCE = 1e-9
+_SHAPE_TOLERANCE = 1e-10
+"""Relative change of a float64 gradient allowed between batches of different sizes: kernels choose other blocks, and round differently."""
 _COMPILED_TOLERANCE = 1e-5
 _FLOAT32_TOLERANCE = 1e-6
 """Norms are reported in float32."""
@@ -81,30 +85,94 @@ def check_exact(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -
     """
     copied = copy.deepcopy(model).cpu().double()
     batch = _examples(batch)
+    _check_sum(loss_fn, copied, [batch, take(batch, slice(0, 1))], batch, key)
+
+
+def check_at_sizes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> None:
+    """``check_separable`` and ``check_exact`` at the physical batch size that will run, and at two thirds of it.
+
+    On a float64 copy. At each size the other records are perturbed or removed by padding: the gradients of the first, the middle and the
+    last record may not move by a bit. Between the two sizes they may differ by 1e-10. The one-pass clipped sum of each size must be that of
+    single records. Buckets of other sizes (``train.buckets``) are not looked at one by one.
+
+    Args:
+        batch: valid public records, as many as the physical batch size. One record cannot be mixed with another: nothing is checked then.
+            The cost is that of about eight training steps without privacy on such a batch, in float64.
+
+    Raises:
+        PrivacyError: records are mixed, or a sum differs; the message names the size, and the layer where it can.
+    """
+    num = len(batch.record_id_B)
+    if num < 2:
+        return
+    device = batch.record_id_B.device
+    copied = copy.deepcopy(model).to(device).double()
+    batch = batch._replace(image_BVCHW=batch.image_BVCHW.double())
+    sizes = sorted({num, max(2, 2 * num // 3)}, reverse=True)
+    probes = tuple(sorted({0, sizes[-1] // 2, sizes[-1] - 1}))
+    references = [_check_probes(loss_fn, copied, take(batch, slice(0, size)), key, probes) for size in sizes]
+    if not (references[0] - references[-1]).norm() <= _SHAPE_TOLERANCE * references[0].norm():
+        raise PrivacyError(
+            f"separability: gradients of records in a batch of {sizes[0]} differ from those in a batch of {sizes[-1]}; expected functions "
+            "of each record alone. Remove what depends on the number of records, such as a division by it."
+        )
+    _check_sum(loss_fn, copied, [take(batch, slice(0, size)) for size in sizes], batch, key)
+
+
+def _check_probes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, probes: tuple[int, ...]) -> Tensor:
+    """Refuse where perturbing or removing all records but ``probes`` moves the sum of the probes' gradients by a bit; returns that sum."""
+    expected = _gradient_of_sum(loss_fn, model, batch, key, probes)
+    if not torch.isfinite(expected).all():
+        raise PrivacyError("separability: a gradient of the example batch is not finite; expected numbers. Check the model and loss.")
+    perturbed, removed = _perturbed(batch), _removed(batch)
+    row_B = torch.arange(len(batch.record_id_B), device=batch.record_id_B.device)
+    is_probe_B = torch.isin(row_B, torch.tensor(probes, device=row_B.device))
+    for offset in (0, 1):
+        mixed = _rows_where(is_probe_B, batch, _rows_where(row_B % 2 == offset, removed, perturbed))
+        if not torch.equal(_gradient_of_sum(loss_fn, model, mixed, key, probes), expected):
+            raise PrivacyError(f"{_blame(loss_fn, model, batch, mixed, key, probes[0])} Seen in a batch of {len(row_B)}.")
+    return expected
+
+
+def _rows_where(mask_B: Tensor, first: Batch, second: Batch) -> Batch:
+    """Rows of ``first`` where ``mask_B``, of ``second`` elsewhere."""
+    values = []
+    for one, other in zip(first, second, strict=True):
+        chosen = one
+        if one is not None and other is not None:
+            chosen = torch.where(mask_B.view(-1, *[1] * (one.ndim - 1)), one, other)
+        values.append(chosen)
+    return Batch._make(values)
+
+
+def _check_sum(loss_fn: LossFn, model: nn.Module, parts: list[Batch], batch: Batch, key: StepKey) -> None:
+    """Refuse where the one-pass sum over ``parts``, each the first rows of ``batch``, is not that of single records; float64."""
+    params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     singles = [take(batch, slice(i, i + 1)) for i in range(len(batch.record_id_B))]
-    params: dict[str, Tensor] = {name: p for name, p in copied.named_parameters() if p.requires_grad}
-    norms = [_norm(_single_gradient(loss_fn, copied, params, one, key)) for one in singles]
-    middle = sorted(norms)[len(norms) // 2]
-    max_grad_norm = max(middle * 0.999, 1e-12)
+    few = sorted(_norm(_single_gradient(loss_fn, model, params, one, key)) for one in singles[:_MAX_RECORDS])
+    max_grad_norm = max(few[len(few) // 2] * 0.999, 1e-12)
     expected = {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items()}
-    for one, norm in zip(singles, norms, strict=True):
-        factor = min(1.0, max_grad_norm / norm) if norm else 1.0
-        for name, grad in _single_gradient(loss_fn, copied, params, one, key).items():
+    norms = []
+    for i, one in enumerate(singles):
+        grads = _single_gradient(loss_fn, model, params, one, key)
+        norms.append(_norm(grads))
+        times = sum(len(part.record_id_B) > i for part in parts)
+        factor = times * (min(1.0, max_grad_norm / norms[i]) if norms[i] else 1.0)
+        for name, grad in grads.items():
             expected[name] += factor * grad
-    total = ClippedSum.zeros(copied, max_grad_norm)
-    for part in (batch, singles[0]):
-        total = total + clipped_sum(loss_fn, copied, part, key, max_grad_norm=max_grad_norm)
-    for name, grad in _single_gradient(loss_fn, copied, params, singles[0], key).items():
-        expected[name] += (min(1.0, max_grad_norm / norms[0]) if norms[0] else 1.0) * grad
-    wrong = [
-        name for name, value in expected.items() if not (total.grads[name] - value).norm() <= _EXACT_TOLERANCE * len(norms) * max_grad_norm
-    ]
-    off = (total.norms_B.double() - torch.tensor([*norms, norms[0]], dtype=torch.float64)).abs().max()
+    total = ClippedSum.zeros(model, max_grad_norm)
+    for part in parts:
+        total = total + clipped_sum(loss_fn, model, part, key, max_grad_norm=max_grad_norm)
+    num = sum(len(part.record_id_B) for part in parts)
+    wrong = [name for name, value in expected.items() if not (total.grads[name] - value).norm() <= _EXACT_TOLERANCE * num * max_grad_norm]
+    expected_B = torch.tensor([norms[i] for part in parts for i in range(len(part.record_id_B))], dtype=torch.float64)
+    off = (total.norms_B.double().cpu() - expected_B).abs().max()
     if wrong or not off <= _FLOAT32_TOLERANCE * max(*norms, 1e-30):
         named = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        sizes = " and ".join(str(len(part.record_id_B)) for part in parts)
         raise PrivacyError(
-            f"clip: one-pass gradients of {named or 'some parameters'} differ from those of single records; expected the same. "
-            "Use method='vmap', and tell us of this model."
+            f"clip: one-pass gradients of {named or 'some parameters'} differ from those of single records, in batches of {sizes}; "
+            "expected the same. Use method='vmap', and tell us of this model."
         )
 
 
@@ -129,12 +197,9 @@ def check_compiled(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey
 
 def _single_gradient(loss_fn: LossFn, model: nn.Module, params: dict[str, Tensor], one: Batch, key: StepKey) -> dict[str, Tensor]:
     """Gradient of one record's loss by plain autograd; buffers left as they were."""
-    buffers = copy.deepcopy(dict(model.named_buffers()))
-    loss = loss_fn(model, one, key).sum()
-    grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+    with _buffers_kept(model):
+        loss = loss_fn(model, one, key).sum()
+        grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
     return dict(zip(params, grads, strict=True))
 
 
@@ -195,22 +260,41 @@ def _with_row(changed: Batch, original: Batch, i: int) -> Batch:
 
 def _gradients(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, rows: tuple[int, ...]) -> dict[int, Tensor]:
     """Flat gradient of the loss of each of ``rows`` within the whole batch, by row; buffers left as they were."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    buffers = copy.deepcopy(dict(model.named_buffers()))
+    with _buffers_kept(model):
+        losses_B = _batched_losses(loss_fn, model, batch, key)
+        return {i: _flat_gradient(losses_B[i], model) for i in rows}
+
+
+def _gradient_of_sum(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, rows: tuple[int, ...]) -> Tensor:
+    """Flat gradient of the sum of the losses of ``rows`` within the whole batch; buffers left as they were."""
+    with _buffers_kept(model):
+        return _flat_gradient(_batched_losses(loss_fn, model, batch, key)[list(rows)].sum(), model)
+
+
+def _batched_losses(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
     losses_B = loss_fn(model, batch, key)
     if losses_B.shape != batch.record_id_B.shape:
         raise PrivacyError(
             f"separability: losses of shape {tuple(losses_B.shape)}; expected one per record, {tuple(batch.record_id_B.shape)}. "
             "Do not average over the batch."
         )
-    gradients = {}
-    for i in rows:
-        parts = torch.autograd.grad(losses_B[i], params, retain_graph=True, allow_unused=True, materialize_grads=True)
-        gradients[i] = torch.cat([part.flatten() for part in parts])
+    return losses_B
+
+
+def _flat_gradient(loss: Tensor, model: nn.Module) -> Tensor:
+    params = [p for p in model.parameters() if p.requires_grad]
+    parts = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True, materialize_grads=True)
+    return torch.cat([part.flatten() for part in parts])
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers afterwards."""
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    yield
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
-    return gradients
 
 
 def _blame(loss_fn: LossFn, model: nn.Module, batch: Batch, mixed: Batch, key: StepKey, i: int) -> str:

@@ -19,7 +19,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn
 from dpvision.dp.compiled import compile_blocks
-from dpvision.dp.support import check_compiled, check_exact, check_separable
+from dpvision.dp.support import check_at_sizes, check_compiled, check_exact, check_separable
 from dpvision.errors import CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
 from dpvision.models import make_model
 from dpvision.optim.ema import make_ema
@@ -208,6 +208,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
         awake = _awake(model)
         check_separable(loss_fn, awake, example_batch(config), StepKey(config.seed, 0))
         check_exact(loss_fn, awake, example_batch(config), StepKey(config.seed, 0))
+        check_at_sizes(loss_fn, awake, example_batch(config, config.hardware.physical_batch_size), StepKey(config.seed, 0))
     start = None if plan.guarantee == "dp" else frozenset(contents(model.state_dict().values()))
     group = distributed.join(config.hardware.device)
     model.to(group.device)
