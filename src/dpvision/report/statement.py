@@ -205,7 +205,7 @@ def _check_parents(contents: LedgerContents, known: dict[str, LedgerContents]) -
         if parent is None or not parent.plan.same_mechanism(plan) or not parent.steps >= entry["guarantee"]["steps"]:
             raise PrivacyError(
                 f"report: lineage of {contents.path} names run {entry['run_id']} on this store otherwise than the store's ledgers do; "
-                "expected its plan and at most its charged steps. Restore the LEDGERS folder, or train again from the parent's own checkpoint."
+                "expected its plan and at most its charged steps. Restore the LEDGERS folder, or train again from the parent's checkpoint."
             )
 
 
