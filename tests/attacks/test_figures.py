@@ -247,6 +247,19 @@ def test_n_times_delta_over_generations_is_refused_like_that_of_one_run(plans: t
         check_total(parts_of([(loose, 10), (replace(plans[1], delta=2.0 / RECORDS), 4)]))
 
 
+def test_a_parent_that_its_own_ledger_contradicts_is_refused(tmp_path: Path) -> None:
+    """Another noise multiplier in the parent's entry, before the child began: the store still has the parent's ledger."""
+    make_store(tmp_path / "store")
+    parent = make_run(tmp_path / "parent", tmp_path / "store", privacy=CHILD, charged=4, run_id="parent")
+    (entry,) = read_manifest(find_checkpoint(parent))["lineage"]
+    quiet = make_plan(replace(CHILD, noise_multiplier=800.0)).to_dict()
+    for name, change in (("plan", {"plan": quiet}), ("steps", {"steps": 5}), ("run", {})):
+        forged = entry | {"guarantee": entry["guarantee"] | change} | ({"run_id": "nobody"} if name == "run" else {})
+        child = make_run(tmp_path / name, tmp_path / "store", privacy=CHILD, charged=4, run_id=name, parents=(forged,))
+        with pytest.raises(PrivacyError, match="otherwise than the store's ledgers do"):
+            make_statement(child)
+
+
 def test_an_entry_without_its_plan_is_refused(runs: tuple[Path, Path]) -> None:
     """It cannot be composed: to take its epsilon for all figures would understate them."""
     (entry,) = read_manifest(find_checkpoint(runs[0]))["lineage"]

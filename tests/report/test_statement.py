@@ -144,7 +144,9 @@ def test_a_tainted_parent_is_refused(tmp_path: Path, small_privacy: PrivacyConfi
 
 def test_a_parent_on_the_same_store_is_added_and_one_on_another_is_not(tmp_path: Path, small_privacy: PrivacyConfig) -> None:
     store_id = make_store(tmp_path / "store")
-    plan = make_plan(replace(small_privacy, steps=7))
+    before = replace(small_privacy, steps=7)
+    plan = make_plan(before)
+    make_run(tmp_path / "before", tmp_path / "store", privacy=before, charged=7, run_id="before")
     parents = (parent("another", "private", plan), parent("textures", "public", None), parent(store_id, "private", plan))
     made = make_statement(make_run(tmp_path / "run", tmp_path / "store", privacy=small_privacy, charged=4, parents=parents), tuning="none")
     guarantee = made["guarantee"]

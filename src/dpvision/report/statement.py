@@ -197,6 +197,20 @@ def _refused(root: Path, why: str) -> PrivacyError:
     return PrivacyError(f"report: {root} {why}; expected a run with guarantee=dp, or public stores only. Keep it confidential.")
 
 
+def _check_parents(contents: LedgerContents, known: dict[str, LedgerContents]) -> None:
+    """Refuse a lineage that says less of a run on this store than the run's own ledger does."""
+    for entry in contents.lineage:
+        if entry["store_id"] != contents.store_id or entry["guarantee"] is None:
+            continue
+        parent = known.get(entry["run_id"])
+        plan = DPPlan.from_dict(entry["guarantee"].get("plan"))
+        if parent is None or not parent.plan.same_mechanism(plan) or not parent.steps >= entry["guarantee"]["steps"]:
+            raise PrivacyError(
+                f"report: lineage of {contents.path} names run {entry['run_id']} on this store otherwise than the store's ledgers do; "
+                "expected its plan and at most its charged steps. Restore the LEDGERS folder, or train again from the parent's checkpoint."
+            )
+
+
 def _reachable(path: str | None, store_id: str) -> Path | None:
     """The store that the config names, if it is still that store."""
     try:
@@ -213,10 +227,12 @@ def _ledger(copy: Path, about: dict[str, Any], store_dir: Path | None) -> Ledger
         ledgers = StoreLedgers.of(store_dir)
         if ledgers.store_id != about["store_id"]:
             raise PrivacyError(f"report: {store_dir} is another store than the run's. Give the store that the run was trained on.")
-        truth = ledgers.read_all().get(about["run_id"])
+        known = ledgers.read_all()
+        truth = known.get(about["run_id"])
         if truth is None or not truth.continues(contents):
             raise PrivacyError(f"report: {copy} does not agree with the ledger beside {store_dir}. Restore the LEDGERS folder.")
         contents = truth
+        _check_parents(contents, known)
     if (contents.run_id, contents.store_id) != (about["run_id"], about["store_id"]):
         raise PrivacyError(f"report: ledger {contents.path} is of another run or store than run.json says. Restore the run's own files.")
     return contents
