@@ -93,8 +93,9 @@ def test_settings_fixed_beforehand_are_composed_as_dp_accounting_does(runs: tupl
     assert made["epsilon"] == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-4)
     assert made["composition"]["methods"] == {"epsilon": "pld", "epsilon_unamplified": "gaussian", "unit_epsilon": "pld"}
     renyi = rdp.RdpAccountant().compose(step, PARENT.steps).compose(child)
-    assert made["epsilon_rdp"] == pytest.approx(renyi.get_epsilon(DELTA))
-    noise = (PARENT.steps / 1.0**2 + 4 / 8.0**2) ** -0.5
+    theirs = renyi.get_epsilon(DELTA)  # its series bounds fractional orders from above
+    assert theirs * 0.999 <= made["epsilon_rdp"] <= theirs * (1 + 1e-9)
+    noise = (PARENT.steps / PARENT.noise_multiplier**2 + 4 / 8.0**2) ** -0.5
     assert made["epsilon_unamplified"] == pytest.approx(dp_accounting.get_epsilon_gaussian(noise, DELTA))
 
 

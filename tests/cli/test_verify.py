@@ -16,6 +16,7 @@ from runs import POISSON, PRIVACY, make_run, make_store
 
 from dpvision.checkpoint import write_json
 from dpvision.cli import main
+from dpvision.privacy import accountant, mechanism
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import make_plan
 from dpvision.report import verify as verify_module
@@ -82,8 +83,8 @@ def test_no_leaf_of_the_statement_can_be_altered_unnoticed(finished: Path, tmp_p
     for name, value in {"statement_of": again, "read_evidence": evidence, "store_account": account}.items():
         monkeypatch.setattr(verify_module, name, lambda *args, value=value: value)  # speed: they are the same each time
     monkeypatch.setattr(verify_module, "check_epsilons", lambda statement: [])  # tested below, without the help of the other accountant
-    for where, value in leaves(statement):
-        if where[:2] in (("guarantee", "privacy_profile"), ("settings", "model")) and hash(where) % 10:
+    for number, (where, value) in enumerate(leaves(statement)):
+        if where[:2] in (("guarantee", "privacy_profile"), ("settings", "model")) and number % 10:
             continue  # one in ten of the many
         altered = json.loads(json.dumps(statement))
         inner = altered
@@ -202,11 +203,17 @@ def test_a_run_without_a_guarantee_on_a_public_store_has_no_epsilon_to_check(tmp
     assert "failed" not in checks.values() and checks["epsilon"] == "not checked"
 
 
-def test_a_unit_of_several_records_is_recomputed(tmp_path: Path) -> None:
-    make_store(tmp_path / "store")
-    path = write_statement(make_run(tmp_path / "run", tmp_path / "store", privacy=replace(SMALL, max_records_per_unit=3), charged=4))
-    if json.loads(path.read_text())["guarantee"]["unit_epsilon"] is not None:
-        assert by_name(verify_statement(path))["epsilon of a person"] == "ok"
+def test_the_epsilon_of_a_person_of_several_records_is_recomputed(finished: Path, tmp_path: Path) -> None:
+    event = mechanism.unit_event("poisson", 0.1, 0.9, 12, 3)
+    exact = accountant.epsilon(event, 1e-5, 1e-3)
+    for factor, status in ((1.0, "ok"), (0.97, "failed")):
+
+        def person(statement: dict[str, Any], stated: float = factor * exact) -> None:
+            statement["guarantee"] |= {"unit_epsilon": stated}
+            statement["guarantee"]["composition"]["methods"]["unit_epsilon"] = "one run"
+            statement["history"]["lineage"][-1]["guarantee"]["plan"]["max_records_per_unit"] = 3
+
+        assert by_name(verify_statement(edited(finished, tmp_path, person)))["epsilon of a person"] == status
 
 
 def test_exit_status_is_1_for_a_failed_check_and_2_for_bad_input(
@@ -225,3 +232,34 @@ def test_exit_status_is_1_for_a_failed_check_and_2_for_bad_input(
     with pytest.raises(SystemExit):
         main(["verify", str(tmp_path / "no.json")])
     assert "does not fit its schema" in capsys.readouterr().out
+
+
+def lineage_of(plan_of: Any, steps: int, store_id: str, visibility: str = "private") -> dict[str, Any]:
+    plan = make_plan(plan_of)
+    spent = plan.spent(steps)
+    guarantee = {"epsilon": spent.epsilon, "epsilon_rdp": spent.epsilon_rdp, "delta": plan.delta, "steps": steps, "plan": plan.to_dict()}
+    return {"store_id": store_id, "visibility": visibility, "licence": None, "run_id": "parent", "guarantee": guarantee}
+
+
+@pytest.mark.parametrize("tuning", ["none", "not_covered"])
+def test_parents_are_composed_and_one_left_out_is_found(tmp_path: Path, tuning: str) -> None:
+    store_id = make_store(tmp_path / "store")
+    parents = (lineage_of(replace(SMALL, steps=9), 9, store_id), lineage_of(replace(SMALL, noise_multiplier=5.0), 4, "another5706e"))
+    run = make_run(tmp_path / "run", tmp_path / "store", privacy=SMALL, charged=4, parents=parents)
+    path = write_statement(run, tuning=tuning)
+    checks = by_name(verify_statement(path, run, tmp_path / "store"))
+    assert "failed" not in checks.values() and checks["epsilon"] == checks["epsilon on store another5"] == "ok"
+
+    statement = json.loads(path.read_text())
+    statement["guarantee"]["epsilon"] = statement["guarantee"]["this_run"]["epsilon"]
+    (tmp_path / "alone.json").write_text(json.dumps(statement))
+    assert by_name(verify_statement(tmp_path / "alone.json"))["epsilon"] == "failed"
+    statement = json.loads(path.read_text())
+    statement["history"]["lineage"].pop(0)
+    (tmp_path / "fewer.json").write_text(json.dumps(statement))
+    assert by_name(verify_statement(tmp_path / "fewer.json", run))["lineage"] == "failed"
+    manifest = next(run.glob("checkpoints/*/manifest.json"))
+    values = json.loads(manifest.read_text())
+    values["lineage"].pop(0)
+    manifest.write_text(json.dumps(values))
+    assert by_name(verify_statement(path, run))["lineage"] == "failed"

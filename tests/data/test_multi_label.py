@@ -159,7 +159,7 @@ def test_halves_and_cleared_copies_keep_the_sets(several: Store, tmp_path: Path)
     for half in split_store(several.path, tmp_path / "a", tmp_path / "b", 0.5):
         assert half.multi_label and half.num_records
         assert named(half) == {key: of_key[key] for key in named(half)}
-        assert sorted(p.name for p in half.path.iterdir()) == ["confidential", "index.npy", "store.json"]
+        assert sorted(p.name for p in half.path.iterdir()) == ["confidential", "index.npy", "ledger_marks.json", "store.json"]
     public = several_store(tmp_path / "public", public=True)
     cleared = write_without(public, tmp_path / "cleared", np.array([0, 3]), several, ["bytes"])
     assert cleared.num_records == NUM - 2 and named(cleared) == {k: v for k, v in of_key.items() if k not in ("k0", "k3")}

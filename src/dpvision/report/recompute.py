@@ -76,7 +76,7 @@ def check_figures(statement: dict[str, Any]) -> Check:
     if own["guarantee"] is None:
         return failed("figures", "the last entry of lineage has no guarantee, the statement has one")
     plan = own["guarantee"]["plan"]
-    people = {plan["dataset_size"], plan.get("num_units") or plan["dataset_size"], *(p["dataset_size"] for p, _ in _parts(statement))}
+    people = {size for p, _ in _parts(statement) for size in (p["dataset_size"], p.get("num_units")) if size is not None}
     stated = [figure for figure in (guarantee["epsilon"], guarantee["unit_epsilon"]) if figure is not None]
     pairs += [
         ("dataset_size of the plan", plan["dataset_size"], size),
@@ -111,6 +111,9 @@ def check_epsilons(statement: dict[str, Any]) -> list[Check]:
         method = methods.get("unit_epsilon", "one run")
         checks.append(_recomputed("epsilon of a person", guarantee["unit_epsilon"], parts, delta, "unit", method))
     checks.append(_check_profile(guarantee["privacy_profile"], parts, methods["epsilon"]))
+    for other in statement["other_stores"]:
+        behind, how = _parts_on(statement["history"]["lineage"], other["store_id"]), other["composition"]["methods"]["epsilon"]
+        checks.append(_recomputed(f"epsilon on store {other['store_id'][:8]}", other["epsilon"], behind, other["delta"], "record", how))
     checks.append(not_checked("RDP, attacks", "epsilon_rdp and the attack terms are not recomputed"))
     return checks
 
@@ -118,8 +121,11 @@ def check_epsilons(statement: dict[str, Any]) -> list[Check]:
 def _parts(statement: dict[str, Any]) -> list[tuple[dict[str, Any], int]]:
     """Plans and steps of the runs on the statement's own store, this one last."""
     *before, own = statement["history"]["lineage"]
-    found = [(e["guarantee"]["plan"], e["guarantee"]["steps"]) for e in before if e["guarantee"] and e["store_id"] == own["store_id"]]
-    return [*found, (own["guarantee"]["plan"], statement["mechanism"]["steps_executed"])]
+    return [*_parts_on(before, own["store_id"]), (own["guarantee"]["plan"], statement["mechanism"]["steps_executed"])]
+
+
+def _parts_on(lineage: list[dict[str, Any]], store_id: str) -> list[tuple[dict[str, Any], int]]:
+    return [(e["guarantee"]["plan"], e["guarantee"]["steps"]) for e in lineage if e["guarantee"] and e["store_id"] == store_id]
 
 
 def _recomputed(name: str, stated: float, parts: list[tuple[dict[str, Any], int]], delta: float, view: str, method: str) -> Check:
