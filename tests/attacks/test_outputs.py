@@ -66,6 +66,15 @@ def test_the_number_that_a_run_on_a_cleared_store_declares_is_the_public_one(sto
     assert "33" not in json.dumps(clean.meta["deduplicated"])
 
 
+def test_halves_of_a_cleared_store_and_a_store_cleared_twice_are_cleared_stores(stores: Path) -> None:
+    """A half forgot it: its scores were public again, and so was the store in the lineage."""
+    clean, private = Store.open(stores / "clean"), Store.open(stores / "mine")
+    for half in split_store(clean.path, stores / "clean-a", stores / "clean-b", 0.5):
+        assert half.results_visibility == "private" and half.meta["deduplicated"] == clean.meta["deduplicated"]
+    twice = write_without(clean, stores / "twice", np.arange(3), private, ["identical pixels"])
+    assert twice.meta["cleared_from"] == 40 and twice.results_visibility == "private"
+
+
 def test_sheets_of_a_cleared_store_are_the_operators(stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("clean", "mine"):
         assert main(["data", "inspect", str(stores / name), "--sheet", str(tmp_path / "sheet.png")]) == 2

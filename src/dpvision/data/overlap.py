@@ -190,6 +190,11 @@ def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Sto
     if not keep.any():
         raise DataError(f"overlap: every picture of {public.path} is in {private.path}; expected some that are not. It is the same data.")
     text, labels = public.meta["text"], public.meta.get("labels")
+    before = public.meta.get("deduplicated") or {"against": [], "methods": []}
+    record = {
+        "against": list(dict.fromkeys([*before["against"], private.store_id])),
+        "methods": list(dict.fromkeys([*before["methods"], *methods])),
+    }
     with new_folder(target, private=True) as folder:
         copy_key(home, folder)
         write_description(
@@ -205,14 +210,7 @@ def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Sto
             split=public.meta.get("split"),
             metric=public.meta.get("metric"),
             may_be_unlabelled=public.meta.get("may_be_unlabelled", False),
+            cleared={"deduplicated": record, "cleared_from": public.meta.get("cleared_from", public.num_records)},
             labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),
         )
-        before = public.meta.get("deduplicated") or {"against": [], "methods": []}
-        record = {
-            "against": list(dict.fromkeys([*before["against"], private.store_id])),
-            "methods": list(dict.fromkeys([*before["methods"], *methods])),
-        }
-        meta = json.loads((folder / "store.json").read_text())
-        meta |= {"deduplicated": record, "cleared_from": public.meta.get("cleared_from", public.num_records)}
-        (folder / "store.json").write_text(json.dumps(meta, indent=1))
     return Store.open(target)

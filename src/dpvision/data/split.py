@@ -72,5 +72,7 @@ def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> 
             split=split,
             metric=store.meta.get("metric"),
             may_be_unlabelled=store.meta.get("may_be_unlabelled", False),
+            # Not cleared_from: how many records of the whole store this half had is not known without those that are missing.
+            cleared={"deduplicated": store.meta["deduplicated"]} if "deduplicated" in store.meta else None,
             labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),
         )

@@ -370,10 +370,11 @@ def write_description(
     metric: str | None = None,
     labels: tuple[str, int] | None = None,
     may_be_unlabelled: bool = False,
+    cleared: dict[str, Any] | None = None,
 ) -> None:
     """Write index.npy and store.json, the two files that make a folder a store, and ledger_marks.json; ``metric`` is what scores on its
     labels are, ``labels`` path and size of labels.npy where records may have several; ``may_be_unlabelled``: in training a record without
-    a label is zero."""
+    a label is zero; ``cleared``: what was taken out of a public store (overlap.py)."""
     with (folder / "index.npy").open("wb") as file:
         np.save(file, index, allow_pickle=False)
         os.fsync(file.fileno())
@@ -390,6 +391,7 @@ def write_description(
         "split": split,
         "metric": metric,
         "may_be_unlabelled": may_be_unlabelled,
+        **(cleared or {}),
     }
     if labels is not None:
         meta["labels"] = {"path": labels[0], "bytes": labels[1]}
