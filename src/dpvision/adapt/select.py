@@ -75,7 +75,7 @@ def select_head(
     _rehearse(stream, candidates, run_plan, score_plan)
     if charge() != 0:
         raise PrivacyError("select: the plan's one selection was charged before; expected a fresh ledger. Start a new run: it costs anew.")
-    key = key or new_key()
+    key = new_key() if key is None else key
     rng = Stream(subkey(key, "selection"))
     assert plan.selection is not None
     best: Selected | None = None

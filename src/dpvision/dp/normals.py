@@ -4,7 +4,7 @@
     normal 2 j + 1 = r sin(a)      a = 2 pi 2^-64 w of the signed word w = word 2 j + 1
 
 (Box and Muller 1958), all in float64 and never rounded further. The largest value is sqrt(130 log 2) = 9.492; a normal is beyond it with
-probability 2.3e-21. The angle has 53 significant bits. Radii below 2^-20 have steps of up to 1.5e-8, a sixtieth of the grid that
+probability 2.3e-21. The angle has 53 significant bits. Radii below 2^-20 have steps of up to 1.5e-8, a thirtieth of the grid that
 ``noise.privatize`` rounds to.
 
 Legend: W words (two for two normals), H half of them.

@@ -130,8 +130,8 @@ class Stream:
     def gaps(self, rate: float, count: int, longest: int) -> np.ndarray:
         """Return int64 numbers of coins up to and including the first head, of probability ``rate``: Geometric(rate), cut at ``longest``.
 
-        By inversion: 1 + floor(log(u) / log(1 - rate)). The probability of a head differs from ``rate`` by a relative 1e-14 at most,
-        from the rounding of the logarithms.
+        By inversion: 1 + floor(log(u) / log(1 - rate)). From the rounding of the logarithms, the probability of a gap m has a relative
+        error of m 2^-51 at most: 4e-10 at a million, which is what a sample rate of 1e-6 gives.
 
         Args:
             rate: strictly between 0 and 1.
