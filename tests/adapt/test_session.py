@@ -241,7 +241,7 @@ def test_bad_settings_are_refused_before_anything_is_charged(private: Store, tmp
     for config, kind, said in cases:
         with pytest.raises(kind, match=said):
             prepare(config)
-    store = write_store(tmp_path / "one", [np.full((8, 8, 3), i, np.uint8) for i in range(9)], ["a"] * 9, public=False)
+    store = write_store(tmp_path / "one", [np.full((8, 8, 3), i, np.uint8) for i in range(9)], ["0"] * 9, public=False)
     with pytest.raises(DataError, match="one class only"):
         prepare(head_config(store, "prototypes"))
     store = write_store(tmp_path / "none", [np.full((8, 8, 3), i, np.uint8) for i in range(9)], [None] * 9, public=False)

@@ -231,6 +231,7 @@ def test_a_killed_adapt_resumes_in_the_midst_of_its_features(tmp_path: Path, cap
     for file in stores[1].path.iterdir():  # one data set, twice: what decides the names of its features is the same
         if file.is_file():
             file.write_bytes((stores[0].path / file.name).read_bytes())
+    assert main(["ledger", str(stores[1].path), "--moved"]) == 0, "a copy is refused until then"
     argv = [
         "adapt", "--encoder", "hog", "--num-classes", "10", "--dataset-size", "600", "--head", "prototypes",
         "--name", "first", "--hardware.physical-batch-size", "4", "--hardware.workers", "1", "--hardware.device", "cpu",
@@ -251,7 +252,8 @@ def test_a_killed_adapt_resumes_in_the_midst_of_its_features(tmp_path: Path, cap
     capfd.readouterr()
     (partial,) = folder.iterdir()
     assert 40 <= _rows(partial) < 600 and not (tmp_path / "0" / "first" / "progress.jsonl").exists()
-    assert main(["adapt", "transfer.prototypes", "--resume", "--name", "first", "--runs", str(tmp_path / "0"), "--json", "--show-confidential"]) == 0
+    resume = ["adapt", "transfer.prototypes", "--resume", "--name", "first", "--runs", str(tmp_path / "0"), "--json"]
+    assert main([*resume, "--show-confidential"]) == 0
     captured = capfd.readouterr()
     going_on = int(captured.err.split("going on at ")[1].split(" of 600")[0])
     assert 40 <= going_on < 600 and json.loads(captured.out)["steps"] == 1

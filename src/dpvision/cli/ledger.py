@@ -82,7 +82,7 @@ def _text(account: StoreAccount, behind: dict[str, float]) -> str:
     lines += _people(account)
     if account.unprotected:
         lines.append(f"NO GUARANTEE: {', '.join(account.unprotected)} trained on this store without privacy; no total holds.")
-    elif account.epsilon is not None:
+    elif account.epsilon is not None and account.delta is not None:  # no delta before the first run, without a cap
         chosen = "" if account.epsilon_filter is None else f"; {account.epsilon_filter:.4g} where runs were chosen after seeing others"
         lines.append(f"total: epsilon {account.epsilon:.4g} at delta {account.delta:.3g}{chosen}")
     if account.cap is not None:

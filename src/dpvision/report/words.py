@@ -61,12 +61,10 @@ SIDE_CHANNELS = [
     "The machine: memory, disks, backups, and what was typed on its terminal.",
 ]
 
-
 SELECTION_TIME = (
     "The number of runs of the selection: epsilon holds only while it stays unknown. Who could watch how long the command took, what the "
     "machine drew, or compare the times of its files, learns about it."
 )
-
 
 NO_PROFILE = "added epsilons give one pair (epsilon, delta), no profile"
 COMPOSITION: dict[Method, str] = {
@@ -80,7 +78,6 @@ COMPOSITION: dict[Method, str] = {
     ),
     "basic": "One of them has no Renyi accounting: their epsilons, each at an equal share of delta, are added.",
 }
-
 
 TWINS = (
     "Whether a picture that is public as well was among the private ones: a public store in the lineage was cleared of such pictures, and "
@@ -168,9 +165,8 @@ def unit(plan: DPPlan) -> str:
 
 def delta_rule(plan: DPPlan, num_parents: int) -> str:
     """How delta was chosen."""
-    rule = "set explicitly" if plan.delta != default_delta(plan.population) else "1 / (2 N)"
-    if rule == "1 / (2 N)" and plan.delta == MAX_DELTA:
-        rule = "0.001, the largest default"
+    default = "1 / (2 N)" if plan.delta < MAX_DELTA else f"{MAX_DELTA:g}, the largest default"
+    rule = default if plan.delta == default_delta(plan.population) else "set explicitly"
     whom = "pictures" if plan.num_units is None else "people"
     joined = f" With {_count(num_parents, 'earlier run')} in the lineage, every figure holds at the smallest delta." if num_parents else ""
     return f"{rule}, N being the declared number of {whom}; training is refused when N x delta exceeds 1.5.{joined}"
