@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpvision.dp.products import OUTER_NUMBERS, accumulated, chunks, product, scaled
+from dpvision.dp.products import OUTER_NUMBERS, accumulated, product, scaled
 from dpvision.dp.sides import OneHot, Side
 
 _TILE_NUMBERS = 2**19

@@ -31,7 +31,7 @@ ROUNDED = 2.5e-4
 MOST_ROUNDED = 512
 MARGIN_EPS = 32
 """Part of C kept free, in epsilons of the gradients' precision, where every gradient is written out: more than all that can make a
-contribution larger than computed, the error of the norm (16.5 eps), the rounding of the factor and of factor x gradient (half an eps each)."""
+contribution larger than computed (the norm: 16.5 eps; the factor, and factor x gradient: half an eps each)."""
 AUTOMATIC_GAMMA = 0.01
 """gamma of automatic clipping (Bu et al. 2023, AUTO-S): added to the norm of a record's gradient, so in the units of that norm, whatever
 C is. Records whose gradient is much shorter than this are scaled by about C / 0.01."""
@@ -81,6 +81,6 @@ def require_exact_products(where: str) -> None:
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
         raise PrivacyError(
-            f"{where}: float32_matmul_precision={precision!r}; expected 'highest': a product rounded to fewer bits can exceed the clip norm. "
-            "Call torch.set_float32_matmul_precision('highest')."
+            f"{where}: float32_matmul_precision={precision!r}; expected 'highest': a product rounded to fewer bits can exceed the "
+            "clip norm. Call torch.set_float32_matmul_precision('highest')."
         )
