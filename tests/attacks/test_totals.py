@@ -5,6 +5,7 @@ Each succeeded before float64 totals, buckets, blocks and proven norms; docs/att
 
 import itertools
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,7 +78,9 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(scenes: Path, **hardware: object) -> RunConfig:
     base = RunConfig(
         recipe="vip.micro",
-        privacy=PrivacyConfig(dataset_size=60, expected_batch_size=60, steps=1, max_grad_norm=0.5, noise_multiplier=2.0, sampling="full_batch"),
+        privacy=PrivacyConfig(
+            dataset_size=60, expected_batch_size=60, steps=1, max_grad_norm=0.5, noise_multiplier=2.0, sampling="full_batch"
+        ),
         model=MAEConfig(
             encoder=ViTConfig(image_size=16, patch_size=4, depth=1, width=16, num_heads=2),
             decoder_depth=1, decoder_width=16, decoder_num_heads=2,
@@ -145,7 +148,7 @@ def test_every_drawn_record_is_in_one_pass_of_one_rank(expected: float, physical
 
 
 def lossy_tokens(num: int, places: int, width: int, top: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Records of (almost) no gradient: a token that raises every number to ``top``, many that are lost beside it, one that takes it back."""
+    """Records of almost no gradient: a token that raises every number to ``top``, many lost beside it, one that takes it back."""
     value = torch.full((places,), 0.49 * top * 2.0**-23)
     value[0], value[-1] = top, -top
     return value[None, :, None].expand(num, places, width).contiguous(), torch.ones(num, places, width)
@@ -153,7 +156,7 @@ def lossy_tokens(num: int, places: int, width: int, top: float) -> tuple[torch.T
 
 @pytest.mark.parametrize(("top", "most"), [(1.6, 1), (0.05, 8), (2e-3, 64)])
 def test_products_stay_within_their_budget(top: float, most: int) -> None:
-    """One float32 product over 64 such records is off by up to 3e-2 C; in blocks, each is within the budget, and one record has one block."""
+    """One float32 product over 64 such records is off by more than the budget; in blocks, each is within it."""
     num, places, width = 64, 128, 64
     left, right = lossy_tokens(num, places, width, top)
     use, factor_B = Outer(Dense(left), Dense(right), torch.Size([width, width])), torch.ones(num)
@@ -174,7 +177,7 @@ def test_products_stay_within_their_budget(top: float, most: int) -> None:
 
 
 def test_a_record_that_is_far_longer_than_its_sum_is_written_out() -> None:
-    """Its tokens cancel at 10^7 C: in one float32 product with others it would move their sum by several C; now it moves it by its own part."""
+    """Its tokens cancel at 10^10 C: in one float32 product with others it would move their sum; now it moves it by its own part."""
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(17, 16, 120, generator=generator), torch.randn(17, 16, 100, generator=generator)
     w[0, 1::2] = -w[0, 0::2]
@@ -182,7 +185,10 @@ def test_a_record_that_is_far_longer_than_its_sum_is_written_out() -> None:
     x[0] *= 1e5
     w[0] *= 1e5
     model = TokenSums(100, 120)
-    sums = [clipped_sum(token_sum_losses, model, token_batch(x[i:], w[i:])._replace(record_id_B=torch.arange(i, 17)), KEY, max_grad_norm=1.0) for i in (0, 1)]
+    sums = [
+        clipped_sum(token_sum_losses, model, token_batch(x[i:], w[i:])._replace(record_id_B=torch.arange(i, 17)), KEY, max_grad_norm=1.0)
+        for i in (0, 1)
+    ]
     assert (sums[0].grads["map.weight"].double() - sums[1].grads["map.weight"].double()).norm() <= 1
 
 
@@ -226,7 +232,7 @@ def test_gram_matrices_that_underflow_do_not_carry_a_record_past_c() -> None:
 
 @pytest.mark.slow
 def test_a_search_finds_no_contribution_longer_than_c() -> None:
-    """Constructions, restarts and ascent on the contribution itself: strengths, shapes and the numbers' last bits are moved while it grows."""
+    """Constructions, restarts, and ascent on the contribution: strengths and the numbers' last bits are moved while it grows."""
     rng, largest = np.random.default_rng(0), 0.0
     for places, rows, columns in ((16, 256, 512), (32, 512, 1024), (64, 1024, 1024), (96, 700, 2100)):
         for _ in range(6):
@@ -242,43 +248,37 @@ def test_a_search_finds_no_contribution_longer_than_c() -> None:
     assert largest <= MOST
 
 
+def records(record_id: np.ndarray, value: np.ndarray) -> Callable[..., Iterator[Batch]]:
+    """``physical_batches`` of records whose gradient (3 numbers, for ``GradientIsPicture``) is given."""
+    image_N = torch.from_numpy(value).float().view(-1, 1, 3, 1, 1)
+
+    def batches(store: object, rows: np.ndarray, *args: object, physical_batch_size: list[int], **kwargs: object) -> Iterator[Batch]:
+        for part in np.split(rows, np.cumsum(physical_batch_size)[:-1]):
+            yield Batch(torch.from_numpy(record_id[part]), torch.ones(len(part), dtype=torch.bool), image_N[part])
+
+    return batches
+
+
 @pytest.mark.slow
 def test_a_million_records_on_the_real_loop_move_the_sum_by_at_most_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Constructed data of float32 totals, and random data: one record less, in the middle, at the start and at the end."""
-    num, size = 2**20, 1024
-    config = RunConfig(
-        recipe="vip.micro", hardware=HardwareConfig(device="cpu", physical_batch_size=size, workers=1),
-        privacy=PrivacyConfig(dataset_size=num, expected_batch_size=num, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, sampling="full_batch"),
-    )  # fmt: skip
-    plan = make_plan(config.privacy)
+    """The data that moved float32 totals by many C, and random data: one record less, at the start and in the middle."""
+    num, size = 2**20, 4096
+    privacy = PrivacyConfig(
+        dataset_size=num, expected_batch_size=num, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, sampling="full_batch"
+    )
+    config = RunConfig("vip.micro", privacy, hardware=HardwareConfig(device="cpu", physical_batch_size=size, workers=1))
+    plan, record_id, everyone = make_plan(config.privacy), np.arange(num) * 7919 + 13, np.arange(num)
     monkeypatch.setattr(DPPlan, "draw", lambda self, step, num_records, rng: np.arange(num_records))
-    record_id = np.arange(num) * 7919 + 13
-    one = make_batch(1)
     built = rounding_data(num // 2, num // 2 // 64, 64, 2.0**-5)
-    values = {
-        "built": np.stack([built] * 3, 1),
-        "random": np.random.default_rng(0).normal(size=(num, 3)) * 3,
-        "equal": np.full((num, 3), 0.57),
-    }
     largest = 0.0
-    for value in values.values():
-        image_N = torch.from_numpy(value).float().view(num, 1, 3, 1, 1)
-
-        def batches(store: object, rows: np.ndarray, *args: object, physical_batch_size: list[int], **kwargs: object):  # type: ignore[no-untyped-def]  # noqa: B023
-            for part in np.split(rows, np.cumsum(physical_batch_size)[:-1]):
-                ids = torch.from_numpy(record_id[part])
-                yield one._replace(record_id_B=ids, valid_B=torch.ones(len(part), dtype=torch.bool), image_BVCHW=image_N[part], token_BVL=None, label_B=None)  # noqa: B023, E501
-
-        monkeypatch.setattr(step_module, "physical_batches", batches)
-
-        def total(rows: np.ndarray) -> torch.Tensor:
-            store = SimpleNamespace(index={"id": record_id})
-            model = GradientIsPicture(3, 1, 1)
-            return step_sum(0, config, plan, store, rows, None, model, picture_losses, b"d" * 32, ALONE)[0].grads["weight"]  # type: ignore[arg-type]
-
-        whole = total(np.arange(num))
-        assert whole.dtype == torch.float64
-        for gone in (0, num // 2, num - 1):
-            largest = max(largest, (whole - total(np.delete(np.arange(num), gone))).norm().item())
+    for value in (np.stack([built, 0 * built, 0 * built], 1), np.random.default_rng(0).normal(size=(num, 3)) * 3):
+        monkeypatch.setattr(step_module, "physical_batches", records(record_id, value))
+        totals = []
+        for rows in (everyone, everyone[1:], np.delete(everyone, num // 2 + 1)):
+            args = None, GradientIsPicture(3, 1, 1), picture_losses, b"d" * 32, ALONE
+            total, _ = step_sum(0, config, plan, SimpleNamespace(index={"id": record_id}), rows, *args)  # type: ignore[arg-type]
+            totals.append(total.grads["weight"])
+            assert totals[-1].dtype == torch.float64
+        largest = max(largest, *((totals[0] - other).norm().item() for other in totals[1:]))
     print(f"largest move found: {largest:.7f} C")
-    assert largest <= 1
+    assert 0.9 <= largest <= 1

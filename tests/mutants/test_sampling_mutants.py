@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from dpvision.config import RunConfig
+from dpvision.dp.buckets import passes
 from dpvision.dp.noise import DPGradient
 from dpvision.privacy import sampling
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.sampling import derive_rng, draw_poisson
-from dpvision.dp.buckets import passes
 from dpvision.train import loop, step
 from dpvision.train.distributed import Group
 from dpvision.train.loop import Secrets, fit
@@ -96,7 +96,9 @@ def test_shared_coins(poisson: DPPlan, new_run: NewRun, poisson_config: RunConfi
         assert sorted(first + second) == sorted(whole) and len(whole) > 2, "the slices of the ranks do not add up to the draw"
 
     check_slices()
-    with planted(step, "passes", lambda key, ids, count, most, rank, size: passes(key, ids, count, most), "slices of the ranks do not add up"):
+    with planted(
+        step, "passes", lambda key, ids, count, most, rank, size: passes(key, ids, count, most), "slices of the ranks do not add up"
+    ):
         check_slices()
 
 

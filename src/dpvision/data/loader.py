@@ -145,9 +145,7 @@ def _sliced(rows: np.ndarray, batch_size: int | Sequence[int]) -> list[np.ndarra
     return np.split(rows, np.cumsum(sizes)[:-1]) if len(sizes) else []
 
 
-def _batched(
-    work: Callable[[np.ndarray], _Arrays], parts: list[np.ndarray], workers: int
-) -> Iterator[tuple[np.ndarray, _Arrays]]:
+def _batched(work: Callable[[np.ndarray], _Arrays], parts: list[np.ndarray], workers: int) -> Iterator[tuple[np.ndarray, _Arrays]]:
     """``work`` done on every chunk by threads, its arrays joined to batches of the rows of each part."""
     largest = max(map(len, parts), default=1)
     chunk = min(_CHUNK, -(-largest // workers))

@@ -8,6 +8,7 @@ changes the sums that it was in, and possibly joins the two halves of one interv
 Legend: B records.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -37,7 +38,9 @@ def num_buckets(expected_batch_size: float, physical_batch_size: int, world_size
     return min(world_size * max(1, math.ceil(expected_batch_size / (mean * world_size))), 2**_TOP)
 
 
-def passes(key: StepKey, record_id: np.ndarray, buckets: int, physical_batch_size: int, rank: int = 0, world_size: int = 1) -> list[np.ndarray]:
+def passes(
+    key: StepKey, record_id: np.ndarray, buckets: int, physical_batch_size: int, rank: int = 0, world_size: int = 1
+) -> list[np.ndarray]:
     """Positions of the records of each pass of one process: its buckets in order, inside by hash; a bucket too large in several passes.
 
     Args:
@@ -50,7 +53,7 @@ def passes(key: StepKey, record_id: np.ndarray, buckets: int, physical_batch_siz
     bucket = ((bits >> (_BITS - _TOP)) * buckets) >> _TOP
     found = []
     edges = [0, *(np.flatnonzero(np.diff(bucket)) + 1).tolist(), len(bits)]
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         if stop > start and bucket[start] % world_size == rank:
             found += [order[part] for part in halved(bits, start, stop, lambda a, b: b - a <= physical_batch_size)]
     return found

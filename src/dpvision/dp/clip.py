@@ -33,6 +33,7 @@ LossFn = Callable[[nn.Module, Batch, StepKey], Tensor]
 RULES = ("hard", "automatic")
 METHODS = ("one_pass", "vmap")
 
+
 @dataclass(frozen=True, eq=False)
 class ClippedSum:
     """Sum of clipped gradients of some records: secret, and the only thing that ``noise.privatize`` accepts."""
@@ -49,7 +50,9 @@ class ClippedSum:
     """The C that each record's contribution was clipped to; None: not clipped. Must be the plan's."""
 
     def __add__(self, other: "ClippedSum") -> "ClippedSum":
-        return _added({name: value.to(torch.float64, copy=True) for name, value in self.grads.items()}, self.max_grad_norm, [self, other], first=1)
+        return _added(
+            {name: value.to(torch.float64, copy=True) for name, value in self.grads.items()}, self.max_grad_norm, [self, other], first=1
+        )
 
     @staticmethod
     def zeros(model: nn.Module, max_grad_norm: float | None) -> "ClippedSum":
@@ -150,7 +153,7 @@ def _by_hash(batch: Batch, key: StepKey) -> tuple[Batch, Tensor]:
     These take part in the forward pass, so that its shape does not depend on the records, and have the factor zero.
     """
     hash_B = hashes(key, batch.record_id_B).where(batch.valid_B, torch.iinfo(torch.int64).max)
-    sorted_B, order = hash_B.sort(stable=True)
+    order = hash_B.argsort(stable=True)
     valid_B = batch.valid_B[order]
     filled = take(batch, order.where(valid_B, order[0]))
     return filled._replace(valid_B=valid_B), order

@@ -2,7 +2,7 @@
 
     ||sum over t of l_t r_t^T||^2 = sum over t, t' of L_tt' R_tt',    L_tt' = <l_t, l_t'>,  R_tt' = <r_t, r_t'>     (Goodfellow 2015)
 
-A computed entry of L is off by at most gamma_P |l_t| |l_t'| (``rounding.gamma``), one of R by gamma_Q |r_t| |r_t'|, so by Cauchy and Schwarz
+A computed entry of L is off by at most gamma_P |l_t| |l_t'| (``rounding.gamma``), one of R by gamma_Q |r_t| |r_t'|, so by Cauchy-Schwarz
 
     |computed - true| <= gamma_Q ||L||_F sum |r_t|^2 + gamma_P ||R||_F sum |l_t|^2 + gamma_T ||L||_F ||R||_F
 

@@ -25,13 +25,23 @@ from dpvision.data.keys import StepKey
 from dpvision.dp.buckets import blocks, hashes
 from dpvision.dp.compiled import Pending, run_block
 from dpvision.dp.follow import CHECKPOINTED, Pass, Strayed
-from dpvision.dp.layout import NUM_RECORDS, Call, find_layouts
 from dpvision.dp.gram import SquareNorms
+from dpvision.dp.layout import NUM_RECORDS, Call, find_layouts
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
 from dpvision.dp.products import rounding
 from dpvision.dp.rounding import BUDGET, LOOSE, MOST_ROUNDED, gamma
 from dpvision.dp.rule import NoRule
-from dpvision.dp.slots import Slot, group_square_norms, groups_of, norm_is_own, pull_back, shared_square_norms, sum_of_squares, summed, written_out
+from dpvision.dp.slots import (
+    Slot,
+    group_square_norms,
+    groups_of,
+    norm_is_own,
+    pull_back,
+    shared_square_norms,
+    sum_of_squares,
+    summed,
+    written_out,
+)
 from dpvision.errors import PrivacyError
 from dpvision.models.head import autocast_dtype
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpvision.dp.products import OUTER_NUMBERS, accumulated, chunks, product, scaled
+from dpvision.dp.products import OUTER_NUMBERS, accumulated, product, scaled, wide
+from dpvision.dp.rounding import sum_dtype
 from dpvision.dp.sides import OneHot, Side
 
 _TILE_NUMBERS = 2**19
-"""Numbers of a weight that are added up in float64 at a time."""
+"""Numbers of a weight that the sums of blocks are added to at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +63,10 @@ class Outer:
         """sum over i of factor_i G_i, of the weight's shape; records with ``keep_B`` False are left out whatever they hold.
 
         Args:
-            blocks: consecutive records that are summed in float32 (or wider) together; the blocks' sums are added in float64.
+            blocks: consecutive records that are summed in float32 (or wider) together.
 
         Returns:
-            The sum: of one block in the precision of the products, of several in float64.
+            The sum, in the precision of the products, or in float64 where many blocks are added up (``rounding.sum_dtype``).
         """
         if isinstance(self.left, OneHot):
             return self._scattered(self.left, factor_B, keep_B, exact=len(blocks) > 1)
@@ -86,7 +87,8 @@ class Outer:
                 total = accumulated(total, left.flatten(0, 1).mT, right.flatten(0, 1))
                 continue
             if total is None:
-                total = torch.zeros(self.left.width, self.right.width, dtype=torch.float64, device=self.device)
+                dtype = sum_dtype(len(blocks), blocks[-1].stop, torch.promote_types(wide(left.dtype), wide(right.dtype)))
+                total = torch.zeros(self.left.width, self.right.width, dtype=dtype, device=self.device)
             here = [slice(piece.start - rows.start, piece.stop - rows.start) for piece in pieces]
             step = max(1, _TILE_NUMBERS // self.right.width)
             for start in range(0, self.left.width, step):

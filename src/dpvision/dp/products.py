@@ -22,7 +22,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Batched matrix product, (N, I, K) x (N, K, J) -> (N, I, J), accumulated and stored in float32 or wider, at most 1024 terms at once."""
+    """Batched matrix product, (N, I, K) x (N, K, J) -> (N, I, J), in float32 or wider, at most 1024 terms at once."""
     terms = a.shape[2]
     if terms > MOST_TERMS:
         total = product(a[:, :, :MOST_TERMS], b[:, :MOST_TERMS])

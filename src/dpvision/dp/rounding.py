@@ -6,7 +6,7 @@ gradient is clipped to less than C, and what rounding can add has proven bounds 
 
     (1 - RESERVE) (1 + LOOSE) C     a contribution: its norm is known to LOOSE
     + 3 BUDGET C                    float32 matrix products, of which one record reaches one block of records only (``dp.buckets``)
-    + ROUNDED C                     the pass's sum rounded to float32
+    + ROUNDED C                     the pass's sum in float32
     <= C
 
 The bounds are those of the standard model of IEEE arithmetic (Higham 2002, section 3.1): a sum of n products is off by at most
@@ -26,12 +26,16 @@ LOOSE = 5e-4
 """A norm from Gram matrices is used as it is where its proven error is at most this part of it, else with its error added."""
 BUDGET = 1.35e-3
 """Proven error, in units of C, of the product for one block of records; a block with more is split (``dp.buckets.blocks``)."""
-ROUNDED = 2.5e-4
-"""Part of C for rounding a pass's sum to float32, a few times ``MOST_ROUNDED`` units; a larger pass gives its sum in float64."""
-MOST_ROUNDED = 512
+ROUNDED = 4e-4
+"""Part of C for rounding in a pass's sum in float32, more than 3 (``MOST_SUMMED`` + 3 ``MOST_ROUNDED``) u: a record can have its pass halved
+in one data set and not in the other."""
+MOST_ROUNDED = 256
+"""Records of a pass whose sum is rounded to float32, three times at most; a larger pass gives its sum in float64."""
+MOST_SUMMED = 1200
+"""Blocks times records of a pass up to which the blocks' sums, whose norms add up to at most C for each record, are added in float32."""
 MARGIN_EPS = 32
 """Part of C kept free, in epsilons of the gradients' precision, where every gradient is written out: more than all that can make a
-contribution larger than computed, the error of the norm (16.5 eps), the rounding of the factor and of factor x gradient (half an eps each)."""
+contribution larger than computed (the norm: 16.5 eps; the factor, and factor x gradient: half an eps each)."""
 AUTOMATIC_GAMMA = 0.01
 """gamma of automatic clipping (Bu et al. 2023, AUTO-S): added to the norm of a record's gradient, so in the units of that norm, whatever
 C is. Records whose gradient is much shorter than this are scaled by about C / 0.01."""
@@ -46,6 +50,11 @@ def gamma(count: float, dtype: torch.dtype = torch.float32) -> float:
 def reserve(dtype: torch.dtype) -> float:
     """Part of C kept free where gradients of ``dtype`` are summed by matrix products."""
     return RESERVE if dtype == torch.float32 else MARGIN_EPS * torch.finfo(dtype).eps
+
+
+def sum_dtype(num_blocks: int, num_records: int, dtype: torch.dtype) -> torch.dtype:
+    """Precision in which the sums of a pass's blocks, each of ``dtype``, are added."""
+    return dtype if num_blocks * num_records <= MOST_SUMMED else torch.float64
 
 
 def proven_bound() -> float:
@@ -81,6 +90,6 @@ def require_exact_products(where: str) -> None:
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
         raise PrivacyError(
-            f"{where}: float32_matmul_precision={precision!r}; expected 'highest': a product rounded to fewer bits can exceed the clip norm. "
-            "Call torch.set_float32_matmul_precision('highest')."
+            f"{where}: float32_matmul_precision={precision!r}; expected 'highest': a product rounded to fewer bits can exceed the "
+            "clip norm. Call torch.set_float32_matmul_precision('highest')."
         )

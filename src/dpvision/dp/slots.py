@@ -18,6 +18,7 @@ from torch import Tensor
 from dpvision.dp.gram import SquareNorms, square_norms, square_norms_of_shared, written_square_norms
 from dpvision.dp.outer import Outer
 from dpvision.dp.products import OUTER_NUMBERS, chunks, wide
+from dpvision.dp.rounding import sum_dtype
 from dpvision.dp.sides import Dense
 from dpvision.errors import PrivacyError
 
@@ -114,13 +115,13 @@ class Slot:
             sums = (factor_B[block] @ grad_BN[block] for block in blocks)
             total = next(sums)
             if len(blocks) > 1:
-                total = total.double()
+                total = total.to(sum_dtype(len(blocks), blocks[-1].stop, total.dtype))
                 for part in sums:
                     total += part
             parts.append(total.view(self.weight.shape))
         total = parts[0]
         for part in parts[1:]:
-            total += part
+            total = total + part
         return total
 
     def release(self) -> None:

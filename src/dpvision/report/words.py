@@ -311,7 +311,9 @@ def sensitivity(plan: DPPlan, config: dict[str, Any]) -> str:
     hardware = config["hardware"]
     proven = (hardware["precision"] == "float32" or hardware["device"] == "cpu") and config["model"]["encoder"].get("kind") == "vit"
     if not proven:
-        return f"{moved}: measured, not proven, as far as rounding goes; {kept}, and the largest move found is {LARGEST_FOUND:.4f} times that."
+        return (
+            f"{moved}: measured, not proven, as far as rounding goes; {kept}, and the largest move found is {LARGEST_FOUND:.4f} times that."
+        )
     return (
         f"{moved}, rounding included: {kept}, and what rounding adds is proven to be at most {100 * added_bound():.2f}% where a record's "
         f"own gradient does not depend on the rows beside it. The largest move found is {LARGEST_FOUND:.4f} times the bound."
