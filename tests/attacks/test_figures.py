@@ -32,7 +32,12 @@ from ..report.runs import make_run, make_store
 
 RECORDS, DELTA = 50_000, 1e-5
 PARENT = PrivacyConfig(
-    dataset_size=RECORDS, expected_batch_size=5000, steps=10, max_grad_norm=0.1, noise_multiplier=1.0, max_records_per_unit=2,
+    dataset_size=RECORDS,
+    expected_batch_size=5000,
+    steps=10,
+    max_grad_norm=0.1,
+    noise_multiplier=1.0,
+    max_records_per_unit=2,
     num_units=RECORDS // 2,
 )
 CHILD = replace(PARENT, sampling="full_batch", expected_batch_size=RECORDS, steps=4, noise_multiplier=8.0)
