@@ -259,7 +259,7 @@ def test_an_empty_class_is_noted_of_public_pictures_only(tmp_path: Path, capsys:
     rng = np.random.default_rng(0)
     pictures = [rng.integers(0, 255, (8, 8, 3), dtype=np.uint8) for _ in range(60)]
     for public in (True, False):
-        store = write_store(tmp_path / str(public), pictures, ["a", "b"] * 30, public=public)
+        store = write_store(tmp_path / str(public), pictures, ["0", "1"] * 30, public=public)
         argv = ["adapt", "--data", str(store.path), "--encoder", "pixels", "--num-classes", "4", "--dataset-size", "60", "--dry-run"]
         assert main(argv) == 0
         assert ("2 declared classes have no picture in this public store: 2, 3" in capsys.readouterr().out) is public
