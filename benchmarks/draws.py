@@ -16,15 +16,16 @@ import numpy as np
 from common import row, write_result
 
 from dpvision.privacy.sampling import derive_rng, draw_poisson
+from dpvision.privacy.stream import Stream
 
 CASES = {"dpcap 1.3M of 233M": (233_804_767, 1_310_720), "vip 98k of 233M": (233_804_767, 98_304), "cifar 4k of 50k": (50_000, 4_096)}
 
 
-def draw_by_mask(num_records: int, sample_rate: float, rng: np.random.Generator) -> np.ndarray:
-    return np.flatnonzero(rng.random(num_records) < sample_rate)
+def draw_by_mask(num_records: int, sample_rate: float, rng: Stream) -> np.ndarray:
+    return np.flatnonzero(np.random.default_rng().random(num_records) < sample_rate)  # not even of a secret stream
 
 
-def measure(draw: Callable[[int, float, np.random.Generator], np.ndarray], num_records: int, rate: float, rounds: int) -> tuple[list, list]:
+def measure(draw: Callable[[int, float, Stream], np.ndarray], num_records: int, rate: float, rounds: int) -> tuple[list, list]:
     times, memory = [], []
     for step in range(rounds):
         rng = derive_rng(bytes(32), step)

@@ -81,7 +81,7 @@ def measure(variant: str, folder: Path, num_classes: int) -> dict[str, float]:
 
 def _releases(num_records: int):
     from dpvision.adapt.release import Releases, full_batch_plan
-    from dpvision.dp.noise import new_key
+    from dpvision.privacy.stream import new_key
 
     return Releases(full_batch_plan(num_records, EPSILON), lambda: 0, new_key(), new_key())
 

@@ -1,7 +1,6 @@
 """Your own model and loop with dpvision's guarantee: scikit-learn's handwritten digits, on a CPU, in under a minute."""
 
 import json
-import secrets
 from pathlib import Path
 
 import torch
@@ -11,29 +10,30 @@ from dpvision.config import PrivacyConfig
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import clipped_sum
-from dpvision.dp.noise import new_key, privatize
+from dpvision.dp.noise import privatize
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.sampling import derive_rng
+from dpvision.privacy.stream import new_key
 
 store = Path("stores/digits")  # the ledger needs a folder that names the data set by a random id; `dpvision data import` makes one, too
 if not store.exists():
     store.mkdir(parents=True)
-    (store / "store.json").write_text(json.dumps({"store_id": secrets.token_hex(16)}))
+    (store / "store.json").write_text(json.dumps({"store_id": new_key().hex()[:32]}))
 x, y = (torch.from_numpy(a) for a in load_digits(return_X_y=True))
 x, order = x.float().view(-1, 1, 1, 8, 8) / 16, torch.randperm(len(x), generator=torch.Generator().manual_seed(0))  # B V C H W
 train, test = order[:1500], order[1500:]
 net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
 optimizer, ce = torch.optim.Adam(net.parameters(), lr=0.02), torch.nn.CrossEntropyLoss(reduction="none")
 plan = make_plan(PrivacyConfig(dataset_size=1500, expected_batch_size=500, steps=150, target_epsilon=3.0, max_grad_norm=1.0))
-draw_key, noise_key = new_key(), new_key()  # secret and new at every start: never stored
-with Ledger.open(store, secrets.token_hex(4), plan, resume=False) as ledger:
+secret = new_key()  # new at every start and never stored
+with Ledger.open(store, new_key().hex()[:8], plan, resume=False) as ledger:
     while ledger.steps < plan.steps:
         step = ledger.append()  # charged before the deed
-        i = train[plan.draw(step, len(train), derive_rng(draw_key, step))]
+        i = train[plan.draw(step, len(train), derive_rng(secret, step))]
         batch = Batch(record_id_B=i, valid_B=torch.ones(len(i), dtype=torch.bool), image_BVCHW=x[i], label_B=y[i])
         total = clipped_sum(lambda m, b, _: ce(m(b.image_BVCHW), b.label_B), net, batch, StepKey(0, step), max_grad_norm=plan.max_grad_norm)
-        for name, gradient in privatize(total, plan, step, noise_key).grads.items():
+        for name, gradient in privatize(total, plan, step, secret).grads.items():
             net.get_parameter(name).grad = gradient
         optimizer.step()
     print(f"accuracy {(net(x[test]).argmax(1) == y[test]).double().mean():.1%} at epsilon {plan.spent(ledger.steps).epsilon:.2f}")

@@ -116,6 +116,11 @@ def write_run(
     folder = base / "checkpoints" / "step-00000004"
     write_checkpoint(folder, model, history=lineage(visibility, guarantee), tokenizer=tokenizer or make_tokenizer(), config=config)
     write_json(base / "config.json", to_dict(config))
-    about = {"store_id": "5" * 32, "store_visibility": visibility, "guarantee": "dp" if guarantee else "none"}
+    about = {
+        "store_id": "5" * 32,
+        "store_visibility": visibility,
+        "results_visibility": visibility,
+        "guarantee": "dp" if guarantee else "none",
+    }
     write_json(base / "run.json", {"format": "dpvision-run-1", "run_id": "r", **about})
     return root

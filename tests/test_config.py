@@ -73,7 +73,6 @@ def test_nan_and_infinity_pass_no_float_setting(cls: type, base: dict) -> None:
     [
         (PrivacyConfig, {**GOOD, "sampling": "fixed"}),
         (PrivacyConfig, {**GOOD, "guarantee": "yes"}),
-        (PrivacyConfig, {**GOOD, "noise_generator": "numpy"}),
         (HardwareConfig, {"precision": "float8"}),
         (OptimConfig, {"name": "lion"}),
         (MAEConfig, {"kind": "gan"}),

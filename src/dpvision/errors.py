@@ -1,5 +1,8 @@
 """The errors a person can meet. Each ends with the remedy; the command line prints them without a traceback and exits 2."""
 
+OPERATOR_ONLY = "operator only: "
+"""Comes before what depends on private records wherever it is printed: for whoever holds them, never to be passed on."""
+
 
 class DPVisionError(Exception):
     """Base of every error that dpvision raises on purpose.

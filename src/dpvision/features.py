@@ -33,6 +33,7 @@ from dpvision.models.captioner import Captioner
 from dpvision.models.packaged import TimmEncoder
 from dpvision.models.resnet import ResNet
 from dpvision.models.vit import ViT
+from dpvision.train.folder import require_confidential
 from dpvision.train.lineage import shaped_in_confidence
 
 Pooling = Literal["mean", "2x2"]
@@ -231,7 +232,7 @@ class Embeddings:
     width: int
     visibility: Literal["private", "public"]
     """Embeddings of private pictures are as private as the pictures, whatever guarantee the encoder has; so are those of public pictures
-    by an encoder that private pictures shaped without a guarantee."""
+    by an encoder that private pictures shaped without a guarantee, and those of a store that was cleared of private twins."""
     left_out: int
     """Pictures that could not be decoded."""
 
@@ -246,6 +247,7 @@ def write_embeddings(
     batch_size: int = 256,
     workers: int = 2,
     progress: Progress | None = None,
+    release_private_outputs: bool = False,
 ) -> Embeddings:
     """Features of a store, or of anything that ``data import`` takes, in one file.
 
@@ -255,10 +257,12 @@ def write_embeddings(
     private.
 
     Args:
-        out: ends in .npz or .safetensors; replaced if it exists.
+        out: ends in .npz or .safetensors; replaced if it exists. Features of private images must lie under a folder called confidential.
+        release_private_outputs: write them anywhere: no guarantee covers what an encoder makes of a private image.
 
     Raises:
-        ConfigError: another ending. CheckpointError: as in ``load``. DataError: no picture, or the file cannot be written.
+        ConfigError: another ending, or a place outside of every folder called confidential. CheckpointError: as in ``load``. DataError: no
+            picture, or the file cannot be written.
     """
     out = Path(out)
     if out.suffix not in (".npz", ".safetensors"):
@@ -266,8 +270,11 @@ def write_embeddings(
     checkpoint = load_checkpoint(run_or_checkpoint)
     encoder, config = load_encoder(checkpoint, ema=ema, pooling=pooling)
     keys: list[str] | None = None
-    if (Path(source) / "store.json").exists():
-        store = Store.open(source)
+    store = Store.open(source) if (Path(source) / "store.json").exists() else None
+    private = store is None or store.results_visibility == "private" or trained_in_confidence(checkpoint.manifest)
+    if private and not release_private_outputs:
+        require_confidential(out, "embed", "features of private images", ", or say --release-private-outputs")
+    if store is not None:
         size = config.model.encoder.image_size
         named, label_N, row_N = collect_features(
             {"encoder": lambda x: {pooling: encoder(x)}},
@@ -281,14 +288,12 @@ def write_embeddings(
         features = named["encoder", pooling].numpy()
         label = label_N.numpy() if not store.multi_label else _zeros_and_ones(store, row_N.numpy())
         arrays = {"features": features, "id": store.index["id"][row_N.numpy()].astype(np.int64), "label": label}
-        visibility, total = store.visibility, store.num_records
-        if trained_in_confidence(checkpoint.manifest):
-            visibility = "private"
+        total = store.num_records
     else:
         features, keys, total = _embed_source(encoder, config, source, batch_size, workers, progress)
-        arrays, visibility = {"features": features}, "private"
+        arrays = {"features": features}
     _write_arrays(out, arrays, keys)
-    return Embeddings(out, len(features), features.shape[1], visibility, total - len(features))
+    return Embeddings(out, len(features), features.shape[1], "private" if private else "public", total - len(features))
 
 
 def _zeros_and_ones(store: Store, row_N: np.ndarray) -> np.ndarray:

@@ -120,7 +120,7 @@ def test_the_noise_of_a_moment_is_a_symmetric_gaussian_matrix() -> None:
 
 
 def test_simulated_ranks_add_the_noise_once_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks sum their slices; each then releases the same total with the same noise, that of one process alone."""
+    """Two ranks sum their slices; of the total, each then releases its share with the noise that one process alone would add there."""
     stream, weight_KE, bias_K = stream_of(61), torch.randn(4, 12), torch.zeros(4)
 
     def gradient_of(releases: Releases) -> torch.Tensor:
@@ -129,6 +129,7 @@ def test_simulated_ranks_add_the_noise_once_and_the_same(monkeypatch: pytest.Mon
     alone = gradient_of(private(61))
     groups = [Group(rank, 2, torch.device("cpu")) for rank in range(2)]
     slices: list[ClippedSum] = []
+    monkeypatch.setattr(Group, "add_up", lambda group, values: None)
     monkeypatch.setattr(release_module, "all_reduce_sum", lambda total, group: slices.append(total) or total)
     for group in groups:
         releases = private(61)
@@ -136,10 +137,13 @@ def test_simulated_ranks_add_the_noise_once_and_the_same(monkeypatch: pytest.Mon
         gradient_of(releases)
     assert [total.num_records for total in slices] == [31, 30]
     monkeypatch.setattr(release_module, "all_reduce_sum", lambda total, group: slices[0] + slices[1])
+    shares = []
     for group in groups:
         releases = private(61)
         releases.group = group
-        torch.testing.assert_close(gradient_of(releases), alone, rtol=0, atol=1e-6)
+        shares.append(gradient_of(releases))
+    assert not (shares[0] * shares[1]).any(), "a coordinate has one owner"
+    torch.testing.assert_close(shares[0] + shares[1], alone, rtol=0, atol=1e-6)
 
 
 def test_an_average_of_releases_is_one_release_with_less_noise() -> None:
@@ -222,7 +226,8 @@ def test_without_a_guarantee_there_is_no_noise() -> None:
     releases = releases_of(no_noise(50))
     assert releases.entry_std() == 0
     total = moment_sum(stream_of(50, unit=True).blocks(), 12, 4, 1.0, 0.5, releases.plan)
-    torch.testing.assert_close(privatize(total, releases.plan, 0, KEYS[1]).grads["cross"], total.grads["cross"] / 50)
+    released = privatize(total, releases.plan, 0, KEYS[1], dtype=torch.float64)
+    torch.testing.assert_close(released.grads["cross"], total.grads["cross"] / 50)
 
 
 def test_keys_are_not_shown() -> None:

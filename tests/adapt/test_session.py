@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,10 +109,10 @@ def _killed(config: RunConfig, root: Path, last: int) -> None:
         try:
             real = release.privatize
 
-            def killed(total: ClippedSum, plan: DPPlan, step: int, key: bytes) -> DPGradient:
+            def killed(total: ClippedSum, plan: DPPlan, step: int, key: bytes, **settings: Any) -> DPGradient:
                 if step + 1 == last:
                     os.kill(os.getpid(), signal.SIGKILL)
-                return real(total, plan, step, key)
+                return real(total, plan, step, key, **settings)
 
             release.privatize = killed
             _run(config, root)
@@ -233,7 +234,7 @@ def test_bad_settings_are_refused_before_anything_is_charged(private: Store, tmp
         (with_model(encoder=replace(good.model.encoder, spec="nothing")), ConfigError, "'nothing'; expected a run folder"),
         (with_model(encoder=replace(good.model.encoder, pooling="cls")), ConfigError, "pooling='cls'"),
         (with_model(iterate="ema"), ConfigError, "iterate='ema' without a decay"),
-        (with_size(1), DataError, "1200 in this"),
+        (with_size(1), DataError, "operator only: 1200 can take part.*--dataset-size 1200"),
         (with_size(1300), DataError, "declared dataset_size=1300"),
         (with_model(head="one_step"), ConfigError, "steps=10; expected 1"),
     ]  # fmt: skip

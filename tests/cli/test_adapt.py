@@ -280,7 +280,8 @@ def _scenes_with_colours(folder: Path, first: int, count: int) -> Path:
 
 def test_pictures_of_several_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine, test, one = (str(tmp_path / name) for name in ("mine", "test", "one"))
-    by_colour = ["--label-from", "colours", "--label-separator", "|"]
+    (tmp_path / "colours.txt").write_text("blue\ngreen\nred\nyellow\n")
+    by_colour = ["--label-from", "colours", "--label-separator", "|", "--classes", str(tmp_path / "colours.txt")]
     assert main(["data", "import", str(_scenes_with_colours(tmp_path / "a", 0, 200)), mine, *by_colour]) == 0
     assert "several labels a record" in (said := capsys.readouterr().out) and "--model.multi-label" in said
     assert main(["data", "import", str(_scenes_with_colours(tmp_path / "b", 900, 80)), test, "--public", *by_colour]) == 0

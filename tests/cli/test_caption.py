@@ -102,19 +102,20 @@ def test_nothing_is_read_where_a_place_is_wrong(run: str, photos: Path, tmp_path
 
 def test_files_hold_what_the_terminal_shows(run: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = _lines(_ok(capsys, run, str(photos))[0])
-    many = ("--method", "beam", "--num", "3")
+    many, place = ("--method", "beam", "--num", "3"), tmp_path / "confidential"
+    place.mkdir()
     printed = json.loads(_ok(capsys, run, str(photos), *many, "--json")[0])["captions"]
     assert {one["picture"]: one["captions"][0]["text"] for one in printed} == shown
-    out = _ok(capsys, run, str(photos), *many, "--out", str(tmp_path / "c.jsonl"))[0]
+    out = _ok(capsys, run, str(photos), *many, "--out", str(place / "c.jsonl"))[0]
     assert "keep the file where the pictures are kept" in out and shown.popitem()[1] not in out
-    assert [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()] == printed
-    _ok(capsys, run, str(photos), *many, "--out", str(tmp_path / "c.csv"))
-    with (tmp_path / "c.csv").open(newline="") as file:
+    assert [json.loads(line) for line in (place / "c.jsonl").read_text().splitlines()] == printed
+    _ok(capsys, run, str(photos), *many, "--out", str(place / "c.csv"))
+    with (place / "c.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(r["picture"], r["caption"]) for r in rows] == [(one["picture"], c["text"]) for one in printed for c in one["captions"]]
     for row, said in zip(rows, (c for one in printed for c in one["captions"]), strict=True):
         assert float(row["log_probability"]) == pytest.approx(said["log_probability"], rel=1e-4)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.csv", "c.jsonl", "photos"]  # no partial file stays
+    assert sorted(p.name for p in place.iterdir()) == ["c.csv", "c.jsonl"]  # no partial file stays
     best_first = [[c["log_probability"] for c in one["captions"]] for one in printed]
     assert all(scores == sorted(scores, reverse=True) and len(scores) == 3 for scores in best_first)
 
@@ -135,7 +136,12 @@ def test_captions_are_as_private_as_pictures_and_weights(
     store = write_squares(tmp_path / "store", NUMBERS, public=public_store)
     own = write_run(tmp_path / "run", train_captioner(), visibility=visibility, guarantee=guarantee)
     assert json.loads(_ok(capsys, str(own), str(store.path), "--json")[0])["visibility"] == expected
-    text = _ok(capsys, str(own), str(store.path), "--out", str(tmp_path / "c.csv"))[0]
+    command = [str(own), str(store.path), "--out", str(tmp_path / "c.csv")]
+    if expected == "private":
+        _refused(capsys, "would hold captions of private images; expected a folder called confidential", *command)
+        assert not (tmp_path / "c.csv").exists()
+        command.append("--release-private-outputs")
+    text = _ok(capsys, *command)[0]
     assert ("captions of private pictures" in text) == (expected == "private")
 
 

@@ -92,7 +92,8 @@ def test_the_way_from_training_to_statement(store: Path, tmp_path: Path, capsys:
     written = _run(capsys, ["report", run, "--json"])
     statement = json.loads(Path(written["statement"]).read_text())
     assert statement["guarantee"]["epsilon"] == pytest.approx(done["epsilon"])
-    out = tmp_path / "features.npz"
+    out = tmp_path / "confidential" / "features.npz"
+    out.parent.mkdir()
     assert _run(capsys, ["embed", run, str(store), str(out), "--json"])["num_records"] == NUM and out.exists()
     account = _run(capsys, ["ledger", str(store), "--json"])
     assert any(r["spent"]["steps"] == 2 for r in account["runs"])

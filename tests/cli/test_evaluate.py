@@ -73,7 +73,7 @@ def test_private_scores_need_a_confidential_place_and_say_so(
     out = tmp_path / "confidential" / "scores.json"
     out.parent.mkdir()
     assert main(["evaluate", str(run), *asked, "--out", str(out)]) == 0
-    assert "no guarantee covers" in capsys.readouterr().out
+    assert "not printed where others may read" in capsys.readouterr().out
     assert {e["visibility"] for e in read_scores(out)} == {"private"} and not (run / "scores.json").exists()
 
 

@@ -66,7 +66,7 @@ def test_private_scores_stay_confidential(stores: dict[str, str], run: Path, tmp
     assert main([*argv, "--out", str(tmp_path / "scores.json")]) == 2
     assert "expected a folder called confidential in its path" in capsys.readouterr().err
     assert main(argv) == 0
-    assert "no guarantee covers" in capsys.readouterr().out
+    assert "not printed where others may read" in capsys.readouterr().out
     assert not (run / "scores.json").exists() and {e["visibility"] for e in read_scores(run / "confidential" / "scores.json")} == {
         "private"
     }

@@ -106,7 +106,7 @@ def test_private_pictures_and_weights_without_a_guarantee_stay_confidential(
     assert "expected a folder called confidential" in said(capsys, [run, *argv_of(data), *SMALL, "--out", str(tmp_path / "o.json")], 2)
     for flag, place in (("--picture", "o.png"), ("--work", "work")):
         assert "what private pictures shaped" in said(capsys, [run, *argv_of(data), *SMALL, flag, str(tmp_path / place)], 2)
-    assert "no guarantee covers" in said(capsys, [run, *argv_of(data), *SMALL])
+    assert "not printed where others may read" in said(capsys, [run, *argv_of(data), *SMALL])
     said(capsys, [bare, *argv_of(data), *SMALL, "--public"])
     for root in (run, bare):
         assert not (Path(root) / "scores.json").exists()

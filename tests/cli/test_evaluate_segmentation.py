@@ -109,7 +109,7 @@ def test_private_pictures_and_weights_without_a_guarantee_stay_confidential(
         assert main([*argv, flag, str(tmp_path / place)]) == 2
         assert "expected a folder called confidential in its path" in capsys.readouterr().err
     assert main([*argv, "--work", str(tmp_path / "confidential")]) == 0
-    assert "no guarantee covers" in capsys.readouterr().out
+    assert "not printed where others may read" in capsys.readouterr().out
     assert not (Path(run) / "scores.json").exists()
     assert {e["visibility"] for e in read_scores(Path(run) / "confidential" / "scores.json")} == {"private"}
     bare = write_run(tmp_path / "bare", guarantee=False)

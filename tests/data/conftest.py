@@ -1,5 +1,6 @@
 import pytest
 
+from dpvision.data.import_labels import ClassRule
 from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
@@ -15,4 +16,5 @@ def store(tmp_path) -> Store:
         image = png(i, 20 + i % 7, 24 + i % 5) if i % 2 else encode(noise(i, 33, 20 + i % 9), "JPEG")
         person = {"person": f"p{int((i * 0.8) ** 0.7)}"} if i >= 5 else {}
         samples.append(Sample(f"k{i}", image, {"label": f"class {i % 4}", "captions": [f"one {i}", f"two {i}"], **person}))
-    return import_samples(samples, tmp_path / "store", unit_from="person")
+    classes = ClassRule(tuple(f"class {k}" for k in range(4)))
+    return import_samples(samples, tmp_path / "store", unit_from="person", classes=classes)

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dpvision.data.import_labels import ClassRule
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
@@ -64,7 +65,7 @@ def test_parent_folder_as_unit_is_not_taken_for_a_class(tmp_path):
     assert records["ann/1.png"].unit == records["ann/2.png"].unit != records["bob/3.png"].unit
     assert store.label_names is None
     deep = write_folder(tmp_path / "deep", {"ill/ann/1.png": png(1), "well/ann/2.png": png(2), "well/bob/3.png": png(3)})
-    store = import_source(deep, tmp_path / "d", unit_from="parent")
+    store = import_source(deep, tmp_path / "d", unit_from="parent", classes=ClassRule(("ill", "well")))
     assert store.label_names == ["ill", "well"]
     assert len(set(store.index["unit"])) == 2
 
@@ -72,7 +73,7 @@ def test_parent_folder_as_unit_is_not_taken_for_a_class(tmp_path):
 def test_a_table_beside_the_pictures_gives_units_labels_and_captions(tmp_path):
     source = write_folder(tmp_path / "src", {"a/1.png": png(1), "a/2.png": png(2), "3.png": png(3)})
     (source / "metadata.csv").write_text('file_name,patient,finding,text\na/1.png,p1,yes,"one, two"\na/2.png,p1,no,\n')
-    store = import_source(source, tmp_path / "s", unit_from="patient", label_from="finding")
+    store = import_source(source, tmp_path / "s", unit_from="patient", label_from="finding", classes=ClassRule(("no", "yes")))
     records = by_key(store)
     assert records["a/1.png"].unit == records["a/2.png"].unit is not None
     assert records["3.png"].unit is None
@@ -97,7 +98,7 @@ def test_parquet_with_structs_and_class_names(tmp_path):
 def test_parquet_with_plain_bytes_captions_and_another_label_column(tmp_path):
     table = {"id": [7, 8, 9], "jpg": [png(1), None, png(3)], "kind": ["b", "a", "a"], "caption": [["x", "y"], ["z"], ["w"]]}
     path = parquet(tmp_path / "src" / "p.parquet", table)
-    store = import_source(path, tmp_path / "s", label_from="kind")
+    store = import_source(path, tmp_path / "s", label_from="kind", classes=ClassRule(("a", "b")))
     records = by_key(store)
     assert records["p-0"].captions == ("x", "y")
     assert records["p-0"].labels == (1,)
@@ -137,13 +138,13 @@ def test_a_pattern_chooses_among_tars(tmp_path):
 def test_written_shards_are_webdataset_and_import_again_in_place(tmp_path, monkeypatch):
     monkeypatch.setattr("dpvision.data.importer.SHARD_BYTES", 8000)
     samples = [Sample(f"odd name.{i}", png(i), {"label": f"c{i % 3}", "captions": [f"é {i}"], "who": f"u{i // 2}"}) for i in range(20)]
-    first = import_samples(samples, tmp_path / "a", unit_from="who")
+    first = import_samples(samples, tmp_path / "a", unit_from="who", public=True)
     assert len(first.shard_paths) > 2
     for path in first.shard_paths:
         with tarfile.open(path) as tar:
             names = tar.getnames()
         assert all(a.removesuffix("png") == b.removesuffix("json") for a, b in zip(names[::2], names[1::2], strict=True))
-    again = import_source(tmp_path / "a" / "shards", tmp_path / "b", unit_from="unit")
+    again = import_source(tmp_path / "a" / "shards", tmp_path / "b", unit_from="unit", public=True)
     assert again.num_records == 20
     for i in range(20):
         assert again.read(i) == first.read(i) == png(i)
@@ -251,7 +252,7 @@ def test_fields_and_labels_that_do_not_fit_are_refused(tmp_path):
             write_tar(tmp_path / "b.tar", {"1.png": png(1), "1.json": js(who="x", kind=1)}), out / "s", unit_from="patient")  # fmt: skip
     refused(r"label=\{'a': 1\}; expected one class, a name or a number from 0 on", tar, out / "s")
     mixed = write_tar(tmp_path / "c.tar", {"1.png": png(1), "1.cls": b"3", "2.png": png(2), "2.cls": b"cat"})
-    refused("names here and numbers there", mixed, out / "s")
+    refused("names here and numbers there", mixed, out / "s", public=True)
     table = {"image": structs(png(1)), "label": [3]}
     named = parquet(tmp_path / "q" / "q.parquet", table, {"label": {"names": ["only"]}})
     refused("label=3", named, out / "s")
@@ -314,7 +315,7 @@ def test_texts_beside_the_pictures_of_a_folder_are_captions(tmp_path):
         "5.png": png(5), "5.json": b"[1]", "notes.txt": b"beside nothing", "6.png": png(6),
         "metadata.csv": b"file_name,text\n6.png,table\n",
     }  # fmt: skip
-    store = import_source(write_folder(tmp_path / "src", files), tmp_path / "s")
+    store = import_source(write_folder(tmp_path / "src", files), tmp_path / "s", public=True)
     captions = {key: record.captions for key, record in by_key(store).items()}
     assert captions == {
         "3.png": ("z", "ein H\xfcndchen"), "4.png": (), "5.png": (), "6.png": ("table",), "a/1.png": ("a dog",), "a/2.PNG": ("x", "y"),
@@ -383,7 +384,7 @@ def test_a_file_of_captions_for_a_folder_and_for_tars(tmp_path):
     tar = write_tar(tmp_path / "t.tar", {"1.png": png(1), "1.txt": b"beside", "a/2.png": png(2), "3.png": png(3)})
     expected = [("one", "uno", "beside"), ("two",), ()]
     for source in (folder, tar):
-        store = import_source(source, tmp_path / f"s-{source.name}", captions=table)
+        store = import_source(source, tmp_path / f"s-{source.name}", captions=table, public=True)
         records = by_key(store)
         assert sorted((r.captions for r in records.values()), reverse=True) == sorted(expected, reverse=True)
         summary = store.import_summary()
@@ -410,7 +411,7 @@ def test_a_file_of_captions_for_a_folder_and_for_tars(tmp_path):
     ],
 )
 def test_real_sources(tmp_path, source, options, records, merged, classes):
-    store = import_source(SHARED / source, tmp_path / "s", **options)
+    store = import_source(SHARED / source, tmp_path / "s", public=True, **options)
     summary = store.import_summary()
     assert summary["records"] + summary["duplicates_merged"] == records + merged
     if source.startswith("flickr8k"):

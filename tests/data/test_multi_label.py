@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dpvision.config import DataConfig
+from dpvision.data.import_labels import ClassRule
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.inspect import contact_sheet, inspect_store
 from dpvision.data.keys import StepKey
@@ -85,13 +86,14 @@ def test_lists_of_every_kind_of_source_become_the_same_store(tmp_path: Path) -> 
     lines = [{"file_name": f"{k}.png", "finding": v, "text": f"no {k}"} for k, v in lists.items()]
     jsonl_files = files | {"metadata.jsonl": "".join(json.dumps(line) + "\n" for line in lines).encode()}
     field: dict[str, Any] = {"label_from": "finding"}
+    declared: dict[str, Any] = {"classes": ClassRule(("a", "b", "c"))}
     stores = [
-        import_source(write_tar(tmp_path / "t.tar", members), tmp_path / "s0"),
-        import_source(tmp_path / "q" / "names.parquet", tmp_path / "s1", **field),
+        import_source(write_tar(tmp_path / "t.tar", members), tmp_path / "s0", **declared),
+        import_source(tmp_path / "q" / "names.parquet", tmp_path / "s1", **field, **declared),
         import_source(tmp_path / "q" / "numbers0.parquet", tmp_path / "s2"),
         import_source(tmp_path / "q" / "numbers1.parquet", tmp_path / "s3"),
-        import_source(write_folder(tmp_path / "csv", csv_files), tmp_path / "s4", label_separator="|", **field),
-        import_source(write_folder(tmp_path / "jsonl", jsonl_files), tmp_path / "s5", **field),
+        import_source(write_folder(tmp_path / "csv", csv_files), tmp_path / "s4", label_separator="|", **field, **declared),
+        import_source(write_folder(tmp_path / "jsonl", jsonl_files), tmp_path / "s5", **field, **declared),
     ]
     for store in stores:
         assert store.multi_label and store.label_names == ["a", "b", "c"]
@@ -102,10 +104,10 @@ def test_lists_of_every_kind_of_source_become_the_same_store(tmp_path: Path) -> 
 
 def test_shards_that_were_written_give_the_same_labels_again(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "src", {"1.png": png(1), "2.png": png(2), "metadata.csv": b"file_name,label\n1.png,\n2.png,ill|old\n"})
-    store = import_source(source, tmp_path / "s", label_separator="|")
-    again = import_source(tmp_path / "s" / "shards", tmp_path / "again")
+    store = import_source(source, tmp_path / "s", label_separator="|", public=True)
+    again = import_source(tmp_path / "s" / "shards", tmp_path / "again", public=True)
     assert sorted(named(again).values(), key=len) == sorted(named(store).values(), key=len) == [set(), {"ill", "old"}]
-    alone = import_source(source, tmp_path / "alone")
+    alone = import_source(source, tmp_path / "alone", public=True)
     assert not alone.multi_label and named(alone) == {"1.png": None, "2.png": {"ill|old"}}, "without a separator a text is one class"
 
 
@@ -157,7 +159,7 @@ def test_halves_and_cleared_copies_keep_the_sets(several: Store, tmp_path: Path)
     for half in split_store(several.path, tmp_path / "a", tmp_path / "b", 0.5):
         assert half.multi_label and half.num_records
         assert named(half) == {key: of_key[key] for key in named(half)}
-        assert sorted(p.name for p in half.path.iterdir()) == ["index.npy", "store.json"]
+        assert sorted(p.name for p in half.path.iterdir()) == ["confidential", "index.npy", "store.json"]
     public = several_store(tmp_path / "public", public=True)
     cleared = write_without(public, tmp_path / "cleared", np.array([0, 3]), several, ["bytes"])
     assert cleared.num_records == NUM - 2 and named(cleared) == {k: v for k, v in of_key.items() if k not in ("k0", "k3")}
@@ -221,7 +223,7 @@ def test_scenes_are_labelled_with_all_their_shapes(tmp_path: Path) -> None:
 def test_lists_that_do_not_fit_are_refused_and_leave_nothing(tmp_path: Path, labels: list[Any], words: str) -> None:
     samples = [Sample(f"k{i}", png(i, 8, 8), {"label": label}) for i, label in enumerate(labels)]
     with pytest.raises(DataError, match=words):
-        import_samples(samples, tmp_path / "s")
+        import_samples(samples, tmp_path / "s", public=True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,7 +5,8 @@ import shutil
 import numpy as np
 import pytest
 
-from dpvision.data.store import ROW, Store, _Shard, keyed_hash
+from dpvision.data.store import ROW, Store, _Shard
+from dpvision.data.store_key import keyed_hash, read_key
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
 
@@ -33,7 +34,7 @@ def test_records_come_back_byte_for_byte(store):
         assert record.key == f"k{i}"
         assert record.captions == (f"one {i}", f"two {i}") == store.captions(i)
         assert record.labels == (i % 4,)
-        assert record.id == keyed_hash(store.store_id, expected)
+        assert record.id == keyed_hash(read_key(store.path), expected)
     assert store.label_names == [f"class {k}" for k in range(4)]
 
 
@@ -43,16 +44,16 @@ def test_read_many_keeps_the_order_it_was_asked_for(store):
     assert store.read_many(np.zeros(0, dtype=np.int64)) == []
 
 
-def test_ids_are_63_bits_and_mean_nothing_under_another_store_id():
-    a, b = keyed_hash("00" * 16, b"x"), keyed_hash("01" * 16, b"x")
+def test_ids_are_63_bits_and_mean_nothing_under_another_key():
+    a, b = keyed_hash(bytes(32), b"x"), keyed_hash(bytes([*range(32)]), b"x")
     assert a != b
-    assert all(0 <= keyed_hash("ab" * 16, bytes([i])) < 2**63 for i in range(256))
+    assert all(0 <= keyed_hash(b"k" * 32, bytes([i])) < 2**63 for i in range(256))
 
 
 def test_units_are_kept_without_their_names(store):
     units = [store.record(i).unit for i in range(40)]
     assert units[:5] == [None] * 5
-    assert units[39] == f"{keyed_hash(store.store_id, b'p11'):016x}"
+    assert units[39] == f"{keyed_hash(read_key(store.path), b'p11'):016x}"
     everything = b"".join(p.read_bytes() for p in store.path.rglob("*") if p.is_file())
     assert b"p11" not in everything
 

@@ -66,7 +66,7 @@ def test_pictures_made_on_a_device_are_those_made_by_threads(store: Store) -> No
     """The way that a GPU takes, run on the CPU: same records, same pixels, whatever the physical batch."""
     rows, key, data = np.arange(0, 90, 4), StepKey(3, 2), replace(DataConfig(), views=2)
     threads = list(physical_batches(store, rows, key, data, 24, physical_batch_size=10, workers=2))
-    device = list(_texture_batches(store, rows, key, data, 24, 10, torch.device("cpu")))
+    device = list(_texture_batches(store, [rows[i : i + 10] for i in range(0, len(rows), 10)], key, data, 24, torch.device("cpu")))
     assert len(threads) == len(device) == 3
     for a, b in zip(threads, device, strict=True):
         assert torch.equal(a.record_id_B, b.record_id_B) and torch.equal(a.valid_B, b.valid_B) and b.label_B is None

@@ -14,6 +14,7 @@ from zoo import KEY, GradientIsPicture, class_losses, make_batch, picture_losses
 
 from dpvision.data.batch import Batch
 from dpvision.dp.clip import METHODS, ClippedSum, clipped_sum
+from dpvision.dp.rounding import RESERVE
 from dpvision.errors import ConfigError, PrivacyError
 
 MEMBERS = {**zoo.ZOO, **zoo_layers.LAYERS, **zoo_tokens.TOKENS}
@@ -100,8 +101,8 @@ def test_sum_does_not_depend_on_rows(case, clip_by):
 
 
 def test_removing_replacing_or_scaling_a_record_moves_the_sum_by_at_most_c(case, clip_by):
-    """The slack is for the rounding of the float sum, whose terms are four contributions of norm C."""
-    check_sensitivity(clip_by, *case, torch.float32, 1e-6)
+    """In float32 without slack: what rounding adds is kept free. In float64 the slack is for the rounding of the sum."""
+    check_sensitivity(clip_by, *case, torch.float32, 0.0)
     check_sensitivity(clip_by, *case, torch.float64, 1e-12)
 
 
@@ -165,9 +166,9 @@ def test_float32_contribution_never_exceeds_c(clip_by, shape, clip):
         image = (image / image.norm() * clip * scale).clamp(-1e18, 1e18)
         total = clip_by(picture_losses, model, batch._replace(image_BVCHW=image), KEY, max_grad_norm=clip)
         norm = total.grads["weight"].double().norm().item()
-        assert norm <= clip
+        assert norm <= clip * (1 - RESERVE) * (1 + 32 * torch.finfo(torch.float32).eps)
         true = image.double().norm().item()
-        assert norm >= min(true, clip) * (1 - 1e-5), "clipped more than it had to be"
+        assert norm >= min(true, clip * (1 - RESERVE)) * (1 - 1e-5), "clipped more than it had to be"
 
 
 def test_huge_batch_of_equal_records_keeps_each_contribution():
@@ -176,7 +177,7 @@ def test_huge_batch_of_equal_records_keeps_each_contribution():
     image = make_batch(1, seed=5).image_BVCHW.expand(num, -1, -1, -1, -1) * 1e6
     total = clipped_sum(picture_losses, model, make_batch(num)._replace(image_BVCHW=image), KEY, max_grad_norm=0.1)
     assert total.grads["weight"].double().norm() <= num * 0.1
-    assert total.grads["weight"].double().norm() >= num * 0.1 * (1 - 1e-5)
+    assert total.grads["weight"].double().norm() >= num * 0.1 * (1 - RESERVE) * (1 - 1e-5)
 
 
 def test_record_that_is_not_finite_contributes_exactly_zero(case, clip_by):
@@ -213,8 +214,12 @@ def test_padding_is_not_in_the_sum_whatever_it_holds(case, clip_by, max_grad_nor
     valid = torch.tensor([True, False, True, True, False])
     total = clip_by(loss_fn, model, batch._replace(image_BVCHW=image, valid_B=valid), KEY, max_grad_norm=max_grad_norm)
     expected = clip_by(loss_fn, model, rows(batch, valid), KEY, max_grad_norm=max_grad_norm)
-    assert torch.equal(flat(total.grads), flat(expected.grads))
-    assert total.num_records == 3 and len(total.losses_B) == 3 and torch.equal(total.norms_B, expected.norms_B)
+    other = clip_by(loss_fn, model, batch._replace(valid_B=valid), KEY, max_grad_norm=max_grad_norm)
+    assert torch.equal(flat(total.grads), flat(other.grads)) and torch.equal(total.norms_B, other.norms_B)
+    # Against the batch without padding, another shape: kernels may round another way.
+    assert (flat(total.grads) - flat(expected.grads)).norm() <= 1e-6 * flat(expected.grads).norm()
+    assert total.num_records == 3 and len(total.losses_B) == 3
+    torch.testing.assert_close(total.norms_B, expected.norms_B, rtol=1e-6, atol=0)
 
 
 def test_all_padding_is_zero(case, clip_by):

@@ -15,8 +15,11 @@ from torch import nn
 from zoo import KEY, TokenSums, make_batch, rows, token_batch, token_sum_losses
 
 from dpvision.dp.clip import METHODS, clipped_sum
+from dpvision.dp.rounding import LOOSE, RESERVE
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+MOST = (1 - RESERVE) * (1 + LOOSE)
+"""Proven bound on a contribution, in units of C."""
 HALF = {
     name: {**zoo.ZOO, **zoo_layers.LAYERS, **zoo_tokens.TOKENS}[name]
     for name in (
@@ -53,7 +56,7 @@ def test_in_half_precision_no_contribution_exceeds_c(case, clip_by, dtype):
         for i in range(4):
             with context:
                 one = clip_by(loss_fn, model, rows(make_batch(4), [i]), KEY, max_grad_norm=clip, loss_scale=loss_scale)
-            assert flat(one.grads).norm() <= clip * (1 + 1e-6)
+            assert flat(one.grads).norm() <= clip * (1 - RESERVE) * (1 + 1e-6)
             assert all(value.dtype == torch.float32 for value in one.grads.values()) and one.losses_B.dtype == torch.float32
 
 
@@ -137,11 +140,11 @@ def cancelling(common: float, places: int, p: int, q: int, seed: int):
 @pytest.mark.parametrize("common", [1.0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6])
 @pytest.mark.parametrize("shape", [(16, 100, 120), (64, 300, 300)])
 def test_cancellation_does_not_carry_a_record_past_the_clip_norm(clip_by, shape, common):
-    """One part in 10^6 for rounding, measured in float64, however much of the Gram matrices cancels."""
+    """The proven bound, measured in float64, however much of the Gram matrices cancels."""
     for seed in range(3):
         batch = cancelling(common, *shape, seed)
         total = clip_by(token_sum_losses, TokenSums(*shape[1:]), batch, KEY, max_grad_norm=1.0)
-        assert total.grads["map.weight"].double().norm() <= 1 + 1e-6
+        assert total.grads["map.weight"].double().norm() <= MOST
 
 
 def test_cancelling_records_beside_others_and_one_that_is_not_finite():
@@ -174,4 +177,4 @@ def test_two_uses_that_cancel_are_one_gradient(clip_by, sign):
     torch.testing.assert_close(total.norms_B.double(), torch.stack(norms), rtol=1e-3 if sign > 0 else 1e-5, atol=0)
     for i in range(3):
         one = clip_by(losses, model, rows(batch, [i]), KEY, max_grad_norm=0.1)
-        assert flat(one.grads).norm() <= 0.1 * (1 + 1e-6)
+        assert flat(one.grads).norm() <= 0.1 * MOST

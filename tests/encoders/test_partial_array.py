@@ -251,7 +251,7 @@ def test_a_killed_adapt_resumes_in_the_midst_of_its_features(tmp_path: Path, cap
     capfd.readouterr()
     (partial,) = folder.iterdir()
     assert 40 <= _rows(partial) < 600 and not (tmp_path / "0" / "first" / "progress.jsonl").exists()
-    assert main(["adapt", "transfer.prototypes", "--resume", "--name", "first", "--runs", str(tmp_path / "0"), "--json"]) == 0
+    assert main(["adapt", "transfer.prototypes", "--resume", "--name", "first", "--runs", str(tmp_path / "0"), "--json", "--show-confidential"]) == 0
     captured = capfd.readouterr()
     going_on = int(captured.err.split("going on at ")[1].split(" of 600")[0])
     assert 40 <= going_on < 600 and json.loads(captured.out)["steps"] == 1

@@ -123,7 +123,10 @@ def test_embeddings_of_a_folder_carry_names_and_count_as_private(make_run: MakeR
         (folder / f"{name}.png").write_bytes(test_store.read(row))
     (folder / "broken.png").write_bytes(test_store.read(5)[:60])
     run = make_run()
-    made = write_embeddings(run, folder, out, batch_size=2, workers=1)
+    with pytest.raises(ConfigError, match="features of private images; expected a folder called confidential"):
+        write_embeddings(run, folder, out)
+    assert not out.exists()
+    made = write_embeddings(run, folder, out, batch_size=2, workers=1, release_private_outputs=True)
     assert (made.num, made.width, made.visibility, made.left_out) == (3, 16, "private", 1)
     if suffix == ".npz":
         keys, features = np.load(out)["key"].tolist(), np.load(out)["features"]
@@ -136,7 +139,8 @@ def test_embeddings_of_a_folder_carry_names_and_count_as_private(make_run: MakeR
 
 
 def test_embeddings_by_an_encoder_without_guarantee_are_private(make_run: MakeRun, test_store: Store, tmp_path: Path) -> None:
-    made = write_embeddings(make_run(wholly_confidential=True), test_store.path, tmp_path / "features.npz", workers=1)
+    (tmp_path / "confidential").mkdir()
+    made = write_embeddings(make_run(wholly_confidential=True), test_store.path, tmp_path / "confidential" / "features.npz", workers=1)
     assert made.visibility == "private"
 
 
@@ -148,4 +152,4 @@ def test_bad_places_for_embeddings_are_refused(make_run: MakeRun, test_store: St
         write_embeddings(run, test_store.path, tmp_path / "absent" / "features.npz", workers=1)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError):
-        write_embeddings(run, tmp_path / "empty", tmp_path / "features.npz", workers=1)
+        write_embeddings(run, tmp_path / "empty", tmp_path / "features.npz", workers=1, release_private_outputs=True)

@@ -83,7 +83,7 @@ def new_run(tmp_path: Path, config: RunConfig, scenes: Store) -> NewRun:
 
     def open_run(settings: RunConfig = config) -> AbstractContextManager[Session]:
         folder = tmp_path / f"new{next(number)}"
-        shutil.copytree(scenes.path, folder / "scenes")
+        shutil.copytree(scenes.path, folder / "scenes", ignore=shutil.ignore_patterns("ledger_marks.json"))  # as if imported there
         return new_session(replace(settings, data=replace(settings.data, store=str(folder / "scenes"))), folder / "run")
 
     return open_run

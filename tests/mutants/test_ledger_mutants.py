@@ -11,7 +11,8 @@ import runs
 
 from dpvision.config import PrivacyConfig
 from dpvision.privacy import ledger_format
-from dpvision.privacy.ledger import Ledger, read_ledger
+from dpvision.privacy.ledger import Ledger, read_ledger, store_account
+from dpvision.privacy.ledger_format import digest, encode, header_line, recovery_line, start_line, step_line
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report.statement import make_statement
@@ -96,7 +97,7 @@ def test_ledger_tail_cut(new_store, long_plan: DPPlan) -> None:
         assert_refused(lambda: charge(store, long_plan, 0, resume=True), "a ledger without its last lines")
 
     check()
-    with planted(StoreLedgers, "marks", lambda ledgers: {}, "a ledger without its last lines was accepted"):
+    with planted(StoreLedgers, "_check", lambda *args: None, "a ledger without its last lines was accepted"):
         check()
 
 
@@ -112,13 +113,55 @@ def test_ledger_copied_folder(new_store, long_plan: DPPlan) -> None:
         another = replace(long_plan, steps=7)
         assert_refused(lambda: Ledger.open(store, "b", another, resume=False).close(), "an older copy, by another run,")
 
-    def marks_beside_the_ledgers(store_dir):
-        ledgers = of(store_dir)
-        return replace(ledgers, marks_path=ledgers.folder / "ledger_marks.json")
-
-    of = StoreLedgers.of
     check()
-    with planted(StoreLedgers, "of", marks_beside_the_ledgers, "an older copy of the ledgers was accepted"):
+    beside = property(lambda ledgers: ledgers.folder / "own.json")
+    with planted(StoreLedgers, "own_path", beside, "an older copy of the ledgers was accepted"):
+        check()
+
+
+def test_ledger_torn_excuses_all(new_store, long_plan: DPPlan) -> None:
+    def check() -> None:
+        store = new_store()
+        path = charge(store, long_plan, 3)
+        last = path.read_bytes().splitlines()[-1]
+        lines = [
+            encode(
+                header_line("a", json.loads((store / "store.json").read_text())["store_id"], replace(long_plan, noise_multiplier=1e3), [])
+            )
+        ]
+        lines.append(encode(start_line(digest(lines[-1]), resume=False)))
+        for step in range(2):
+            lines.append(encode(step_line(digest(lines[-1]), step)))
+        for tail in (b"{", last + b"\n" + encode(recovery_line(digest(last), 3)) + b"\n"):
+            path.write_bytes(b"\n".join(lines) + b"\n" + tail)
+            assert_refused(lambda: charge(store, long_plan, 0, resume=True), "a ledger of another plan with a torn line")
+            assert_refused(lambda: store_account(store), "a ledger of another plan with a torn line, by the account,")
+
+    def by_count_alone(ledgers, run_id, contents, marks):
+        assert all(contents.steps >= mark.steps for mark in marks)
+
+    check()
+    with planted(StoreLedgers, "_check", by_count_alone, "with a torn line, by the account, was accepted"):
+        check()
+
+
+def test_marks_of_one_half(tmp_path: Path, long_plan: DPPlan) -> None:
+    def check() -> None:
+        data = tmp_path / f"family{len(list(tmp_path.iterdir()))}"
+        for name in ("all", "a", "b"):
+            runs.make_store(data / name)
+            (data / name / "store.json").write_text(json.dumps({"store_id": "5701e5701e", "visibility": "private"}))
+            StoreLedgers.of(data / name).register()
+        shutil.rmtree(charge(data / "a", long_plan, 2).parent)
+        for name in ("a", "b", "all"):
+            assert_refused(lambda name=name: store_account(data / name), f"the loss of the ledgers of a half, by {name},")
+
+    def alone(ledgers):
+        return {path: marks for path, marks in family_marks(ledgers).items() if path in (ledgers.own_path, ledgers.shared_path)}
+
+    family_marks = StoreLedgers.family_marks
+    check()
+    with planted(StoreLedgers, "family_marks", alone, "the loss of the ledgers of a half, by b, was accepted"):
         check()
 
 

@@ -1,20 +1,25 @@
 """Mistakes with the noise and its divisor: planted, and caught. The ids are those of docs/pitfalls.md, section "Noise and divisor"."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from zoo import GradientIsPicture, picture_losses
 
 from dpvision.checkpoint import state_tensors
 from dpvision.config import RunConfig
 from dpvision.data.store import Store
+from dpvision.dp import noise as noise_module
+from dpvision.dp import normals
 from dpvision.dp.clip import ClippedSum, clipped_sum
-from dpvision.dp.noise import DPGradient, new_key, privatize
+from dpvision.dp.noise import DPGradient, privatize
 from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.privacy.stream import Keystream, new_key, subkey
 from dpvision.train import loop, step
 from dpvision.train.distributed import Group
 from dpvision.train.loop import Secrets, fit
@@ -99,7 +104,7 @@ def test_noise_per_rank(new_run: NewRun) -> None:
     def own_noise_key(secrets, group):
         return Secrets(share(secrets, group).draw, secrets.noise)
 
-    def noise_then_sum(total, plan, step, key):
+    def noise_then_sum(total, plan, step, key, owners):
         gradient = privatize(total, plan, step, new_key())
         for value in gradient.grads.values():
             dist.all_reduce(value)
@@ -107,7 +112,7 @@ def test_noise_per_rank(new_run: NewRun) -> None:
 
     share = loop._share
     check()
-    with planted(loop, "_share", own_noise_key, "ranks hold different weights"):
+    with planted(loop, "_share", own_noise_key, "other noise than one"):
         check()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "all_reduce_sum", lambda total, group: total)
@@ -171,8 +176,8 @@ def test_replayed_noise(new_run: NewRun) -> None:
     def check() -> None:
         noises = []
 
-        def watch(total, plan, step, key):
-            gradient = release(total, plan, step, key)
+        def watch(total, plan, step, key, **owners):
+            gradient = release(total, plan, step, key, **owners)
             noises.append(torch.cat([(gradient.grads[n] * plan.expected_batch_size - v).flatten() for n, v in total.grads.items()]))
             return gradient
 
@@ -189,5 +194,39 @@ def test_replayed_noise(new_run: NewRun) -> None:
     check()
     with planted(loop, "Secrets", lambda draw=KEY, noise=KEY: Secrets(draw, noise), "comes again"):
         check()
-    with planted(loop, "privatize", lambda total, plan, step, key: privatize(total, plan, 0, key), "comes again"):
+    with planted(loop, "privatize", lambda total, plan, step, key, owners: privatize(total, plan, 0, key, owners=owners), "comes again"):
+        check()
+
+
+def test_predictable_generator(plan: DPPlan) -> None:
+    """Noise against ChaCha20 called directly, and a formula of one line."""
+    # With sum 0 the release is the noise on the grid; the grid is far below the tolerance.
+    key = subkey(KEY, "noise", step=0, parameter="a")
+    stream = Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor().update(bytes(8 * 1000))
+    word_H2 = np.frombuffer(stream, dtype="<u8").reshape(-1, 2).astype(float) * 2.0**-64
+    expected = np.sqrt(-2 * np.log(word_H2[:, 0])) * np.exp(2j * np.pi * word_H2[:, 1])
+
+    def check() -> None:
+        noise = privatize(as_sum(torch.zeros(1000)), plan, 0, KEY).grads["a"].double() * plan.expected_batch_size / plan.noise_std
+        assert np.allclose(noise.numpy().view(complex), expected, atol=1e-5), "noise is not that of the cryptographic stream"
+
+    class Mersenne(Keystream):
+        def fill(self, out_W):
+            out_W[:] = np.random.RandomState(0).randint(-(2**63), 2**63, len(out_W), dtype=np.int64)
+
+    check()
+    with planted(normals, "Keystream", Mersenne, "not that of the cryptographic stream"):
+        check()
+
+
+def test_low_bits(plan: DPPlan) -> None:
+    """Every number is a multiple of the public grid, whatever the sum was (``tests/attacks`` has what it was good for)."""
+
+    def check() -> None:
+        released = privatize(as_sum(torch.zeros(20_000)), plan, 0, KEY, dtype=torch.float64).grads["a"].numpy()
+        steps = released * plan.expected_batch_size / 2.0 ** (math.floor(math.log2(plan.noise_std)) - 20)
+        assert np.abs(steps - np.rint(steps)).max() < 1e-6, "low bits tell of the sum"
+
+    check()
+    with planted(noise_module, "grid_of", lambda noise_std: 2.0**-60, "low bits tell"):
         check()

@@ -12,8 +12,9 @@ from torch import nn
 from zoo import KEY, GradientIsPicture, TokenSums, class_losses, make_batch, picture_losses, rows, token_batch, token_sum_losses
 
 from dpvision.data.batch import Batch
-from dpvision.dp import clip, one_pass, outer, slots
+from dpvision.dp import clip, gram, one_pass, slots
 from dpvision.dp.clip import ClippedSum, clipped_sum
+from dpvision.dp.rounding import LOOSE, RESERVE
 
 from .planting import MORE, OTHER, C, ClippedSumFn, caught, check_clip, planted, seeded
 
@@ -51,6 +52,7 @@ def test_nonfinite_record_poisons(method: str) -> None:
     check()
     with pytest.MonkeyPatch.context() as patch:  # a factor of zero only
         patch.setattr(torch.Tensor, "masked_fill_", lambda self, mask, value: self)
+        patch.setattr(clip, "summed", lambda grad_BW, factor_B, finite_B: slots.summed(grad_BW, factor_B, finite_B | True))
         with planted(torch.Tensor, "masked_fill", lambda self, mask, value: self, "spoils the whole sum"):
             check()
 
@@ -126,8 +128,8 @@ def test_half_precision_norm(method: str) -> None:
     def measure(model: nn.Module, loss_fn: Any, batch: Batch) -> None:
         total = clipped_sum(loss_fn, model, batch, KEY, max_grad_norm=C, method=method)
         norm = flat(total.grads).norm()
-        assert norm <= C, "a contribution is longer than the clip norm"
-        assert norm >= C * (1 - 1e-5), "a contribution is cut shorter than the clip norm"
+        assert norm <= C * (1 - RESERVE) * (1 + LOOSE), "a contribution is longer than the clip norm"
+        assert norm >= C * (1 - RESERVE) * (1 - 1e-5), "a contribution is cut shorter than the clip norm"
 
     def norms_in(dtype):
         return lambda grads: sum(value.to(dtype).square().flatten(1).sum(1) for value in grads.values()).sqrt().double()
@@ -147,7 +149,7 @@ def test_half_precision_norm(method: str) -> None:
         else:
             with planted(slots, "sum_of_squares", squares_in(dtype), "a contribution is"):
                 check_written()
-            with planted(outer, "product", product_in(dtype), "a contribution is"):
+            with planted(gram, "product", product_in(dtype), "a contribution is"):
                 check_outer()
 
 
@@ -161,8 +163,10 @@ def test_cancelling_outer_products() -> None:
             w = torch.randn(1, 16, 100, generator=generator, dtype=torch.float64)
             batch = token_batch(x, (w - w.mean(1, keepdim=True)).float())
             total = clipped_sum(token_sum_losses, TokenSums(100, 120), batch, KEY, max_grad_norm=C)
-            assert flat(total.grads).norm() <= C * (1 + 1e-6), "a contribution is longer than the clip norm"
+            assert flat(total.grads).norm() <= C * (1 - RESERVE) * (1 + LOOSE), "a contribution is longer than the clip norm"
 
     check()
-    with planted(one_pass, "_TRUSTED", float("inf"), "a contribution is longer"):
-        check()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_pass, "gamma", lambda count: 0.0)  # or they are written out because their tokens are so long
+        with planted(one_pass, "LOOSE", float("inf"), "a contribution is longer"):
+            check()

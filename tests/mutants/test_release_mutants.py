@@ -105,8 +105,8 @@ def test_ema_unnoised(new_run: NewRun) -> None:
 
     noise: dict[str, torch.Tensor] = {}
 
-    def remember_noise(total, plan, step, key):
-        gradient = privatize(total, plan, step, key)
+    def remember_noise(total, plan, step, key, **owners):
+        gradient = privatize(total, plan, step, key, **owners)
         noise.update({n: gradient.grads[n] - value / plan.expected_batch_size for n, value in total.grads.items()})
         return gradient
 

@@ -40,6 +40,17 @@ def run(store: Path, plan: DPPlan, steps: int, run_id: str = "a", resume: bool =
         return ledger.path
 
 
+def marks_of(store: Path) -> dict[Path, bytes]:
+    """Both files of marks as they are now, to be put back."""
+    return {path: path.read_bytes() for path in (store / "ledger_marks.json", store.parent / "LEDGERS" / "5701e5701e" / "marks.json")}
+
+
+def put_back(marks: dict[Path, bytes]) -> None:
+    for path, data in marks.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
 def test_steps_are_numbered_from_zero_and_the_plan_is_the_only_budget(store: Path, plan: DPPlan) -> None:
     short = dataclasses.replace(plan, steps=3)
     with Ledger.open(store, "a", short, resume=False) as ledger:
@@ -71,8 +82,8 @@ def test_a_charge_is_on_the_disk_before_append_returns(store: Path, plan: DPPlan
         for _ in range(3):
             synced.clear()
             ledger.append()
-            assert synced[0] == ledger.path.stat().st_size  # the ledger first, whole; then the mark
-            assert len(synced) == 3  # ledger, marks file, its folder
+            assert synced[0] == ledger.path.stat().st_size  # the ledger first, whole; then the marks
+            assert len(synced) == 5  # ledger; the store's marks and the shared ones, each a file and its folder
         assert ledger_module.read_ledger(ledger.path).steps == 3
 
 
@@ -112,13 +123,13 @@ def test_a_killed_process_never_under_counts(store: Path, plan: DPPlan, kill_aft
 def test_a_crash_at_any_byte_of_the_last_line_charges_it(store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # speed only: the crash is made by hand
     path = run(store, plan, 3)
-    marks = (store / "ledger_marks.json").read_bytes()
+    marks = marks_of(store)
     run(store, plan, 0, resume=True)
     before = path.read_bytes()
     run_bytes = before + ledger_module.encode(ledger_module.step_line(read_ledger(path).digest, 3)) + b"\n"
     for cut in range(len(before) + 1, len(run_bytes)):
         path.write_bytes(run_bytes[:cut])
-        (store / "ledger_marks.json").write_bytes(marks)
+        put_back(marks)
         assert read_ledger(path).steps == 4 and read_ledger(path).torn
         with Ledger.open(store, "a", plan, resume=True) as ledger:
             assert ledger.append() == 4
@@ -130,7 +141,7 @@ def test_a_crash_at_any_byte_of_the_last_line_charges_it(store: Path, plan: DPPl
 def test_cutting_the_file_anywhere_never_under_counts(store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     path = run(store, plan, 4)
-    whole, marks = path.read_bytes(), (store / "ledger_marks.json").read_bytes()
+    whole, marks = path.read_bytes(), marks_of(store)
     for cut in [*range(0, len(whole) - 300, 17), *range(len(whole) - 300, len(whole))]:
         path.write_bytes(whole[:cut])
         try:
@@ -139,7 +150,7 @@ def test_cutting_the_file_anywhere_never_under_counts(store: Path, plan: DPPlan,
         except PrivacyError:
             assert path.read_bytes() == whole[:cut]
         path.write_bytes(whole)
-        (store / "ledger_marks.json").write_bytes(marks)
+        put_back(marks)
 
 
 def test_a_torn_last_step_of_the_plan_does_not_count_beyond_it(store: Path, plan: DPPlan) -> None:
@@ -177,13 +188,16 @@ def test_removing_or_doubling_a_line_is_found(store: Path, plan: DPPlan) -> None
 
 def test_a_rewritten_chain_with_the_same_count_is_found_by_the_mark(store: Path, plan: DPPlan) -> None:
     path = run(store, plan, 2)
-    other = dataclasses.replace(plan, noise_multiplier=1000.0)
-    shutil.rmtree(path.parent)
-    (store / "ledger_marks.json").rename(store / "kept")
-    run(store, other, 2)
-    (store / "kept").replace(store / "ledger_marks.json")
-    with pytest.raises(PrivacyError, match="other lines"):
-        Ledger.open(store, "a", other, resume=True)
+    marks = marks_of(store)
+    for change, what in (({"noise_multiplier": 1000.0}, "another plan"), ({}, "other lines")):
+        other = dataclasses.replace(plan, **change)
+        shutil.rmtree(path.parent)
+        (store / "ledger_marks.json").unlink()
+        run(store, other, 1)
+        run(store, other, 1, resume=True)  # another line between the same two steps
+        put_back(marks)
+        with pytest.raises(PrivacyError, match=what):
+            Ledger.open(store, "a", other, resume=True)
 
 
 def test_a_copied_back_ledger_folder_is_refused(store: Path, plan: DPPlan) -> None:

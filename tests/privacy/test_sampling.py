@@ -6,6 +6,7 @@ from dpvision.config import PrivacyConfig
 from dpvision.errors import PrivacyError
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.sampling import derive_rng, draw_poisson, truncate
+from dpvision.privacy.stream import Stream, subkey
 
 KEY = bytes(range(32))
 RARE = 1e-6
@@ -67,8 +68,8 @@ def test_extreme_draws_are_sorted_distinct_and_in_range(n: int, rate: float) -> 
 def test_the_last_record_is_not_left_out_by_a_short_first_chunk() -> None:
     # 8 extra gaps and 6 standard deviations: force second rounds with a generator whose gaps are all 1.
     class Ones:
-        def geometric(self, rate: float, size: int) -> np.ndarray:
-            return np.ones(size, dtype=np.int64)
+        def gaps(self, rate: float, count: int, longest: int) -> np.ndarray:
+            return np.ones(count, dtype=np.int64)
 
     assert np.array_equal(draw_poisson(1000, 0.01, Ones()), np.arange(1000))  # type: ignore[arg-type]
 
@@ -99,15 +100,14 @@ def test_draws_differ_between_steps_and_between_keys_and_repeat_for_one_key() ->
     assert first(KEY, 7) == first(KEY, 7)
 
 
-def test_all_128_bits_of_the_generator_come_from_the_key() -> None:
-    states = [derive_rng(KEY, step).bit_generator.state["state"]["key"] for step in range(64)]
-    words = np.array(states, dtype=np.uint64)
-    bits = (words[:, :, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)
-    assert np.all(bits.mean(0) > 0.1) and np.all(bits.mean(0) < 0.9)
+def test_the_stream_of_a_draw_is_that_of_its_purpose_and_step() -> None:
+    assert np.array_equal(derive_rng(KEY, 9).words(20), Stream(subkey(KEY, "draw", step=9)).words(20))
+    firsts = {int(derive_rng(key, step).words(1)[0]) for key in (KEY, bytes(32)) for step in range(1000)}
+    assert len(firsts) == 2000 and int(Stream(subkey(KEY, "noise", step=9)).words(1)[0]) not in firsts
 
 
 def test_a_short_key_is_refused() -> None:
-    with pytest.raises(ValueError, match="16 to 64"):
+    with pytest.raises(PrivacyError, match="5 bytes; expected 32"):
         derive_rng(b"short", 0)
 
 

@@ -1,9 +1,11 @@
 """Private selection: its price against the theorems by hand and against exact distributions, the law of the number of runs, the ledger."""
 
 import dataclasses
+import decimal
 import json
 import math
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +60,23 @@ def test_the_number_of_runs_follows_its_law(shape: float | None) -> None:
     assert shape is None or drawn.min() >= 1
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mean", [1.01, 6.0, 60.0])
+def test_the_number_of_runs_is_the_inverse_of_its_law(mean: float, shape: float | None) -> None:
+    """Just below and just above each value of the distribution function, by exact sums of the definition."""
+    selection = Selection(mean, shape, 1, 1.0)
+    distribution = np.cumsum(pmf(mean, shape, 40_000))
+    with decimal.localcontext(prec=50):
+        for k in (0, 1, 2, 3, 5, 11, 40, 60, 90):
+            for uniform in (distribution[k] * (1 - 1e-9), distribution[k] * (1 + 1e-9)):
+                if 0 < uniform < 1:
+                    assert selection.runs_at(Decimal(uniform)) == np.searchsorted(distribution, uniform, side="right")
+        tail = selection.runs_at(1 - Decimal(2) ** -129)
+    # 2^-129 of the law is beyond: more than any float64 distribution function could tell.
+    law = stats.poisson(mean) if shape is None else None
+    assert tail > 10 and (law is None or law.sf(tail) < 2.0**-129 < law.sf(tail - 2))
+
+
 @pytest.mark.parametrize("shape", [0.0, 0.01, 0.5, 1.0, 5.0])
 @pytest.mark.parametrize("mean", [1.01, 10.0, 300.0])
 def test_the_drawn_law_has_the_mean_that_is_paid_for_and_never_more(mean: float, shape: float) -> None:
@@ -80,10 +99,8 @@ def by_hand(noise: float, mean: float, shape: float, delta: float, orders: np.nd
 @pytest.mark.parametrize("noise", [1.0, 4.0, 20.0])
 def test_epsilon_is_theorem_2_by_hand(noise: float, shape: float) -> None:
     event = dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(noise), 10.0, shape)
-    curve = accountant.rdp_curve(event)
-    assert curve is not None
     stated = accountant.epsilon(event, 1e-6)
-    assert stated == pytest.approx(by_hand(noise, 10.0, shape, 1e-6, curve[0]), rel=1e-6)
+    assert stated == pytest.approx(by_hand(noise, 10.0, shape, 1e-6, published.RdpAccountant().orders), rel=1e-6)
     finest = by_hand(noise, 10.0, shape, 1e-6, np.geomspace(1.01, 2000, 200_000))
     assert finest <= stated * (1 + 1e-9) and stated <= 1.03 * finest, "the orders are fine enough"
 
@@ -95,7 +112,7 @@ def test_epsilon_is_theorem_6_by_hand(noise: float) -> None:
     event = dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(noise), mean, math.inf)
     curve = accountant.rdp_curve(event)
     assert curve is not None
-    orders = curve[0]
+    orders = published.RdpAccountant().orders  # a selection is computed at these, and bounded at the others
     run, hat = orders / (2 * noise**2), np.log1p(1 / (orders - 1))
     exact = accountant.deltas(dp_event.GaussianDpEvent(noise), hat)
     bound = np.exp(np.minimum((orders - 1) * (run - hat[:, None]) + orders * np.log1p(-1 / orders) - np.log(orders - 1), 0)).min(axis=1)
@@ -179,7 +196,16 @@ def test_poisson_runs_are_cheaper_than_full_ones() -> None:
 
 def test_a_persons_epsilon_counts_all_her_records_in_weights_and_score() -> None:
     one = plan_of(dataclasses.replace(FULL, target_epsilon=None, noise_multiplier=10.0))
-    three = plan_of(dataclasses.replace(FULL, target_epsilon=None, noise_multiplier=30.0, max_records_per_unit=3))
+    three = plan_of(
+        dataclasses.replace(
+            FULL,
+            target_epsilon=None,
+            noise_multiplier=30.0,
+            max_records_per_unit=3,
+            num_units=FULL.dataset_size,
+            delta=1 / (2 * FULL.dataset_size),
+        )
+    )
     assert three.spent(1).unit_epsilon == pytest.approx(one.epsilon, rel=1e-9)
 
 
@@ -190,7 +216,9 @@ def test_what_cannot_be_accounted_for_is_refused() -> None:
     for cfg in (truncated, dataclasses.replace(FULL, guarantee="none", target_epsilon=None)):
         with pytest.raises(ConfigError, match="selection"):
             plan_of(cfg)
-    poisson = PrivacyConfig(dataset_size=1000, expected_batch_size=100, noise_multiplier=2.0, steps=3, max_records_per_unit=2)
+    poisson = PrivacyConfig(
+        dataset_size=1000, expected_batch_size=100, noise_multiplier=2.0, steps=3, max_records_per_unit=2, num_units=600
+    )
     with pytest.raises(PrivacyError, match="max_records_per_unit"):
         plan_of(poisson)
     for asked in ({"mean_runs": 1.0}, {"mean_runs": math.nan}, {"shape": -0.5}, {"shape": math.nan}, {"score_share": 1.0}):

@@ -57,7 +57,8 @@ def make_run(
     confidential = root / "confidential"
     confidential.mkdir(parents=True)
     base = confidential if plan.guarantee != "dp" and meta["visibility"] == "private" else root
-    about = {"store_id": meta["store_id"], "store_visibility": meta["visibility"], "guarantee": plan.guarantee}
+    seen_by = {"store_visibility": meta["visibility"], "results_visibility": meta["visibility"]}
+    about = {"store_id": meta["store_id"], **seen_by, "guarantee": plan.guarantee}
     write_json(base / "run.json", {"format": FORMAT, "run_id": run_id, **about})
     write_json(base / "config.json", to_dict(config))
     write_json(base / "plan.json", plan.to_dict())

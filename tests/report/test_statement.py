@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +19,7 @@ from dpvision.errors import CheckpointError, PrivacyError
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.report import words
+from dpvision.report.schema import problems, statement_schema
 from dpvision.report.statement import make_statement, write_statement
 
 from .runs import POISSON, PUBLIC_SCORES, STEPS, make_run, make_store, score_entry
@@ -52,6 +52,7 @@ def test_epsilon_is_that_of_the_steps_in_the_ledger(tmp_path: Path) -> None:
 
 def test_the_statement_fits_its_schema(statement: dict[str, Any], tmp_path: Path, small_privacy: PrivacyConfig) -> None:
     schema = json.loads(SCHEMA.read_text())
+    assert statement_schema() == schema, "the package ships the schema of the docs"
     make_store(tmp_path / "store", "public")
     public = make_run(tmp_path / "run", tmp_path / "store", privacy=no_guarantee(small_privacy), charged=2)
     for made in (statement, make_statement(public)):
@@ -62,32 +63,8 @@ def test_the_statement_fits_its_schema(statement: dict[str, Any], tmp_path: Path
     ]
 
 
-def problems(value: Any, schema: dict[str, Any], where: str) -> list[str]:
-    """Where ``value`` departs from the JSON Schema, for the keywords that the schema uses."""
-    kinds = {
-        "object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float), "null": type(None),
-    }  # fmt: skip
-    if "const" in schema or "enum" in schema:
-        return [] if value in schema.get("enum", [schema.get("const")]) else [f"{where}: {value!r}"]
-    allowed = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    if not any(isinstance(value, kinds[kind]) and (kind == "boolean" or not isinstance(value, bool)) for kind in allowed):
-        return [f"{where}: not {' or '.join(allowed)}"]
-    found = []
-    if isinstance(value, dict) and "properties" in schema:
-        found += [f"{where}.{key}: unknown" for key in value if key not in schema["properties"]]
-        found += [f"{where}.{key}: missing" for key in schema["required"] if key not in value]
-        found += [p for key, inner in schema["properties"].items() if key in value for p in problems(value[key], inner, f"{where}.{key}")]
-    elif isinstance(value, list) and "items" in schema:
-        found += [p for i, item in enumerate(value) for p in problems(item, schema["items"], f"{where}[{i}]")]
-    elif isinstance(value, str) and not re.search(schema.get("pattern", ""), value):
-        found.append(f"{where}: {value!r} does not match")
-    elif isinstance(value, int | float) and not schema.get("minimum", value) <= value <= schema.get("maximum", value):
-        found.append(f"{where}: {value} out of range")
-    return found
-
-
 def test_it_says_where_the_default_noise_comes_from(statement: dict[str, Any]) -> None:
-    assert "256-bit key" in statement["mechanism"]["noise_generator"]
+    assert "ChaCha20, a cryptographic stream, with a 256-bit key" in statement["mechanism"]["noise_generator"]
 
 
 def test_delta_times_n_is_a_half_by_default(statement: dict[str, Any]) -> None:

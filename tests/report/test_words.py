@@ -32,10 +32,10 @@ def test_small_numbers_keep_their_exponent() -> None:
 
 
 def test_words_for_a_person_appear_with_a_contribution_bound() -> None:
-    plan = make_plan(replace(PRIVACY, max_records_per_unit=3))
-    assert "At most 3 records of a person" in words.unit(plan)
+    plan = make_plan(replace(PRIVACY, max_records_per_unit=3, num_units=20_000))
+    assert "At most 3 of a person" in words.unit(plan) and "20,000 people" in words.unit(plan)
 
 
-def test_hardened_noise_is_described_as_what_it_is() -> None:
-    plan = make_plan(replace(PRIVACY, noise_generator="hardened"))
-    assert "not a proof" in words.noise_generator(plan) and "64 bits" not in words.noise_generator(plan)
+def test_the_grid_of_the_noise_is_called_a_mitigation_and_not_a_proof() -> None:
+    text = words.noise_generator(make_plan(PRIVACY))
+    assert "ChaCha20" in text and "a mitigation" in text and "not a proof" in text

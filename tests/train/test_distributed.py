@@ -7,10 +7,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import RunConfig, to_dict
+from dpvision.errors import ConfigError
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.train.loop import Secrets, fit
 from dpvision.train.start import new_session

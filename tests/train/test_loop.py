@@ -103,10 +103,10 @@ from dpvision.train.start import new_session, resumed_session
 
 real, root, last = loop.privatize, Path(sys.argv[2]), int(sys.argv[3])
 
-def killed(total, plan, step, key):
+def killed(total, plan, step, key, **owners):
     if step + 1 == last:
         os.kill(os.getpid(), signal.SIGKILL)
-    return real(total, plan, step, key)
+    return real(total, plan, step, key, **owners)
 
 loop.privatize = killed
 config = from_dict(RunConfig, json.loads(Path(sys.argv[1]).read_text()))
@@ -136,7 +136,7 @@ def test_a_resumed_run_repeats_neither_draws_nor_noise(config: RunConfig, tmp_pa
     seen: list[tuple[bytes, bytes]] = []
     real_sum, real_noise = loop.step_sum, loop.privatize
     monkeypatch.setattr(loop, "step_sum", lambda *a: (seen.append((a[-2], b"")), real_sum(*a))[1])
-    monkeypatch.setattr(loop, "privatize", lambda *a: (seen.append((b"", a[-1])), real_noise(*a))[1])
+    monkeypatch.setattr(loop, "privatize", lambda *a, **owners: (seen.append((b"", a[-1])), real_noise(*a, **owners))[1])
     for run in ("one", "two"):
         with new_session(config, tmp_path / run) as session:
             fit(session, quiet=True)
@@ -151,10 +151,10 @@ def test_a_resumed_run_repeats_neither_draws_nor_noise(config: RunConfig, tmp_pa
 def test_sigterm_saves_and_stops_and_resume_completes(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = loop.privatize
 
-    def stop_at_two(total: object, plan: object, number: int, key: bytes) -> object:
+    def stop_at_two(total: object, plan: object, number: int, key: bytes, **owners: object) -> object:
         if number == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(total, plan, number, key)  # type: ignore[arg-type]
+        return real(total, plan, number, key, **owners)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loop, "privatize", stop_at_two)
     with new_session(config, tmp_path / "run") as session:

@@ -86,8 +86,9 @@ def test_a_private_run_stops_goes_on_and_is_scored_by_what_its_network_says(
     assert precision.value == pytest.approx(average_precision_score(truth[:, had], logit[:, had], average="macro"))
     assert decisions.value == pytest.approx(((logit > 0) == truth).mean())
     assert precision.visibility == decisions.visibility == "private"
-    write_embeddings(root, test.path, tmp_path / "embedded.npz", workers=1)
-    with np.load(tmp_path / "embedded.npz") as arrays:
+    out = test.path / "confidential" / "embedded.npz"
+    write_embeddings(root, test.path, out, workers=1)
+    with np.load(out) as arrays:
         assert arrays["label"].dtype == np.uint8 and (arrays["label"] == truth).all()
 
 
@@ -212,7 +213,9 @@ def test_scores_that_would_mean_nothing_are_refused(config: RunConfig, halves: t
         score_own_head(tmp_path / "several", test, several_labels=real)
     with pytest.raises(DataError, match=r"several labels a record; expected one, which is what probes learn.*leave --train out"):
         evaluate(tmp_path / "several", halves[0], test, protocols=("own_head",))
-    renamed = import_samples((Sample(f"k{i}", test.read(i), {"label": [LABELS[i % 8]]}) for i in range(20)), tmp_path / "named")
+    renamed = import_samples(
+        (Sample(f"k{i}", test.read(i), {"label": [LABELS[i % 8]]}) for i in range(20)), tmp_path / "named", public=True
+    )
     with pytest.raises(DataError, match=r"not those of the training store \('disc' and 'cross'\).*data split"):
         score_own_head(tmp_path / "several", renamed)
     too_many = _store(tmp_path / "many", [[0], [NUM_CLASSES]])

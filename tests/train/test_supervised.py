@@ -107,10 +107,10 @@ def test_a_private_run_with_views_and_an_average_stops_resumes_and_completes(
 ) -> None:
     real, root = loop.privatize, tmp_path / "run"
 
-    def stop_at_two(total: object, plan: object, number: int, key: bytes) -> object:
+    def stop_at_two(total: object, plan: object, number: int, key: bytes, **owners: object) -> object:
         if number == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(total, plan, number, key)  # type: ignore[arg-type]
+        return real(total, plan, number, key, **owners)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loop, "privatize", stop_at_two)
     with new_session(supervised, root) as session:

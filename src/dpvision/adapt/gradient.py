@@ -55,7 +55,7 @@ def _dense(blocks: Iterator[Block], weight_KE: Tensor, bias_K: Tensor, loss: Los
         factor_B = total.factors(norm_B)
         if not torch.isfinite(norm_B).all():  # logits of a huge row overflow; 0 x NaN is NaN
             residual_BK = residual_BK.masked_fill(~torch.isfinite(norm_B)[:, None], 0.0)
-        total.add("weight", residual_BK.mul_(factor_B[:, None]).T @ block.x_BE)
+        total.add("weight", residual_BK.mul_(factor_B[:, None]).double().T @ block.x_BE.double())
     return total.sum()
 
 
@@ -72,7 +72,7 @@ def _at_zero(blocks: Iterator[Block], width: int, bias_K: Tensor, loss: Loss, pl
             own_B = (1 - 2 * p_K)[block.label_B]
         residual_B = (p_K.square().sum() + own_B).clamp(min=0).sqrt()
         x_BE = block.x_BE * total.factors(residual_B * block.norm_B)[:, None]
-        class_KE = block.class_sum(x_BE, num_classes).double()
+        class_KE = block.class_sum(x_BE, num_classes)
         # With one label each, the sum over the classes is that over the records.
         sum_E = class_KE.sum(dim=0) if block.target_BK is None else x_BE.sum(dim=0, dtype=torch.float64)
         total.add("weight", p_K[:, None] * sum_E - class_KE)

@@ -67,6 +67,7 @@ def moment_sum(blocks: Iterator[Block], width: int, num_classes: int, bound: flo
         factor_B = total.factors(length_B)
         if own:
             y_BE = x_BE * (own * factor_B.double()).sqrt().float()[:, None]
+            y_BE = y_BE.double()
             own_EE += y_BE.T @ y_BE
         if cross:
             total.add("cross", block.class_sum(x_BE * (cross * factor_B)[:, None], num_classes))

@@ -16,17 +16,18 @@ import numpy as np
 import torch
 
 from dpvision.adapt.recommend import WIDEST, recommend_head
-from dpvision.adapt.release import full_batch_plan
+from dpvision.adapt.release import full_batch_noise
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import FrozenEncoderConfig, HeadConfig, PrivacyConfig, RunConfig
 from dpvision.config.head_presets import with_candidate, with_head
+from dpvision.data.declared import count_units, has_units, rounded_up
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.identity import check_alone
 from dpvision.encoders.open import open_encoder
-from dpvision.errors import ConfigError, DataError
+from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 from dpvision.models.timm_cache import find_timm_weights
-from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
+from dpvision.privacy.plan import DPPlan, ask_selection, default_delta, draft_plan, make_plan
 from dpvision.train import distributed
 from dpvision.train.lineage import inherit
 from dpvision.train.start import check_labels, check_store
@@ -80,13 +81,13 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     assert config.data.store is not None and model.num_classes is not None and model.encoder.spec is not None
     store = Store.open(config.data.store)
     row_N = store.eligible_rows(config.privacy.max_records_per_unit, config.seed)
-    _check_declared(config.privacy, len(row_N))
+    _check_declared(config.privacy, store, row_N)
     device = distributed.join(config.hardware.device).device
     encoder = open_public(model.encoder, device)
     pooling, width = check_alone(encoder, model.encoder.pooling, device)
     config = settled(config, encoder, pooling, width)
     plan = plan or head_plan(config)
-    check_store(plan, store, len(row_N))
+    check_store(plan, store, row_N)
     check_labels(store, row_N, model.num_classes, multi_label=model.multi_label)
     label = store.targets(row_N, model.num_classes) if model.multi_label else store.labels[row_N]
     return Prepared(config, plan, store, row_N, label, encoder, encoder_lineage(config, encoder, store, plan), device)
@@ -108,13 +109,15 @@ def settled(config: RunConfig, encoder: FrozenEncoder, pooling: str, width: int)
         return config
     if config.model.head == "auto":
         privacy = config.privacy
-        if privacy.guarantee == "dp" and privacy.target_epsilon is None:
+        if privacy.guarantee == "dp" and privacy.target_epsilon is None and privacy.target_unit_epsilon is None:
             raise ConfigError(
                 f"adapt: head='auto' with noise_multiplier={privacy.noise_multiplier}; expected a target epsilon to choose by. "
                 "Say --epsilon, or name a head."
             )
         epsilon = math.inf if privacy.target_epsilon is None else privacy.target_epsilon
-        head, reason = recommend_head(privacy.dataset_size, config.model.num_classes, epsilon, width, privacy.delta)
+        if privacy.target_unit_epsilon is not None:
+            epsilon = draft_plan(privacy).epsilon or math.inf
+        head, reason = recommend_head(privacy.dataset_size, config.model.num_classes, epsilon, width, _delta(privacy))
         if config.model.multi_label and head == "feature_covariance":
             head, reason = "least_squares", f"{reason}; those steps are for one label a record, and here are several"
         config = with_head(config, head, reason)
@@ -132,11 +135,17 @@ def head_plan(config: RunConfig) -> DPPlan:
     assert isinstance(model, HeadConfig)
     if model.candidates:
         return make_plan(cfg, ask_selection(cfg, mean_runs=model.selection_runs, shape=model.selection_shape))
-    if cfg.guarantee != "dp" or cfg.sampling != "full_batch" or cfg.target_epsilon is None:
+    target, records = cfg.target_epsilon, 1
+    if cfg.num_units is not None and cfg.target_unit_epsilon is not None:
+        target, records = cfg.target_unit_epsilon, cfg.max_records_per_unit
+    if cfg.guarantee != "dp" or cfg.sampling != "full_batch" or target is None:
         return make_plan(cfg)
-    assert cfg.max_grad_norm is not None
-    exact = full_batch_plan(cfg.dataset_size, cfg.target_epsilon, steps=cfg.steps, delta=cfg.delta, max_grad_norm=cfg.max_grad_norm)
-    return make_plan(replace(cfg, target_epsilon=None, noise_multiplier=exact.noise_multiplier, delta=exact.delta))
+    noise = records * full_batch_noise(target, _delta(cfg), cfg.steps)
+    return make_plan(replace(cfg, target_epsilon=None, target_unit_epsilon=None, noise_multiplier=noise))
+
+
+def _delta(cfg: PrivacyConfig) -> float:
+    return default_delta(cfg.num_units or cfg.dataset_size) if cfg.delta is None else cfg.delta
 
 
 def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> FrozenEncoder:
@@ -203,11 +212,14 @@ def _check_asked(config: RunConfig) -> HeadConfig:
     return model
 
 
-def _check_declared(cfg: PrivacyConfig, num_rows: int) -> None:
+def _check_declared(cfg: PrivacyConfig, store: Store, row_N: np.ndarray) -> None:
     if cfg.dataset_size == _UNDECLARED:
+        units = ""
+        if has_units(store):
+            units = f" --privacy.num-units {rounded_up(count_units(store, row_N))} (docs/data.md, persons)"
         raise DataError(
-            f"adapt: dataset_size is not declared; expected the number of records, {num_rows} in this store now. It becomes public: it "
-            f"sets the noise and is printed. Say --dataset-size {num_rows}."
+            f"adapt: dataset_size is not declared; expected the number of records, which becomes public: it sets the noise and is printed. "
+            f"{OPERATOR_ONLY}{len(row_N)} can take part. Say --dataset-size {rounded_up(len(row_N))}{units}."
         )
 
 

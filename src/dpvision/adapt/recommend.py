@@ -12,6 +12,7 @@ from dp_accounting import gaussian_mechanism
 
 from dpvision.config.head_presets import HeadName
 from dpvision.errors import ConfigError
+from dpvision.privacy.plan import default_delta
 
 MOST_NOISE_FOR_COVARIANCE = 0.03
 MOST_NOISE_FOR_STEPS = 0.6
@@ -30,7 +31,7 @@ def recommend_head(
         num_classes: declared number K.
         epsilon: of the whole head; more than 0, infinite without a guarantee.
         feature_width: D.
-        delta: None for 1 / (2 N).
+        delta: None for the default, ``privacy.plan.default_delta``.
 
     Raises:
         ConfigError: a number is out of range.
@@ -63,6 +64,6 @@ def covariance_noise(num_records: int, epsilon: float, feature_width: int, delta
     """sqrt(2 D) sigma / N; 0 without a guarantee."""
     if math.isinf(epsilon):
         return 0.0
-    delta = 1 / (2 * num_records) if delta is None else delta
+    delta = default_delta(num_records) if delta is None else delta
     sigma = gaussian_mechanism.get_sigma_gaussian(epsilon, delta)
     return math.sqrt(2 * feature_width) * sigma / num_records

@@ -22,22 +22,21 @@ from dpvision.adapt.stream import Block, FeatureStream
 from dpvision.config import PrivacyConfig
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient, privatize
+from dpvision.dp.rounding import MARGIN_EPS, clip_factors, require_exact_products
 from dpvision.errors import PrivacyError
-from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.privacy.plan import DPPlan, default_delta, make_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.train.distributed import Group, all_reduce_sum
 
 _ALONE = Group(0, 1, torch.device("cpu"))
 _ROUNDED_UP = 1 + 1e-9
-_MARGIN_EPS = 32
-"""Part of C left free for rounding, in units of float32's eps, as in ``dp.clip``: the lengths of rows are within 6 (``stream``), 14 where a
-row was shortened and squared; the residuals, the factor and the products with them round by half a unit each."""
-_STABILITY = 0.01
-"""gamma of automatic clipping, as in ``dp.clip``."""
+_MARGIN = MARGIN_EPS * torch.finfo(torch.float32).eps
+"""Part of C left free for rounding: the lengths of rows are within 6 eps of float32 (``stream``), 14 where a row was shortened and squared;
+the residuals, the factor and the products with them round by half a unit each. Sums over records are float64 throughout."""
 
 
 class Contributions:
-    """Clipped sum in the making: float64 totals by name, so that a million records add up without loss.
+    """Clipped sum in the making: sums over records in float64, so that a million of them add up without loss.
 
     Args:
         plan: names the clip norm and the rule. Without a clip norm (no guarantee) nothing is clipped.
@@ -48,12 +47,8 @@ class Contributions:
     """
 
     def __init__(self, plan: DPPlan, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        precision = torch.get_float32_matmul_precision()
-        if plan.max_grad_norm is not None and precision != "highest":
-            raise PrivacyError(
-                f"adapt: float32_matmul_precision={precision!r}; expected 'highest': a product rounded to fewer bits can exceed the clip "
-                "norm. Call torch.set_float32_matmul_precision('highest')."
-            )
+        if plan.max_grad_norm is not None:
+            require_exact_products("adapt")
         self._plan = plan
         self._totals = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
         self._norms: list[Tensor] = []
@@ -64,19 +59,14 @@ class Contributions:
         Call once for every record; a norm that is not finite gives the factor 0, and the caller drops such a record's numbers too.
         """
         self._norms.append(norm_B.float())
-        clip_norm = self._plan.max_grad_norm
+        clip_norm, finite_B = self._plan.max_grad_norm, torch.isfinite(norm_B)
         if clip_norm is None:
-            factor_B = torch.ones_like(norm_B)
-        else:
-            bound = clip_norm * (1 - _MARGIN_EPS * torch.finfo(torch.float32).eps)
-            if self._plan.clipping == "automatic":
-                factor_B = bound / (norm_B + _STABILITY)
-            else:
-                factor_B = torch.where(norm_B > bound, bound / norm_B, 1.0)
-        return torch.where(torch.isfinite(norm_B), factor_B, 0.0).float()
+            return finite_B.float()
+        return clip_factors(norm_B, finite_B, max_grad_norm=clip_norm, rule=self._plan.clipping, kept=_MARGIN).float()
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add a block's sum of one part, already clipped."""
+        """Add a block's sum of one part, already clipped: float64, since a block holds thousands of records."""
+        assert value.dtype == torch.float64
         self._totals[name] += value
 
     def sum(self) -> ClippedSum:
@@ -93,7 +83,7 @@ SumOf = Callable[[Iterator[Block]], ClippedSum]
 class Releases:
     """The releases of one head: spends the steps of a plan, each charged before anything of it is computed.
 
-    ``charge`` is ``ledger.append``: it returns the number of the step when the charge is durable. Keys are ``noise.new_key()``, new at
+    ``charge`` is ``ledger.append``: it returns the number of the step when the charge is durable. Keys are ``stream.new_key()``, new at
     every start. With several processes all share keys and charged numbers, each sums its slice of the draw, and noise is added to the
     total once, the same on all.
     """
@@ -120,7 +110,7 @@ class Releases:
             PrivacyError: the plan has no further step.
         """
         step = self._charge()
-        return step, privatize(self._sum(stream, sum_of, step), self.plan, step, self.noise_key)
+        return step, self._privatize(self._sum(stream, sum_of, step), step)
 
     def average(self, stream: FeatureStream, sum_of: SumOf, count: int) -> DPGradient:
         """Mean of ``count`` releases of the same function of the records; in full batches the sum is computed once."""
@@ -130,13 +120,16 @@ class Releases:
             step = self._charge()
             if total is None or self.plan.sampling != "full_batch":
                 total = self._sum(stream, sum_of, step)
-            for name, value in privatize(total, self.plan, step, self.noise_key).grads.items():
+            for name, value in self._privatize(total, step).grads.items():
                 totals[name] = totals.get(name, 0) + value / count
         return DPGradient(totals)
 
     def entry_std(self, count: int = 1) -> float:
         """Standard deviation of the noise in each number of ``average(..., count)``; public."""
         return self.plan.noise_std / self.plan.expected_batch_size / math.sqrt(count)
+
+    def _privatize(self, total: ClippedSum, step: int) -> DPGradient:
+        return privatize(total, self.plan, step, self.noise_key, owners=self.group, dtype=torch.float64)
 
     def _charge(self) -> int:
         step = self.charge()
@@ -153,6 +146,11 @@ class Releases:
         return all_reduce_sum(sum_of(stream.blocks(drawn)), self.group)
 
 
+def full_batch_noise(target_epsilon: float, delta: float, steps: int) -> float:
+    """Noise multiplier of ``steps`` full-batch releases: sqrt(steps) times that of one analytic Gaussian, within 2e-9 of the smallest."""
+    return math.sqrt(steps) * gaussian_mechanism.get_sigma_gaussian(target_epsilon, delta) * _ROUNDED_UP
+
+
 def full_batch_plan(
     dataset_size: int, target_epsilon: float, *, steps: int = 1, delta: float | None = None, max_grad_norm: float = 1.0
 ) -> DPPlan:
@@ -163,7 +161,7 @@ def full_batch_plan(
 
     Args:
         target_epsilon: more than 0; the plan's epsilon is at most this.
-        delta: None for 1 / (2 dataset_size).
+        delta: None for the default, ``privacy.plan.default_delta``.
 
     Raises:
         PrivacyError, ConfigError: as ``make_plan``.
@@ -172,6 +170,6 @@ def full_batch_plan(
         dataset_size=dataset_size, expected_batch_size=dataset_size, steps=steps, max_grad_norm=max_grad_norm, delta=delta,
         target_epsilon=target_epsilon, sampling="full_batch",
     )  # fmt: skip
-    delta = 1 / (2 * dataset_size) if delta is None else delta
-    noise = math.sqrt(steps) * gaussian_mechanism.get_sigma_gaussian(target_epsilon, delta) * _ROUNDED_UP
+    delta = default_delta(dataset_size) if delta is None else delta
+    noise = full_batch_noise(target_epsilon, delta, steps)
     return make_plan(replace(asked, target_epsilon=None, noise_multiplier=noise, delta=delta))

@@ -19,10 +19,9 @@ import torch
 from dpvision.adapt.release import Contributions, Releases
 from dpvision.adapt.stream import Block, FeatureStream, Head
 from dpvision.dp.clip import ClippedSum
-from dpvision.dp.noise import new_key
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.sampling import derive_rng
+from dpvision.privacy.stream import Stream, new_key, subkey
 
 _REHEARSAL_RECORDS = 64
 
@@ -49,26 +48,13 @@ class Selected:
     """Share of the declared number of records whose class the head predicts, with noise: below 0 and above 1 are possible."""
 
 
-@dataclass(frozen=True)
-class SelectionKeys:
-    """Fresh secrets of one selection; tests give their own."""
-
-    runs: bytes
-    """Draws the number of runs and the candidates."""
-    new: Callable[[], bytes] = new_key
-    """A key for each draw and each noise of each run."""
-
-    def __repr__(self) -> str:
-        return "SelectionKeys(...)"
-
-
 def select_head(
     stream: FeatureStream,
     candidates: Sequence[Candidate],
     plan: DPPlan,
     charge: Callable[[], int],
     *,
-    keys: SelectionKeys | None = None,
+    key: bytes | None = None,
 ) -> Selected | None:
     """The head of the best run; None where the law of the number of runs has drawn 0 (Poisson only).
 
@@ -78,7 +64,7 @@ def select_head(
         candidates: two or more with different names, fixed without looking at these records.
         plan: of ``make_plan(config, ask_selection(config, ...))``.
         charge: ``ledger.append``.
-        keys: None for fresh ones.
+        key: 32 secret bytes, for the number of runs, the candidates, and draws and noise of every run; None for fresh ones.
 
     Raises:
         ConfigError: fewer than two candidates, a name twice, or a candidate that cannot be trained with these releases.
@@ -89,13 +75,13 @@ def select_head(
     _rehearse(stream, candidates, run_plan, score_plan)
     if charge() != 0:
         raise PrivacyError("select: the plan's one selection was charged before; expected a fresh ledger. Start a new run: it costs anew.")
-    keys = keys or SelectionKeys(new_key())
-    rng = derive_rng(keys.runs, 0)
+    key = key or new_key()
+    rng = Stream(subkey(key, "selection"))
     assert plan.selection is not None
     best: Selected | None = None
-    for _ in range(plan.selection.draw_runs(rng)):
-        candidate = candidates[int(rng.integers(len(candidates)))]
-        selected = _run(stream, candidate, run_plan, score_plan, keys.new)
+    for run in range(plan.selection.draw_runs(rng)):
+        candidate = candidates[rng.integer(len(candidates))]
+        selected = _run(stream, candidate, run_plan, score_plan, key, run)
         if best is None or selected.score > best.score:
             best = selected
     return best
@@ -108,11 +94,16 @@ def check_candidates(candidates: Sequence[Candidate]) -> None:
         raise ConfigError(f"select: candidates={names}; expected two or more with different names. With one, train it: that costs less.")
 
 
-def _run(stream: FeatureStream, candidate: Candidate, run_plan: DPPlan, score_plan: DPPlan, make_key: Callable[[], bytes]) -> Selected:
+def _run(stream: FeatureStream, candidate: Candidate, run_plan: DPPlan, score_plan: DPPlan, key: bytes, run: int) -> Selected:
     """One run: what theorems 2 and 6 call the base mechanism."""
+
+    def keys(part: str) -> tuple[bytes, bytes]:
+        """Of draws and of noise."""
+        return subkey(key, f"selection, draws of {part}", run=run), subkey(key, f"selection, noise of {part}", run=run)
+
     plan = run_plan if candidate.max_grad_norm is None else replace(run_plan, max_grad_norm=candidate.max_grad_norm)
-    head = candidate.fit(stream, Releases(plan, itertools.count().__next__, make_key(), make_key()))
-    scorer = Releases(score_plan, itertools.count().__next__, make_key(), make_key())
+    head = candidate.fit(stream, Releases(plan, itertools.count().__next__, *keys("head")))
+    scorer = Releases(score_plan, itertools.count().__next__, *keys("score"))
     # The head takes records as they come: centring, scaling and maps of the stream are part of it.
     records = FeatureStream(stream.feature_ND, stream.label, stream.num_classes)
     _, released = scorer.release(records, lambda blocks: hits(blocks, head, score_plan))
@@ -143,4 +134,4 @@ def _rehearse(stream: FeatureStream, candidates: Sequence[Candidate], run_plan: 
     shape = (_REHEARSAL_RECORDS, stream.num_classes) if stream.multi_label else _REHEARSAL_RECORDS
     label = rng.integers(0, 2 if stream.multi_label else stream.num_classes, shape)
     for candidate in candidates:
-        _run(replace(stream, feature_ND=feature_ND, label=label, keep=None), candidate, run_plan, score_plan, new_key)
+        _run(replace(stream, feature_ND=feature_ND, label=label, keep=None), candidate, run_plan, score_plan, new_key(), 0)

@@ -36,6 +36,7 @@ from dpvision.train.folder import RunFolder, create_run, discard_run, open_run, 
 from dpvision.train.lineage import own_entry, runs_on
 from dpvision.train.log import EpsilonMeter
 from dpvision.train.loop import Secrets
+from dpvision.train.stop import StopRequest
 from dpvision.train.unprotected import remember_weights
 from dpvision.train.versions import code_versions
 
@@ -60,6 +61,10 @@ class HeadSession:
     def __post_init__(self) -> None:
         self.charged_before = self.ledger.steps
 
+    def unsaved(self) -> int:
+        """Releases that are charged and in no checkpoint."""
+        return 0 if self.finished else self.ledger.steps
+
     @property
     def config(self) -> RunConfig:
         return self.prepared.config
@@ -80,7 +85,10 @@ def new_head_session(config: RunConfig | Prepared, root: Path) -> Iterator[HeadS
     plan, store = made.plan, made.store
     require_space(root, 8 * made.model.num_parameters)
     encoder = describe(made.encoder, made.model.encoder.pooling or "", made.model.encoder.width, made.device)
-    about = {"store_id": store.store_id, "store_visibility": store.visibility, "guarantee": plan.guarantee}
+    about = {
+        "store_id": store.store_id, "store_visibility": store.visibility, "results_visibility": store.results_visibility,
+        "guarantee": plan.guarantee,
+    }  # fmt: skip
     with contextlib.ExitStack() as stack:
         secluded = store.visibility == "private" or made.encoder.confidential
         folder = create_run(root, made.config, about, wholly_confidential=plan.guarantee != "dp" and secluded)
@@ -144,6 +152,7 @@ def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Cal
     Raises:
         DataError: no record has features that are finite, or the disk has no room for them; nothing has been charged then.
         CheckpointError: the checkpoint cannot be written.
+        KeyboardInterrupt: while features are made; after the first release only by a second SIGINT, which loses the head.
     """
     secrets = secrets or Secrets()
     made, start = session.prepared, time.monotonic()
@@ -155,17 +164,19 @@ def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Cal
         )
     features_s = time.monotonic() - start
     about = {"records": stream.num_records, "without_features": bad, "features_s": features_s}
-    if made.model.candidates:
-        config, selected = choose_head(session.config, stream, session.plan, _charger(session))
-        fitted, chosen = Fitted(selected.head), {"candidate": selected.candidate, "score": selected.score}
-    else:
-        releases = Releases(session.plan, _charger(session), secrets.draw, secrets.noise, _next=session.ledger.steps)
-        config, fitted, chosen = session.config, fit_head(session.config, stream, releases), None
-        # A selection's time would tell how many runs it had, which is secret even from this folder.
-        about["head_s"] = time.monotonic() - start - features_s
-    # For the operator: how many records took no part is a function of private pictures.
-    write_json(session.folder.confidential / "head.json", about)
-    return save(session, config, fitted, chosen)
+    # Half a head is none, so what was begun is finished when a signal asks to stop: a head takes seconds.
+    with StopRequest("finishing the head, then saving it", session.unsaved):
+        if made.model.candidates:
+            config, selected = choose_head(session.config, stream, session.plan, _charger(session))
+            fitted, chosen = Fitted(selected.head), {"candidate": selected.candidate, "score": selected.score}
+        else:
+            releases = Releases(session.plan, _charger(session), secrets.draw, secrets.noise, _next=session.ledger.steps)
+            config, fitted, chosen = session.config, fit_head(session.config, stream, releases), None
+            # A selection's time would tell how many runs it had, which is secret even from this folder.
+            about["head_s"] = time.monotonic() - start - features_s
+        # For the operator: how many records took no part is a function of private pictures.
+        write_json(session.folder.confidential / "head.json", about)
+        return save(session, config, fitted, chosen)
 
 
 def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None) -> FeatureStream:
@@ -175,7 +186,7 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
     # What confidential weights make of public pictures is private, and a public store's folder is not the place for it.
     keep = not made.encoder.confidential or made.store.visibility == "private"
     feature_ND = feature_array(
-        made.encoder, cfg.encoder.pooling, cfg.encoder.width, made.store, made.row_N, keep=keep,
+        made.encoder, cfg.encoder.pooling, cfg.encoder.width, made.store, made.row_N, dataset_size=made.plan.dataset_size, keep=keep,
         batch_size=hardware.physical_batch_size, workers=hardware.workers, device=made.device, progress=progress,
     )  # fmt: skip
     centre_D = texture_centre(made.encoder, cfg.encoder.pooling, made.device) if cfg.centre == "textures" else None

@@ -41,11 +41,12 @@ class Block(NamedTuple):
     """float32, 0 or 1; None with labels."""
 
     def class_sum(self, x_BE: Tensor, num_classes: int) -> Tensor:
-        """Rows of ``x_BE`` added up by class, float32 (K, E): Y^T X, without the matrix Y where each record has one label."""
+        """Rows of ``x_BE`` added up by class in float64, (K, E): Y^T X, without the matrix Y where each record has one label."""
+        x_BE = x_BE.double()
         if self.label_B is None:
             assert self.target_BK is not None
-            return self.target_BK.T @ x_BE
-        return torch.zeros(num_classes, x_BE.shape[1]).index_add_(0, self.label_B, x_BE)
+            return self.target_BK.double().T @ x_BE
+        return x_BE.new_zeros(num_classes, x_BE.shape[1]).index_add_(0, self.label_B, x_BE)
 
     def target_square_B(self) -> Tensor:
         """||y||^2: the number of labels of each record, float64 (B,)."""

@@ -21,6 +21,7 @@ COMMANDS = {
     "caption": ("caption", "say in words what is in pictures, with a captioner that was trained here"),
     "ledger": ("ledger", "what a store's records have been charged so far, by run; set the owner's cap"),
     "report": ("report", "the guarantee statement (JSON) and one page to read; the operator's page beside it"),
+    "verify": ("verify", "check a statement: hashes, ledger, lineage, and epsilon by a second accountant"),
     "compare": ("compare", "training curves and scores of several runs on one page, for the operator"),
     "doctor": ("doctor", "can this model be trained privately? the way of each parameter, memory; exactness and price, measured"),
     "demo": ("demo", "the whole way in a few minutes, on procedural scenes or on your own pictures"),

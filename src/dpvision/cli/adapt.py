@@ -16,18 +16,18 @@ from dpvision.adapt.prepare import Prepared, prepare
 from dpvision.adapt.session import HeadSession, adapt, new_head_session, resumed_head_session
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli.evaluate import scores_table
-from dpvision.cli.output import CONFIG, RecipeName, emit
-from dpvision.cli.recipe import get_recipe, recipe_lines
-from dpvision.cli.run_args import RunArgs, Where, lost_words, resumed_hardware, saved_config, spent
+from dpvision.cli.output import CONFIG, RecipeName, emit, may_show, private_scores
+from dpvision.cli.recipe import get_recipe, recipe_lines, typed_privacy, untyped_delta, with_budget
+from dpvision.cli.run_args import RunArgs, Where, announce, lost_words, resume_words, resumed_hardware, saved_config, spent
 from dpvision.cli.train import TrainArgs, plan_text, train
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.head_presets import PRESETS, HeadName, with_candidates, with_head
 from dpvision.data.store import Store
 from dpvision.encoders.parent import adapted
-from dpvision.errors import ConfigError
+from dpvision.errors import OPERATOR_ONLY, ConfigError
 from dpvision.eval.own_head import check_scorable, score_own_head
 from dpvision.eval.score import Score
-from dpvision.eval.score_file import write_scores
+from dpvision.eval.score_file import NOTHING_FITTED, write_scores
 from dpvision.train.folder import read_run, run_base
 from dpvision.train.lineage import runs_on
 
@@ -65,7 +65,8 @@ class _What:
     dataset_size: int | None = None
     """Number of records, declared."""
     epsilon: float | None = None
-    """Privacy of the whole head (short for --privacy.target-epsilon); 1 if left out."""
+    """Privacy of the whole head, 1 if left out: short for --privacy.target-epsilon, or where people are declared (--privacy.num-units)
+    for --privacy.target-unit-epsilon."""
     head: _Head | None = None
     """Which head: short for the recipe transfer.HEAD."""
     select: str | None = None
@@ -100,7 +101,6 @@ class _Early(Where):
 class _EarlyPrivacy:
     guarantee: str | None = None
     dataset_size: int | None = None
-    noise_multiplier: str | None = None
 
 
 def run(argv: Sequence[str]) -> None:
@@ -116,10 +116,12 @@ def run(argv: Sequence[str]) -> None:
     if early.select is not None and (early.head or recipe or "transfer.auto") not in ("auto", "transfer.auto"):
         raise ConfigError(f"adapt: --select {early.select} beside {early.head or recipe}; expected one of the two. Drop one.")
     recipe = recipe or _recipe(early)
-    default = AdaptArgs(recipe=recipe, config=_default(recipe, early))
+    default = AdaptArgs(recipe=recipe, config=_default(recipe, early, typed_privacy(argv)))
     rest = list(argv) if not argv[0].startswith("-") else [recipe, *argv]
     args = tyro.cli(AdaptArgs, prog="dpvision adapt", description=_DOC + _recipes(asks), args=rest, default=default, config=CONFIG)
     config = _with_shorts(args)
+    if not args.resume and (reason := untyped_delta(get_recipe(recipe).privacy, config.privacy, typed_privacy(argv))):
+        raise ConfigError(reason)
     if not isinstance(config.model, HeadConfig):
         _train(args, config)
         return
@@ -143,8 +145,9 @@ def _adapt_new(args: AdaptArgs, made: Prepared) -> None:
     _check_test(args, made.config)
     text = head_text(made)
     if args.dry_run:
-        result = {"dry_run": True, **made.plan.to_dict(), "num_records": len(made.row_N), "store_visibility": made.store.visibility}
+        result = {"dry_run": True, **made.plan.to_dict(), "store_visibility": made.store.visibility}
         result |= {
+            "operator_only": {"num_records": len(made.row_N)},
             "head": made.model.head,
             "candidates": made.model.candidates,
             "reason": made.model.reason,
@@ -165,6 +168,8 @@ def _resume(args: AdaptArgs, config: RunConfig, saved: RunConfig) -> None:
     with resumed_head_session(root, resumed_hardware("adapt", root, config, saved)) as session:
         _check_test(args, session.config)
         args.say(head_text(session.prepared))
+        charged = session.charged_before
+        announce(resume_words(session.plan, charged, charged if session.finished else 0, session.finished, "releases"))
         _finish(args, session, root)
 
 
@@ -173,7 +178,7 @@ def _finish(args: AdaptArgs, session: HeadSession, root: Path) -> None:
     made, plan = session.prepared, session.plan
     lost = 0 if session.finished else session.charged_before
     if not session.finished:
-        with _features_line(args.quiet, len(made.row_N)) as progress:
+        with _features_line(args, made) as progress:
             adapt(session, progress=progress)
     steps = session.ledger.steps
     behind = runs_on(made.lineage, made.store.store_id)
@@ -183,11 +188,9 @@ def _finish(args: AdaptArgs, session: HeadSession, root: Path) -> None:
     lines = [f"Finished after {steps} of {plan.steps} releases: {said}. Run folder: {root}"]
     if chosen is not None:
         lines.append(f"Chosen: {chosen['candidate']}, right about {chosen['score']:.1%} of the records by the noisy count that chose it.")
-    lines += lost_words(lost, "releases")
+    lines += lost_words(plan, lost, "releases")
     if scores:
-        lines.append(scores_table(scores))
-    if any(score.visibility == "private" for score in scores):
-        lines.append("These scores are functions of private pictures: choosing by them is a selection that no guarantee covers.")
+        lines.append(_scores_text(args, scores, root))
     lines += ["Next:", *([] if scores else [f"  dpvision evaluate {root} --test STORE"]), f"  dpvision report {root}"]
     lines.append(f"  python: dpvision.adapt.predict.load_classifier({str(root)!r})")
     result: dict[str, Any] = {
@@ -199,18 +202,29 @@ def _finish(args: AdaptArgs, session: HeadSession, root: Path) -> None:
     emit(result, args.json, "\n".join(lines))
 
 
+def _scores_text(args: AdaptArgs, scores: list[Score], root: Path) -> str:
+    """The scores; private ones for the operator only."""
+    if all(score.visibility == "public" for score in scores):
+        return scores_table(scores)
+    return private_scores(scores_table(scores), [str(root / "confidential" / "scores.json")], args.show_confidential)
+
+
 @contextlib.contextmanager
-def _features_line(quiet: bool, total: int) -> Iterator[Callable[[int], None]]:
+def _features_line(args: AdaptArgs, made: Prepared) -> Iterator[Callable[[int], None]]:
     """Progress of the features; where they were begun before, a line that stays says so."""
-    console, called = Console(stderr=True, quiet=quiet), False
-    with console.status("reading pictures") as status:
+    console, called, total = Console(stderr=True, quiet=args.quiet), False, len(made.row_N)
+    private = made.store.visibility == "private"
+    label = OPERATOR_ONLY if private else ""
+    with console.status("reading images") as status:
 
         def show(done: int) -> None:
             nonlocal called
             if done and not called:
-                console.print(f"Features: going on at {done:,} of {total:,} pictures.", highlight=False)
+                shown = f"{label}features: going on at {done:,} of {total:,} images."
+                may = may_show(private, args.show_confidential)
+                console.print(shown if may else "Features: going on where they stopped.", highlight=False)
             called = True
-            status.update(f"features: {done:,} of {total:,} pictures (once: they are kept)")
+            status.update(f"{label}features: {done:,} of {total:,} images (once: they are kept)")
 
         yield show
 
@@ -227,7 +241,7 @@ def _score(args: AdaptArgs, root: Path) -> list[Score]:
     store = Store.open(args.test)
     with Console(stderr=True, quiet=args.quiet).status("test pictures") as status:
         scores = score_own_head(root, store, progress=lambda n: status.update(f"test pictures: {n:,} of {store.num_records:,}"))
-    write_scores(root, scores, train_data=args.test.name, test_data=args.test.name)
+    write_scores(root, scores, train_data=NOTHING_FITTED, test_data=args.test.name)
     return scores
 
 
@@ -243,7 +257,7 @@ def _train(args: AdaptArgs, config: RunConfig) -> None:
     if args.test is not None and not args.dry_run and int(os.environ.get("RANK", "0")) == 0:
         scores = _score(args, root)
         if not args.json:
-            print(scores_table(scores))
+            print(_scores_text(args, scores, root))
 
 
 def head_text(made: Prepared) -> str:
@@ -256,7 +270,7 @@ def head_text(made: Prepared) -> str:
     if cfg.candidates:
         head = f"the best of {', '.join(cfg.candidates)} by a private score, for {cfg.num_classes:,} classes"
     text += f"\n  head                 {head}"
-    if made.store.visibility == "public":
+    if made.store.results_visibility == "public":
         counts = made.label.sum(axis=0) if made.label.ndim == 2 else np.bincount(made.label, minlength=cfg.num_classes or 0)
         if (empty := np.flatnonzero(counts == 0)).size:
             shown = ", ".join(map(str, empty[:5].tolist())) + (", ..." if empty.size > 5 else "")
@@ -278,9 +292,10 @@ def _with_shorts(args: AdaptArgs) -> RunConfig:
     if args.epsilon is not None:
         if config.privacy.guarantee == "none":
             raise ConfigError("adapt: --epsilon with guarantee=none; expected one of the two. Drop one.")
-        if config.privacy.target_epsilon is None and config.privacy.noise_multiplier is not None:
+        if config.privacy.noise_multiplier is not None:
             raise ConfigError("adapt: --epsilon with --privacy.noise-multiplier; expected one of the two: each gives the other. Drop one.")
-        privacy |= {"target_epsilon": args.epsilon, "noise_multiplier": None}
+        privacy |= {"target_epsilon": None, "target_unit_epsilon": None}
+        privacy |= {"target_epsilon" if config.privacy.num_units is None else "target_unit_epsilon": args.epsilon}
     if args.dataset_size is not None:
         privacy["dataset_size"] = args.dataset_size
         if config.privacy.sampling == "full_batch":
@@ -299,22 +314,18 @@ def _with_shorts(args: AdaptArgs) -> RunConfig:
     return config
 
 
-def _default(recipe: str, early: _Early) -> RunConfig:
+def _default(recipe: str, early: _Early, typed: dict[str, str]) -> RunConfig:
     """What unnamed settings are: the recipe's, with what follows from the options; with --resume those that the run was started with."""
     if early.resume and (saved := saved_config("adapt", early.root(recipe), recipe)) is not None:
         return saved
     config = get_recipe(recipe)
     changes: dict[str, Any] = {}
-    if early.privacy.guarantee in ("none", "simulated") or early.privacy.noise_multiplier is not None:
-        changes["target_epsilon"] = None
     if early.privacy.guarantee in ("none", "simulated"):
-        changes |= {"guarantee": early.privacy.guarantee, "noise_multiplier": None}
-    elif early.privacy.noise_multiplier is not None:
-        changes["noise_multiplier"] = 1.0  # a placeholder: what was typed takes its place
-    declared = early.privacy.dataset_size
+        changes |= {"guarantee": early.privacy.guarantee, "noise_multiplier": None, "target_epsilon": None}
+    declared = early.privacy.dataset_size if early.dataset_size is None else early.dataset_size
     if declared is not None and declared >= 1 and config.privacy.sampling == "full_batch":
         changes |= {"dataset_size": declared, "expected_batch_size": declared}
-    config = replace(config, privacy=replace(config.privacy, **changes))
+    config = replace(config, privacy=with_budget(replace(config.privacy, **changes), typed))
     return config if early.select is None else with_candidates(config, _candidates(early.select))
 
 

@@ -14,11 +14,12 @@ import tyro
 from rich.console import Console
 
 from dpvision.cli.output import RunPath, emit, parse
-from dpvision.errors import ConfigError, DataError
+from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 from dpvision.eval.caption_pictures import Captioned, caption_pictures, find_pictures, prompt_ids
 from dpvision.eval.open_captioner import open_captioner
 from dpvision.eval.picture_source import Fit
 from dpvision.models.generate import GenerateSettings
+from dpvision.train.folder import require_confidential
 
 Places = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PICTURES [PICTURES ...]")]
 _NAMED_AT_MOST = 20
@@ -48,12 +49,14 @@ def caption(
     out: Path | None = None,
     batch_size: int = 32,
     workers: int = 2,
+    release_private_outputs: bool = False,
     json: bool = False,
 ) -> None:
     """Say in words what is in pictures.
 
     Each line is a picture's name and a caption. What cannot be read is named and counted; the status is 2 only if nothing could be.
-    Captions of private pictures are private: the guarantee covers the weights, not what they make of a picture.
+    Captions of private pictures are private: the guarantee covers the weights, not what they make of a picture. A file of them goes to a
+    folder called confidential. Images that are in no store count as private.
 
       dpvision caption runs/cap photos/cat.jpg photos/dog.png
       dpvision caption runs/cap stores/pets --method beam --out captions.jsonl
@@ -75,9 +78,11 @@ def caption(
         fit: squash shows the model the whole picture, squeezed to a square; crop its centre.
         ema: Use the averaged weights.
         seed: Of sampling. A picture's samples are the same whatever is captioned with it.
-        out: Write captions here instead: .jsonl (a line for each picture) or .csv (a line for each caption).
+        out: Write captions here instead: .jsonl (a line for each picture) or .csv (a line for each caption). For private images its path
+            needs a folder called confidential.
         batch_size: Pictures that are encoded together.
         workers: Threads that read pictures.
+        release_private_outputs: Write captions of private images anywhere. You decide this for the people in them: no epsilon covers it.
         json: Print JSON.
     """
     for name, value in (("batch_size", batch_size), ("workers", workers)):
@@ -94,6 +99,8 @@ def caption(
     )  # fmt: skip
     found = find_pictures(pictures, workers)
     private = captioner.confidential or found.visibility == "private"
+    if out is not None and private and not release_private_outputs:
+        require_confidential(out, "caption", "captions of private images", ", or say --release-private-outputs")
     made: list[Captioned] = []
     unreadable: list[Captioned] = []
     num_done = 0
@@ -117,7 +124,7 @@ def caption(
                 f"caption: {_unreadable_text(unreadable) or 'no pictures'}; expected one or more that can be read. Correct the path."
             )
     if unreadable:
-        print(_unreadable_text(unreadable), file=sys.stderr)
+        print((OPERATOR_ONLY if private else "") + _unreadable_text(unreadable), file=sys.stderr)
     visibility = "private" if private else "public"
     if json:
         result: dict[str, Any] = {"captions": [_plain(one) for one in made], "unreadable": [_plain(one) for one in unreadable]}

@@ -1,6 +1,5 @@
 """``dpvision data``: from what a person has to a store, and a look into it."""
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,12 +10,19 @@ from rich.console import Console
 from dpvision.cli.output import CONFIG, SourcePath, StorePath, emit, pairs
 from dpvision.cli.tokenizer import tokenizer
 from dpvision.data.datasets import DATASETS, dataset_source, find_dataset
+from dpvision.data.declared import count_units, has_units, rounded_up
+from dpvision.data.import_labels import ClassRule, UnknownClasses, read_classes
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.inspect import contact_sheet, inspect_store
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.errors import DataError
+from dpvision.errors import OPERATOR_ONLY, DataError
+from dpvision.train.folder import require_confidential
+
+_RECIPE_RECORDS = 50_000
+"""Records that the suggested recipes are made for; smaller stores need a smaller batch."""
+_RECORDS_OF_A_UNIT = (1, 2, 4, 8)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -48,6 +54,8 @@ def import_(
     unit_from: str | None = None,
     label_from: str | None = None,
     label_separator: str | None = None,
+    classes: Path | None = None,
+    unknown_classes: UnknownClasses = "refuse",
     captions: Path | None = None,
     require_captions: bool = False,
     licence: str | None = None,
@@ -60,7 +68,8 @@ def import_(
 
     SOURCE is a folder of pictures (class folders or flat), parquet files with image bytes, or WebDataset tars (indexed in
     place). Files that are no pictures, cannot be read or are oversized are left out, counted here and named only under the
-    store's confidential/ folder. A store is private unless you say --public. With --dataset, SOURCE is the folder into which that
+    store's confidential/ folder. A store is private unless you say --public. Where its labels are names (class folders, say) it needs
+    --classes: numbers by the names found would depend on private images. With --dataset, SOURCE is the folder into which that
     data set's archives were unpacked; docs/datasets.md has the layouts.
 
     Args:
@@ -71,6 +80,9 @@ def import_(
         label_from: Field that holds the label (class folders and `label` columns are found without it). A list gives a picture several
             labels; an empty list says that it has none of the classes.
         label_separator: Between the labels of one picture where the field is a text, as in a table: "|". An empty text is an empty list.
+        classes: File with the names of the classes, one a line or a JSON list, in the order of their numbers.
+        unknown_classes: What becomes of an image whose class is not declared: refuse the import, or keep it unlabelled; in training
+            it then contributes exactly zero.
         captions: File of captions: COCO's captions_*.json, lines NAME#NUMBER<TAB>CAPTION, or a CSV with columns image and caption. Those
             beside a picture (NAME.txt, NAME.json, a column `captions`, `caption` or `text`) are found without it.
         require_captions: Leave pictures without a caption out; a captioner needs one of each.
@@ -84,11 +96,14 @@ def import_(
     if dataset is not None or split is not None:
         if captions is not None or require_captions:
             raise DataError("data import: captions with --dataset, whose pictures have labels only; expected none. Leave --dataset out.")
+        if classes is not None or unknown_classes != "refuse":
+            raise DataError("data import: --classes with --dataset, which fixes its classes; expected none. Leave one of them out.")
         return _import_dataset(source, store, dataset, split, public, licence, workers, json, [unit_from, label_from, label_separator])
+    rule = ClassRule(None if classes is None else read_classes(classes), unknown_classes)
     with Console(stderr=True).status("importing") as status:
         made = import_source(
-            source, store, public=public, unit_from=unit_from, label_from=label_from, label_separator=label_separator, captions=captions,
-            require_captions=require_captions, licence=licence, workers=workers,
+            source, store, public=public, unit_from=unit_from, label_from=label_from, label_separator=label_separator, classes=rule,
+            captions=captions, require_captions=require_captions, licence=licence, workers=workers,
             progress=lambda n: status.update(f"importing: {n:,} pictures"),
         )  # fmt: skip
     _said(made, json)
@@ -149,26 +164,31 @@ def scenes(
     _said(write_scenes(store, num, size_px, first=first, several_labels=several_labels, workers=workers, public=public), json)
 
 
-def inspect(store: StorePath, sheet: Path | None = None, num_pictures: int = 64, json: bool = False) -> None:
+def inspect(
+    store: StorePath, sheet: Path | None = None, num_pictures: int = 64, release_private_outputs: bool = False, json: bool = False
+) -> None:
     """What a store holds: counts, labels, sizes, people; and a contact sheet.
 
     Args:
         store: Folder of the store.
-        sheet: Write a contact sheet (PNG) here; for a private store the default is its confidential/ folder.
+        sheet: Write a contact sheet (PNG) here; for a private store the default is its confidential/ folder, and any other place needs a
+            folder of that name in its path.
         num_pictures: Pictures on the sheet.
+        release_private_outputs: Write a sheet of private images anywhere.
         json: Print JSON.
     """
     opened = Store.open(store)
     result = inspect_store(opened)
     if sheet is None:
-        folder = store / "confidential" if opened.visibility == "private" else store
+        folder = store / "confidential" if opened.results_visibility == "private" else store
         sheet = folder / "contact_sheet.png"
-    elif opened.visibility == "private":
-        print(f"Note: {sheet} will show private pictures; keep it where the store is kept.", file=sys.stderr)
+    elif opened.results_visibility == "private" and not release_private_outputs:
+        require_confidential(sheet, "data inspect", "private images", ", or say --release-private-outputs")
     sheet.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(opened, num_pictures).save(sheet)
     result["contact_sheet"] = str(sheet)
-    emit(result, json, pairs(result))
+    lines = [f"{_label(opened)}what {store} holds", pairs(result), *(_unit_lines(opened) if has_units(opened) else [])]
+    emit(result | {"operator_only": opened.visibility == "private", "declare": _suggested(opened)}, json, "\n".join(lines))
 
 
 def split(
@@ -191,7 +211,7 @@ def split(
     """
     made = split_store(store, first, second, fraction, seed)
     result = {str(s.path): s.num_records for s in made}
-    emit(result, json, pairs(result))
+    emit(result, json, f"{_label(made[0])}records\n{pairs(result)}")
 
 
 def _said(store: Store, as_json: bool, more: dict[str, Any] | None = None) -> None:
@@ -200,20 +220,56 @@ def _said(store: Store, as_json: bool, more: dict[str, Any] | None = None) -> No
         "store": str(store.path),
         "store_id": store.store_id,
         "visibility": store.visibility,
+        "operator_only": store.visibility == "private",
         "num_records": store.num_records,
         "several_labels": store.multi_label,
+        "declare": _suggested(store),
         **summary,
         **(more or {}),
     }
     labels = ", several labels a record" if store.multi_label else ""
-    lines = [f"{store.num_records:,} records in {store.path} ({store.visibility}{labels})", pairs(_flat(summary | (more or {})))]
-    recipe = "vip.micro" if summary.get("without_caption", 1) else "dpcap.micro --data.tokenizer FILE"
-    lines.append(f"Next: dpvision train {recipe} --data {store.path} --privacy.dataset-size {store.num_records} --dry-run")
+    lines = [f"{_label(store)}{store.num_records:,} records in {store.path} ({store.visibility}{labels})"]
+    lines.append(pairs(_flat(summary | (more or {}))))
+    lines += _unit_lines(store) if has_units(store) else []
+    first = _suggested(store)[0]
+    units = f" --privacy.num-units {first['num_units']}" if "num_units" in first else ""
+    recipe = "vip.micro_random_start" if summary.get("without_caption", 1) else "dpcap.micro --data.tokenizer FILE --init-from None"
+    size = first["dataset_size"]
+    batch = f" --privacy.expected-batch-size {max(1, size // 10)}" if size < _RECIPE_RECORDS else ""
+    lines.append("Next, with a number of records that you declare (public; rounded, or better chosen without counting: docs/data.md):")
+    lines.append(f"  dpvision train {recipe} --data {store.path} --privacy.dataset-size {size}{batch}{units} --dry-run")
     if summary.get("without_label", 1) == 0:
         several = "--model.multi-label " if store.multi_label else ""
-        declared = f"{several}--num-classes K --dataset-size {store.num_records} --epsilon 1 --dry-run"
+        declared = f"{several}--num-classes K --dataset-size {size}{units} --epsilon 1 --dry-run"
         lines.append(f"  or, with the labels: dpvision adapt --data {store.path} --encoder dictionary {declared}")
     emit(result, as_json, "\n".join(lines))
+
+
+def _label(store: Store) -> str:
+    return OPERATOR_ONLY if store.visibility == "private" else ""
+
+
+def _suggested(store: Store) -> list[dict[str, int]]:
+    """Numbers that fit the store, rounded, for one to eight records of a unit; of a store without units the records alone."""
+    if not has_units(store):
+        return [{"dataset_size": rounded_up(store.num_records)}]
+    found: list[dict[str, int]] = []
+    for k in _RECORDS_OF_A_UNIT:
+        rows = store.eligible_rows(k, 0)
+        units = rounded_up(count_units(store, rows))
+        size = min(rounded_up(len(rows)), k * units)
+        if found and size == found[-1]["dataset_size"]:
+            break  # nobody has more
+        found.append({"max_records_per_unit": k, "num_units": units, "dataset_size": size})
+    return found
+
+
+def _unit_lines(store: Store) -> list[str]:
+    field = store.meta["unit_field"]
+    lines = [f"{_label(store)}The guarantee will be for a {field} with all its images. Declare one of these (see docs/data.md, persons):"]
+    for one in _suggested(store):
+        lines.append("  " + " ".join(f"--privacy.{name.replace('_', '-')} {value}" for name, value in one.items()))
+    return lines
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,11 +9,14 @@ from pathlib import Path
 from dpvision.cli.evaluate import scores_table
 from dpvision.cli.output import emit, parse
 from dpvision.cli.recipe import get_recipe
+from dpvision.cli.run_args import STOPPED
 from dpvision.config import RunConfig
+from dpvision.data.declared import rounded_up
+from dpvision.data.import_labels import ClassRule
 from dpvision.data.importer import import_source
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.errors import DataError
+from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.eval.score import Score
 from dpvision.eval.suite import evaluate, write_scores
 from dpvision.privacy.planner import what_if
@@ -58,7 +61,8 @@ def demo(data: Path | None = None, stores: Path = Path("stores"), runs: Path = P
         private = _imported(data, stores)
     probe_train = _scenes(stores / "demo-public-train", _NUM_TRAIN, _FIRST_TRAIN, size, public=True)
     probe_test = _scenes(stores / "demo-public-test", _NUM_TEST, _FIRST_TEST, size, public=True)
-    say(f"     {private.num_records:,} private records in {private.path}, {_NUM_TRAIN + _NUM_TEST:,} public scenes beside them")
+    label = "" if data is None else OPERATOR_ONLY
+    say(f"     {label}{private.num_records:,} private records in {private.path}, {_NUM_TRAIN + _NUM_TEST:,} public scenes beside them")
 
     say("2/5  Plan: what can this data set afford?")
     config = _fitted(config, private)
@@ -68,8 +72,10 @@ def demo(data: Path | None = None, stores: Path = Path("stores"), runs: Path = P
         say(f"     epsilon {plan.epsilon:.4g} at delta {plan.delta:.2g}: noise multiplier {plan.noise_multiplier:.4g}, {plan.steps} steps")
         if word := what_if(config.privacy, num_parameters=sum(p.numel() for p in session.model.parameters()))["advice"]:
             say(f"     {word}")
-        say("3/5  Private training (stop it with Ctrl-C or kill it: the ledger stays true)")
-        fit(session)
+        say("3/5  Private training (Ctrl-C saves and stops; the ledger stays true)")
+        if not fit(session):
+            say(f"     Stopped and saved: dpvision train demo --name {root.name} --runs {runs} --resume goes on.")
+            sys.exit(STOPPED)
     say("4/5  Probe on public scenes")
     scores = evaluate(root, probe_train, probe_test)
     write_scores(root, scores, train_data=probe_train.path.name, test_data=probe_test.path.name)
@@ -98,12 +104,12 @@ def _scenes(folder: Path, num: int, first: int, size: int, *, public: bool) -> S
 
 def _imported(data: Path, stores: Path) -> Store:
     folder = stores / f"demo-{data.resolve().stem}"
-    return Store.open(folder) if folder.exists() else import_source(data, folder)
+    return Store.open(folder) if folder.exists() else import_source(data, folder, classes=ClassRule(unknown="unlabelled"))
 
 
 def _fitted(config: RunConfig, store: Store) -> RunConfig:
     """The demo's settings on a store of another size: the same number of steps on a tenth of the records each, at most."""
-    num = store.num_records
+    num = rounded_up(store.num_records)
     privacy = replace(config.privacy, dataset_size=num, expected_batch_size=min(config.privacy.expected_batch_size, max(1, num // 4)))
     return replace(config, privacy=privacy, data=replace(config.data, store=str(store.path)))
 

@@ -24,26 +24,29 @@ def embed(
     ema: bool = False,
     batch_size: int = 256,
     workers: int = 2,
+    release_private_outputs: bool = False,
     json: bool = False,
 ) -> None:
     """Write an encoder's features for a store, or for anything that `data import` takes.
 
-    Features of private pictures are private: the guarantee covers the weights, not what they make of a picture.
+    Features of private pictures are private: the guarantee covers the weights, not what they make of a picture. So they go to a folder
+    called confidential. Images that are in no store count as private; import them with --public where they are not.
 
     Args:
         run: Run folder, or one of its checkpoints.
         source: Store, folder of pictures, parquet file or tar file.
-        out: File to write: .npz or .safetensors.
+        out: File to write: .npz or .safetensors. For private images its path needs a folder called confidential.
         pooling: Patch tokens averaged over the picture, or over its four quadrants.
         ema: Use the averaged weights.
         batch_size: Pictures in one forward pass.
         workers: Threads that read pictures.
+        release_private_outputs: Write features of private images anywhere. You decide this for the people in them: no epsilon covers it.
         json: Print JSON.
     """
     with Console(stderr=True).status("features") as status:
         made = write_embeddings(
             run, source, out, ema=ema, pooling=pooling, batch_size=batch_size, workers=workers,
-            progress=lambda n: status.update(f"features: {n:,} pictures"),
+            progress=lambda n: status.update(f"features: {n:,} pictures"), release_private_outputs=release_private_outputs,
         )  # fmt: skip
     text = f"{made.num:,} x {made.width} features in {out}"
     if made.visibility == "private":

@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.cli.output import emit, parse, table
+from dpvision.cli.output import emit, parse, private_scores, table
 from dpvision.data.store import Store
 from dpvision.encoders.open import open_encoder, recognised
 from dpvision.errors import ConfigError
@@ -22,12 +22,12 @@ from dpvision.eval.metric import checked_metric
 from dpvision.eval.own_head import has_own_head, score_own_head
 from dpvision.eval.protocols import ProtocolSettings, checked_controls, checked_protocols
 from dpvision.eval.score import Score, wilson_interval
-from dpvision.eval.score_file import merge_entries, read_scores, write_scores
+from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, read_scores, write_scores
 from dpvision.eval.several_labels import load_several_labels
 from dpvision.eval.suite import evaluate as run_suite
 from dpvision.eval.suite import is_run
 from dpvision.features import trained_in_confidence
-from dpvision.train.folder import run_base
+from dpvision.train.folder import require_confidential, run_base
 
 Encoders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")]
 _DEFAULTS = ProtocolSettings()
@@ -61,6 +61,7 @@ def evaluate(
     lars: LarsSettings = _DEFAULTS.lars,
     few_shot: FineTuneSettings = _DEFAULTS.tune,
     few_shot_probe: FewShotSettings = _DEFAULTS.probe,
+    show_confidential: bool = False,
     json: bool = False,
 ) -> None:
     """Score encoders on labelled pictures, with random weights and raw pixels beside them.
@@ -108,12 +109,13 @@ def evaluate(
         lars: Settings of linear_lars and linear_cls; the defaults are the paper's.
         few_shot: Settings of few_shot; the defaults are the paper's.
         few_shot_probe: Settings of few_shot_probe; few_shot_dpcap has its draws from here.
-        json: Print JSON.
+        show_confidential: Print scores on private images also where the output is no terminal, as in a job's log.
+        json: Print JSON, with private scores too.
     """
     if not encoders:
         raise ConfigError("evaluate: no encoder; expected one or more. E.g. dpvision evaluate runs/first --train STORE.")
     if train is None:
-        _own_heads(encoders, test, labels, ema, out, batch_size, workers, json)
+        _own_heads(encoders, test, labels, ema, out, batch_size, workers, show_confidential, json)
         return
     asked = checked_protocols(names_of(protocols))
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
@@ -127,7 +129,7 @@ def evaluate(
     # Each is opened before the first is scored: a name that is wrong is said at once, and so is a place that is.
     known = [train_store, *([] if test_store is None else [test_store])]
     confidential = [recognised(open_encoder(spec, ema=ema and is_run(spec)), *known).confidential for spec in encoders]
-    private = any(confidential) or "private" in (train_store.visibility, test_store.visibility if test_store else "public")
+    private = any(confidential) or "private" in [store.results_visibility for store in known]
     if out is not None:
         check_out(out, private)
     stores = {"train_data": train.name, "test_data": (test or train).name}
@@ -146,11 +148,19 @@ def evaluate(
             )  # fmt: skip
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)
-    _tell(found, stores, out, written, json)
+    _tell(found, stores, out, written, show_confidential, json)
 
 
 def _own_heads(
-    specs: Sequence[str], test: Path | None, labels: Path | None, ema: bool, out: Path | None, batch_size: int, workers: int, json: bool
+    specs: Sequence[str],
+    test: Path | None,
+    labels: Path | None,
+    ema: bool,
+    out: Path | None,
+    batch_size: int,
+    workers: int,
+    show_confidential: bool,
+    json: bool,
 ) -> None:
     """Runs that classify by themselves need no store to learn the classes from."""
     lacks = next((spec for spec in specs if not is_run(spec) or not has_own_head(spec)), None)
@@ -163,10 +173,10 @@ def _own_heads(
     several = load_several_labels(labels, store) if labels is not None else None
     if out is not None:
         tainted = any(trained_in_confidence(load_checkpoint(spec).manifest) for spec in specs)
-        check_out(out, tainted or store.visibility == "private")
+        check_out(out, tainted or store.results_visibility == "private")
     found: dict[str, list[Score]] = {}
     written: list[Path] = []
-    stores = {"train_data": test.name, "test_data": test.name}
+    stores = {"train_data": NOTHING_FITTED, "test_data": test.name}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with Console(stderr=True).status("reading") as status:
         for spec in specs:
@@ -179,10 +189,12 @@ def _own_heads(
             )
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)
-    _tell(found, stores, out, written, json)
+    _tell(found, stores, out, written, show_confidential, json)
 
 
-def _tell(found: dict[str, list[Score]], stores: dict[str, str], out: Path | None, written: list[Path], json: bool) -> None:
+def _tell(
+    found: dict[str, list[Score]], stores: dict[str, str], out: Path | None, written: list[Path], show_confidential: bool, json: bool
+) -> None:
     """Print the scores, and write them to ``out``."""
     scores = _told_apart(found)
     if out is not None:
@@ -191,7 +203,7 @@ def _tell(found: dict[str, list[Score]], stores: dict[str, str], out: Path | Non
     if written:
         text += "\nwritten to " + ", ".join(map(str, written))
     if any(score.visibility == "private" for score in scores):
-        text += "\nThese scores are functions of private pictures: choosing by them is a selection that no guarantee covers."
+        text = private_scores(text, list(map(str, written)), show_confidential)
     emit({"scores": [score.to_dict() for score in scores], "written": [str(path) for path in written]}, json, text)
 
 
@@ -233,11 +245,8 @@ def names_of(text: str) -> list[str]:
 
 def check_out(out: Path, private: bool) -> None:
     """Refuse a place that will not do before any work is done."""
-    if private and "confidential" not in out.absolute().parent.parts:
-        raise ConfigError(
-            f"evaluate: out={str(out)!r} would hold scores of private pictures; expected a folder called confidential in its path. "
-            f"Use {out.parent / 'confidential' / out.name}."
-        )
+    if private:
+        require_confidential(out, "evaluate", "scores of private pictures")
     if out.suffix != ".json" or out.is_dir():
         raise ConfigError(f"evaluate: out={str(out)!r}; expected a file that ends in .json. Rename it.")
     if not out.absolute().parent.is_dir():

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from dpvision.cli.evaluate import check_out, names_of
-from dpvision.cli.output import RunPath, emit, table
+from dpvision.cli.output import RunPath, emit, private_scores, table
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.aro import aro_tests
@@ -19,15 +19,12 @@ from dpvision.eval.open_captioner import open_captioner
 from dpvision.eval.order import order_test
 from dpvision.eval.scene_choices import scene_compositional
 from dpvision.eval.score import printed
-from dpvision.eval.score_file import merge_entries, write_scores
+from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, write_scores
 from dpvision.eval.several_labels import load_several_labels
 from dpvision.eval.sugarcrepe import negclip_test, sugarcrepe_test
 from dpvision.eval.zero_shot import ZeroShotSettings, checked_methods
 from dpvision.models.generate import GenerateSettings
 from dpvision.train.folder import run_base
-
-NOTHING_FITTED = "nothing"
-"""In files of scores, in the place of the store that classes were learned from."""
 
 
 def evaluate_captioner(
@@ -57,6 +54,7 @@ def evaluate_captioner(
     ema: bool = False,
     batch_size: int = 32,
     workers: int = 2,
+    show_confidential: bool = False,
     json: bool = False,
 ) -> None:
     """Measure what a captioner says: classes it was never taught, false captions beside true ones, and captions beside people's.
@@ -94,7 +92,8 @@ def evaluate_captioner(
         ema: Use the averaged weights.
         batch_size: Pictures in one forward pass.
         workers: Threads that read pictures.
-        json: Print JSON.
+        show_confidential: Print scores on private images also where the output is no terminal, as in a job's log.
+        json: Print JSON, with private scores too.
     """
     for name, value in (("batch_size", batch_size), ("workers", workers)):
         if not value >= 1:
@@ -129,7 +128,7 @@ def evaluate_captioner(
         choices=tuple(tests),
     )
     uses_store = opened is not None and (asked.labels is not None or asked.captions is not None)
-    private = ready.confidential or (uses_store and opened is not None and opened.visibility == "private")
+    private = ready.confidential or (uses_store and opened is not None and opened.results_visibility == "private")
     private = private or any(test.pictures.visibility == "private" for test in tests)
     if out is not None:
         check_out(out, private)
@@ -150,7 +149,7 @@ def evaluate_captioner(
     if written:
         text += "\nwritten to " + ", ".join(map(str, written))
     if any(score.visibility == "private" for part in found for score in part.scores):
-        text += "\nThese scores are functions of private pictures: choosing by them is a selection that no guarantee covers."
+        text = private_scores(text, list(map(str, written)), show_confidential)
     scores = [score.to_dict() | {"test_data": part.test_data} for part in found for score in part.scores]
     emit({"scores": scores, "notes": notes, "written": [str(path) for path in written]}, json, text)
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from dpvision.cli.dense_places import check_places, folder_name
 from dpvision.cli.evaluate import Encoders
-from dpvision.cli.output import emit, pairs, table
+from dpvision.cli.output import emit, pairs, private_scores, table
 from dpvision.data.ordered import ordered_map
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.open import open_encoder, trained_on
@@ -54,6 +54,7 @@ def evaluate_detection(
     ema: bool = False,
     detection: DetectionSettings = _DEFAULTS,
     hardware: DenseHardware = _HARDWARE,
+    show_confidential: bool = False,
     json: bool = False,
 ) -> None:
     """Train Mask R-CNN on each encoder, as ViTDet does, and score its boxes and masks: COCO's AP box and AP mask.
@@ -87,7 +88,8 @@ def evaluate_detection(
         ema: Use the averaged weights of runs.
         detection: What is learned and how.
         hardware: Where and how fast; changes no result beyond rounding and which regions are drawn.
-        json: Print JSON.
+        show_confidential: Print scores on private images also where the output is no terminal, as in a job's log.
+        json: Print JSON, with private scores too.
     """
     if not encoders:
         raise ConfigError("evaluate: no encoder; expected one or more. E.g. dpvision evaluate detection vip:FILE --train FILE ...")
@@ -142,7 +144,7 @@ def evaluate_detection(
     if written:
         text += "\nwritten to " + ", ".join(map(str, dict.fromkeys(written)))
     if any(score.visibility == "private" for score in found):
-        text += "\nThese scores are functions of private pictures: choosing by them is a selection that no guarantee covers."
+        text = private_scores(text, list(map(str, written)), show_confidential)
     emit(
         {"scores": [score.to_dict() for score in found], "notes": list(data.notes), "written": [str(path) for path in written]}, json, text
     )

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dpvision.cli.dense_places import check_places, folder_name
 from dpvision.cli.evaluate import Encoders
-from dpvision.cli.output import emit, shown, table
+from dpvision.cli.output import emit, private_scores, shown, table
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.open import open_encoder, trained_on
 from dpvision.errors import ConfigError
@@ -58,6 +58,7 @@ def evaluate_segmentation(
     out: Path | None = None,
     dry_run: bool = False,
     ema: bool = False,
+    show_confidential: bool = False,
     json: bool = False,
 ) -> None:
     """Train an encoder with UPerNet on pictures whose every pixel is labelled, and score it on others: mIoU (ViP, Table 4).
@@ -94,7 +95,8 @@ def evaluate_segmentation(
         out: Write all scores here too. Scores of private pictures need a path with a folder called confidential in it.
         dry_run: Only say what would be done, and how fast.
         ema: Use the averaged weights of runs.
-        json: Print JSON.
+        show_confidential: Print scores on private images also where the output is no terminal, as in a job's log.
+        json: Print JSON, with private scores too.
     """
     if not encoders:
         raise ConfigError("evaluate: no encoder; expected one or more. E.g. dpvision evaluate segmentation mae:FILE --ade20k FOLDER.")
@@ -116,7 +118,7 @@ def evaluate_segmentation(
             for spec, encoder in zip(encoders, opened, strict=True):
                 job.run(spec, encoder, status.update)
         if group.is_main:
-            _tell(job, encoders, out, picture, json)
+            _tell(job, encoders, out, picture, show_confidential, json)
     finally:
         leave()
 
@@ -225,7 +227,7 @@ def _tell_plan(job: _Job, specs: Sequence[str], opened: Sequence[FrozenEncoder],
         emit({"data": data, "plans": plans, "settings": job.settings.words(job.hardware), "notes": notes}, json, text)
 
 
-def _tell(job: _Job, specs: Sequence[str], out: Path | None, picture: Path | None, json: bool) -> None:
+def _tell(job: _Job, specs: Sequence[str], out: Path | None, picture: Path | None, show_confidential: bool, json: bool) -> None:
     """Print the scores and write them where they belong."""
     stores = {"train_data": job.train.name, "test_data": job.test.name}
     written: list[Path] = []
@@ -257,7 +259,8 @@ def _tell(job: _Job, specs: Sequence[str], out: Path | None, picture: Path | Non
     lines += [note for note in [job.train.classes.note()] if note]
     if written:
         lines.append("written to " + ", ".join(map(str, dict.fromkeys(written))))
-    if any(score.visibility == "private" for score in named):
-        lines.append("These scores are functions of private pictures: choosing by them is a selection that no guarantee covers.")
     found = {"scores": [score.to_dict() for score in named], "class_iou": job.iou, "written": [str(p) for p in dict.fromkeys(written)]}
-    emit(found, json, "\n".join(lines))
+    text = "\n".join(lines)
+    if any(score.visibility == "private" for score in named):
+        text = private_scores(text, list(map(str, written)), show_confidential)
+    emit(found, json, text)

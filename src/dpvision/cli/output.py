@@ -1,6 +1,7 @@
 """What commands print: JSON for machines, aligned text for people; both to standard output, progress to standard error."""
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -8,6 +9,8 @@ from typing import Annotated, Any, TypeVar
 import tyro
 from rich.console import Console
 from rich.table import Table
+
+from dpvision.errors import OPERATOR_ONLY
 
 T = TypeVar("T")
 
@@ -28,6 +31,28 @@ def parse(target: Callable[..., T], name: str, argv: Sequence[str], **kwargs: An
 def emit(result: Mapping[str, Any], as_json: bool, text: str) -> None:
     """Print one result."""
     print(json.dumps(result, indent=1, allow_nan=False) if as_json else text)
+
+
+def may_show(private: bool, asked: bool) -> bool:
+    """Whether what depends on the records may be printed: they are public, a person reads both streams, or the operator asks for it.
+
+    Anything else is a job's log, which others may read.
+    """
+    return not private or asked or (sys.stdout.isatty() and sys.stderr.isatty())
+
+
+def private_scores(text: str, written: Sequence[str], asked: bool) -> str:
+    """Scores on private images as text, marked as the operator's; where they may not be printed, only where they are.
+
+    Args:
+        text: the scores.
+        written: files that hold them.
+        asked: --show-confidential.
+    """
+    if may_show(True, asked):
+        return f"{OPERATOR_ONLY}functions of private images; choosing by them is a selection that no guarantee covers.\n{text}"
+    where = f"they are in {', '.join(written)}" if written else "they are written nowhere: say --out confidential/FILE.json"
+    return f"Scores on private images are not printed where others may read; {where}. --show-confidential prints them."
 
 
 def pairs(rows: Mapping[str, Any]) -> str:

@@ -136,5 +136,7 @@ def _text(result: dict[str, Any], public: Store, out: Path | None) -> str:
         lines.append(
             f"Without them: {out}, readable by you only. What is missing there tells who is in the private store: do not hand it on."
         )
-        lines.append(f"Next: dpvision train ... --data {out} --privacy.dataset-size {public.num_records}, the public number, if within 1%.")
+        lines.append("Scores on it show how many are missing: they are written under confidential/.")
+        declared = public.meta.get("cleared_from", public.num_records)
+        lines.append(f"Next: dpvision train ... --data {out} --privacy.dataset-size {declared}, the public number.")
     return "\n".join(lines)

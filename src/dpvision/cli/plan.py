@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from dpvision.cli.output import emit, pairs, parse
-from dpvision.cli.recipe import get_recipe
+from dpvision.cli.recipe import get_recipe, untyped_delta, with_budget
 from dpvision.config import PrivacyConfig
 from dpvision.errors import ConfigError
 from dpvision.privacy.planner import what_if
@@ -25,10 +25,12 @@ def plan(
     steps: int | None = None,
     noise_multiplier: float | None = None,
     target_epsilon: float | None = None,
+    target_unit_epsilon: float | None = None,
     delta: float | None = None,
     sampling: Literal["poisson", "truncated_poisson", "full_batch"] | None = None,
     max_batch_size: int | None = None,
     max_records_per_unit: int | None = None,
+    num_units: int | None = None,
     num_parameters: int | None = None,
     json: bool = False,
 ) -> None:
@@ -48,10 +50,12 @@ def plan(
         steps: Number of logical steps.
         noise_multiplier: Noise standard deviation over the clip norm.
         target_epsilon: Find the smallest noise that keeps epsilon (PLD) at or below this.
-        delta: Left out: 1 / (2 N).
+        target_unit_epsilon: The same for a person with all their images; needs --num-units.
+        delta: Left out: 1 / (2 N), or 1 / (2 M) where people are declared; at most 0.001.
         sampling: How a logical batch is drawn (left out: poisson).
         max_batch_size: Cap of a truncated Poisson batch.
-        max_records_per_unit: Records of one person at most; epsilon for the person is then given too.
+        max_records_per_unit: Records of one person that take part, at most; above 1 it needs --num-units.
+        num_units: M, the declared public number of people: epsilon is then given for the person, and delta judged by M.
         num_parameters: Trained parameters, for the signal figures.
         json: Print JSON.
     """
@@ -59,22 +63,26 @@ def plan(
         from dpvision.models import count_parameters
 
         num_parameters = count_parameters(get_recipe(recipe).model) or None  # a head's depend on its encoder
-    result = what_if(_config(recipe, locals()), num_parameters=num_parameters)
+    given = {name: value for name, value in locals().items() if value is not None}
+    config = _config(recipe, given)
+    result = what_if(config, num_parameters=num_parameters)
+    if recipe is not None:
+        result["refused"] = result["refused"] or untyped_delta(get_recipe(recipe).privacy, config, given)
     emit(result, json, _text(result))
 
 
-_NAMES = ("dataset_size", "expected_batch_size", "steps", "delta", "sampling", "max_batch_size", "max_records_per_unit")
+_BUDGETS = ("noise_multiplier", "target_epsilon", "target_unit_epsilon")
+_NAMES = (
+    "dataset_size", "expected_batch_size", "steps", "delta", "sampling", "max_batch_size", "max_records_per_unit", "num_units", *_BUDGETS,
+)  # fmt: skip
 
 
 def _config(recipe: str | None, given: dict[str, Any]) -> PrivacyConfig:
-    changes = {name: given[name] for name in _NAMES if given[name] is not None}
-    noise, target = given["noise_multiplier"], given["target_epsilon"]
-    if noise is not None or target is not None:
-        changes |= {"noise_multiplier": noise, "target_epsilon": target}
+    changes = {name: given[name] for name in _NAMES if name in given}
     if recipe is not None:
-        return replace(get_recipe(recipe).privacy, **changes)
+        return replace(with_budget(get_recipe(recipe).privacy, changes), **changes)
     missing = [f"--{name.replace('_', '-')}" for name in ("dataset_size", "expected_batch_size", "steps") if name not in changes]
-    if noise is None and target is None:
+    if not any(name in changes for name in _BUDGETS):
         missing.append("--noise-multiplier or --target-epsilon")
     if missing:
         raise ConfigError(f"plan: {', '.join(missing)} not given; expected them, or the name of a recipe. See dpvision plan --help.")
@@ -85,15 +93,20 @@ def _text(r: dict[str, Any]) -> str:
     if r["epsilon"] is None:
         return f"NO PRIVACY GUARANTEE (guarantee={r['guarantee']!r})\n" + pairs({"sample-gradients": r["sample_gradients"]})
     tpr = r["attack_tpr"]
+    head = f"epsilon {r['epsilon']:.4g}"
+    if r["unit_epsilon"] is not None:
+        k = r["max_records_per_unit"]
+        beside = f" (at most {k} images), {head} for a single image," if k > 1 else " (one image of each)"
+        head = f"epsilon {r['unit_epsilon']:.4g} for a person{beside}"
+    image = "" if r["num_units"] is None else ", of an image"
     lines = [
-        f"epsilon {r['epsilon']:.4g} at delta {r['delta']:.3g} after {r['steps']:,} steps",
+        f"{head} at delta {r['delta']:.3g} after {r['steps']:,} steps",
         pairs(
             {
-                "epsilon (RDP, as the papers)": r["epsilon_rdp"],
-                "epsilon without sampling": r["epsilon_unamplified"],
-                "epsilon for a person": r["unit_epsilon"],
+                f"epsilon (RDP, as the papers){image}": r["epsilon_rdp"],
+                f"epsilon without sampling{image}": r["epsilon_unamplified"],
                 "best attack": f"{tpr['0.01']:.1%} true positives at 1% false ones, {tpr['0.001']:.1%} at 0.1%",
-                "N x delta": r["n_times_delta"],
+                "N x delta" if r["num_units"] is None else "people x delta": r["n_times_delta"],
                 "noise multiplier": r["noise_multiplier"],
                 "sampling": r["sampling"],
                 "sample rate": r["sample_rate"],

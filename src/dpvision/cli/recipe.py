@@ -1,8 +1,11 @@
 """Recipe names on the command line."""
 
 import difflib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from dpvision.config import RunConfig
+from dpvision.config import PrivacyConfig, RunConfig
 from dpvision.errors import ConfigError
 from dpvision.recipes import RECIPES, TABLE_ROWS
 
@@ -18,6 +21,51 @@ def get_recipe(name: str) -> RunConfig:
         hint = f"Did you mean {' or '.join(close)}?" if close else "Correct the name; `dpvision train` lists them."
         raise ConfigError(f"recipe: {name!r}; expected one of the {len(RECIPES)} recipes. {hint}")
     return RECIPES[name]()
+
+
+_BUDGETS = ("noise_multiplier", "target_epsilon", "target_unit_epsilon")
+
+
+def with_budget(cfg: PrivacyConfig, typed: dict[str, Any]) -> PrivacyConfig:
+    """A private recipe's settings, whose own noise or target gives way to the one that is typed.
+
+    Where units are declared and no budget is typed, the recipe's target becomes that of the unit.
+
+    Args:
+        typed: what is typed, by the name of the setting; of the budget's settings the value does not matter.
+    """
+    budgets = [name for name in _BUDGETS if typed.get(name) not in (None, "None")]
+    if cfg.guarantee != "dp" or "guarantee" in typed or len(budgets) > 1:
+        return cfg
+    if budgets:
+        placeholder: dict[str, Any] = dict.fromkeys(_BUDGETS) | {budgets[0]: 1.0}
+        return replace(cfg, **placeholder)
+    if typed.get("num_units") not in (None, "None") and cfg.target_epsilon is not None:
+        return replace(cfg, target_epsilon=None, target_unit_epsilon=cfg.target_epsilon)
+    return cfg
+
+
+def typed_privacy(argv: Sequence[str]) -> dict[str, str]:
+    """Settings --privacy.NAME that a command line holds, with their values as they are written."""
+    found: dict[str, str] = {}
+    for i, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name.startswith("--privacy."):
+            found[name.removeprefix("--privacy.").replace("-", "_")] = value if equals else argv[i + 1] if i + 1 < len(argv) else ""
+    return found
+
+
+def untyped_delta(recipe: PrivacyConfig, cfg: PrivacyConfig, typed: dict[str, Any]) -> str | None:
+    """Why a recipe's own delta may not be kept with another declared number: N x delta above 1 has to be typed; else None."""
+    population = cfg.num_units or cfg.dataset_size
+    if cfg.guarantee != "dp" or recipe.delta is None or cfg.delta != recipe.delta or "delta" in typed:
+        return None
+    if population * recipe.delta <= 1 + 1e-9:
+        return None
+    return (
+        f"privacy: delta={recipe.delta:.3g} of the recipe for {recipe.dataset_size:,} records, and {population:,} are declared; expected "
+        f"their product to be at most 1, got {population * recipe.delta:.3g}. Say --privacy.delta None for the default."
+    )
 
 
 def recipe_lines(start: str = "") -> list[str]:

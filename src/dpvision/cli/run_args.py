@@ -1,5 +1,6 @@
 """What the commands that make a run have in common: options, the run's folder, what --resume keeps to, and words for what was spent."""
 
+import sys
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +9,7 @@ import tyro
 
 from dpvision.config import RunConfig
 from dpvision.errors import ConfigError
-from dpvision.privacy.composition import Part, parts_of, total_epsilon
+from dpvision.privacy.composition import Part, parts_of, total_epsilon, unit_epsilon
 from dpvision.privacy.plan import DPPlan
 from dpvision.train.folder import read_run, run_base
 
@@ -35,6 +36,8 @@ class RunArgs(Where):
     """Make the plan and all checks, then stop: nothing is trained, nothing is charged."""
     quiet: bool = False
     """No progress."""
+    show_confidential: bool = False
+    """Print what depends on private images (loss, throughput, scores) also where the output is no terminal, as in a job's log."""
     json: bool = False
     """Print the result as JSON."""
     config: Annotated[RunConfig, tyro.conf.arg(name="")] = field(kw_only=True)
@@ -70,6 +73,8 @@ def resumed_hardware(command: str, root: Path, asked: RunConfig, saved: RunConfi
     return {f.name: getattr(asked.hardware, f.name) for f in fields(asked.hardware)}
 
 
+STOPPED = 75
+"""Exit status after SIGINT, SIGTERM or SIGUSR1: saved, and --resume goes on (EX_TEMPFAIL of sysexits.h)."""
 COMPOSED = {
     "pld": "composed, if all settings were fixed beforehand",
     "gaussian": "composed as Gaussians",
@@ -80,23 +85,60 @@ COMPOSED = {
 """How the epsilons of several runs were put together, by ``composition.Method``."""
 
 
+def guarantee_words(plan: DPPlan, epsilon: float, unit_epsilon: float | None, delta: float) -> str:
+    """A guarantee in a line: the person's where people are declared, and the image's beside it."""
+    if plan.num_units is None:
+        return f"epsilon {epsilon:.4g} at delta {delta:.3g}"
+    k = plan.max_records_per_unit
+    if unit_epsilon is None:
+        return f"epsilon {epsilon:.4g} for a single image, unknown for a person, at delta {delta:.3g}"
+    if k == 1:
+        return f"epsilon {unit_epsilon:.4g} for a person (one image of each) at delta {delta:.3g}"
+    return f"epsilon {unit_epsilon:.4g} for a person (at most {k} images), {epsilon:.4g} for a single image, at delta {delta:.3g}"
+
+
 def spent(plan: DPPlan, steps: int, behind: tuple[Part, ...] = ()) -> tuple[dict[str, Any], str]:
     """What was executed has cost, with the runs ``behind`` its weights on the same store.
 
     Returns:
-        epsilon and delta of all runs (both None without a guarantee, or before the first step), epsilon of this run alone as
-        this_run_epsilon, for JSON; and the same in words.
+        epsilon, unit_epsilon (None without declared units) and delta of all runs (all None without a guarantee, or before the first step),
+        epsilon of this run alone as this_run_epsilon, for JSON; and the same in words.
     """
     if plan.guarantee != "dp" or not steps:
-        return {"epsilon": None, "delta": None, "this_run_epsilon": None}, "no privacy guarantee"
-    own = total_epsilon(parts_of([(plan, steps)]))[0]
-    epsilon, delta, method = total_epsilon(parts_of([*behind, (plan, steps)]))
-    said = f"epsilon {epsilon:.4g} at delta {delta:.3g}"
+        return {"epsilon": None, "unit_epsilon": None, "delta": None, "this_run_epsilon": None}, "no privacy guarantee"
+    alone, parts = parts_of([(plan, steps)]), parts_of([*behind, (plan, steps)])
+    own = total_epsilon(alone)[0]
+    epsilon, delta, method = total_epsilon(parts)
+    unit = unit_epsilon(parts)
+    said = guarantee_words(plan, epsilon, unit, delta)
     if behind:
-        said += f" for this run and {len(behind)} before it on this store, {COMPOSED[method]} (this run alone: epsilon {own:.4g})"
-    return {"epsilon": epsilon, "delta": delta, "this_run_epsilon": own}, said
+        said += f" for this run and {len(behind)} before it on this store, {COMPOSED[method]} (this run alone: "
+        said += f"{guarantee_words(plan, own, unit_epsilon(alone), plan.delta)})"
+    return {"epsilon": epsilon, "unit_epsilon": unit, "delta": delta, "this_run_epsilon": own}, said
 
 
-def lost_words(lost: int, unit: str) -> list[str]:
+def lost_words(plan: DPPlan, lost: int, noun: str) -> list[str]:
     """A line about charges without a result."""
-    return [f"{lost} {unit} were charged and lost in a crash; they count in epsilon."] if lost else []
+    if not lost:
+        return []
+    return [f"{lost} {noun} were charged and lost ({spent(plan, lost)[1]} by themselves); they count in epsilon."]
+
+
+def resume_words(plan: DPPlan, charged: int, in_weights: int, saved: bool, noun: str = "steps") -> str:
+    """What a run that goes on has spent, lost and left.
+
+    Args:
+        charged: steps in the ledger.
+        in_weights: of them, those whose result is in the newest checkpoint.
+        saved: whether there is a checkpoint.
+    """
+    lines = [f"Resuming: {charged} of {plan.steps} {noun} charged ({spent(plan, charged)[1]}), {plan.steps - charged} left."]
+    lines += lost_words(plan, charged - in_weights, noun)
+    if not saved and charged:
+        lines.append(f"There is no checkpoint: it starts again from the initial weights, with {charged} charged {noun} lost.")
+    return "\n".join(lines)
+
+
+def announce(text: str) -> None:
+    """Print to standard error, also with --json and --quiet: what has been lost is no progress."""
+    print(text, file=sys.stderr, flush=True)

@@ -11,14 +11,25 @@ from typing import Annotated
 import tyro
 
 from dpvision.cli.output import CONFIG, RecipeName, emit, pairs
-from dpvision.cli.recipe import get_recipe, recipe_lines
-from dpvision.cli.run_args import RunArgs, Where, lost_words, resumed_hardware, saved_config, spent
+from dpvision.cli.recipe import get_recipe, recipe_lines, typed_privacy, untyped_delta, with_budget
+from dpvision.cli.run_args import (
+    STOPPED,
+    RunArgs,
+    Where,
+    announce,
+    guarantee_words,
+    lost_words,
+    resume_words,
+    resumed_hardware,
+    saved_config,
+    spent,
+)
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.data.store import Store
 from dpvision.data.texture_store import write_texture_store
 from dpvision.encoders.parent import open_parent
 from dpvision.errors import ConfigError, DataError
-from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.plan import DPPlan, weakness
 from dpvision.train.folder import read_run
 from dpvision.train.lineage import runs_on
 from dpvision.train.loop import Session, fit
@@ -34,7 +45,7 @@ charged before each step. Any setting of the recipe can be overridden: --privacy
   dpvision train synthetic.vip_micro                     the warm start, on procedural textures: public, costs no privacy
   dpvision train vip.micro --data stores/mine --dry-run
   dpvision train vip.micro --data stores/mine --name first
-  dpvision train vip.micro --name first --resume        after a stop or a crash
+  dpvision train vip.micro --name first --resume        after a stop (Ctrl-C, SIGTERM; exit status 75) or a crash
   torchrun --nproc-per-node 8 -m dpvision train vip.base --data STORE"""
 
 
@@ -63,6 +74,8 @@ def run(argv: Sequence[str]) -> None:
         return
     default = TrainArgs(recipe=recipe, config=_default(recipe, argv))
     args = tyro.cli(TrainArgs, prog="dpvision train", description=_DOC, args=list(argv), default=default, config=CONFIG)
+    if not args.resume and (reason := untyped_delta(get_recipe(recipe).privacy, args.config.privacy, typed_privacy(argv))):
+        raise ConfigError(reason)
     train(args)
 
 
@@ -86,7 +99,8 @@ def train(args: TrainArgs) -> None:
     if args.dry_run:
         plan, store, num_records, lineage = check_run(config, open_parent)
         if main_process:
-            result = {"dry_run": True, **plan.to_dict(), "num_records": num_records, "store_visibility": store.visibility}
+            result = {"dry_run": True, **plan.to_dict(), "store_visibility": store.visibility}
+            result["operator_only"] = {"num_records": num_records}
             result["total"] = spent(plan, plan.steps, runs_on(lineage, store.store_id))[0]
             emit(
                 result,
@@ -97,9 +111,13 @@ def train(args: TrainArgs) -> None:
     with opened as session:
         if main_process:
             args.say(plan_text(session.config, session.plan, session.store, session.lineage))
-        complete = fit(session, quiet=args.quiet)
+        if args.resume and session.ledger is not None:
+            announce(resume_words(session.plan, session.ledger.steps, session.updates, session.saved_steps is not None))
+        complete = fit(session, quiet=args.quiet, show_confidential=args.show_confidential)
         if session.ledger is not None:
             _finish(session, root, complete, args.json)
+    if not complete:
+        sys.exit(STOPPED)
 
 
 def _texture_store(num: int) -> Path:
@@ -120,7 +138,9 @@ def _finish(session: Session, root: Path, complete: bool, as_json: bool) -> None
         **cost, "guarantee": plan.guarantee,
     }  # fmt: skip
     lines = [f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} steps: {said}. Run folder: {root}"]
-    lines += lost_words(steps - session.updates, "steps")
+    lines += lost_words(plan, steps - session.updates, "steps")
+    if not complete:
+        lines.append("Saved. Go on with --resume.")
     if complete:
         lines += ["Next:", f"  dpvision evaluate {root} --train STORE --test STORE", f"  dpvision report {root}"]
     emit(result, as_json, "\n".join(lines))
@@ -130,7 +150,9 @@ def plan_text(config: RunConfig, plan: DPPlan, store: Store, lineage: Lineage) -
     """The plan for people: the guarantee, with that of the runs behind the weights, and what it takes."""
     if plan.guarantee == "dp":
         when = "one step" if plan.steps == 1 else f"all {plan.steps} steps"
-        head = f"Private: epsilon {plan.epsilon:.4g} at delta {plan.delta:.3g} after {when}"
+        assert plan.epsilon is not None, "a plan with a guarantee has an epsilon"
+        strength = "Private" if weakness(plan) is None else "WEAK GUARANTEE, allowed by --privacy.allow-weak-guarantee"
+        head = f"{strength}: {guarantee_words(plan, plan.epsilon, plan.unit_epsilon, plan.delta)} after {when}"
         if plan.epsilon_rdp is not None:
             head += f" (RDP {plan.epsilon_rdp:.4g})"
     else:
@@ -142,6 +164,8 @@ def plan_text(config: RunConfig, plan: DPPlan, store: Store, lineage: Lineage) -
             "recipe": config.recipe,
             "store": f"{store.store_id[:8]}, {store.visibility}",
             "declared records": plan.dataset_size,
+            "declared people": plan.num_units,
+            "images per person, at most": None if plan.num_units is None else plan.max_records_per_unit,
             "sampling": plan.sampling,
             "expected batch size": plan.expected_batch_size,
             "steps": plan.steps,
@@ -155,6 +179,7 @@ def plan_text(config: RunConfig, plan: DPPlan, store: Store, lineage: Lineage) -
 def _default(recipe: str, argv: Sequence[str]) -> RunConfig:
     """What unnamed settings are: the recipe's, or with --resume those that the run was started with."""
     if "--resume" not in argv:
-        return get_recipe(recipe)
+        config = get_recipe(recipe)
+        return replace(config, privacy=with_budget(config.privacy, typed_privacy(argv)))
     known = tyro.cli(Where, args=list(argv), return_unknown_args=True)[0]
     return saved_config("train", known.root(recipe), recipe) or get_recipe(recipe)  # open_run will say what is wrong

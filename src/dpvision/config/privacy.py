@@ -20,19 +20,25 @@ class PrivacyConfig:
     max_grad_norm: float | None = 1.0
     """Clip norm C of a record's whole gradient; None only without a guarantee (no clipping)."""
     noise_multiplier: float | None = None
-    """Noise standard deviation / max_grad_norm. Give this or target_epsilon, not both."""
+    """Noise standard deviation / max_grad_norm. Give one of this, target_epsilon and target_unit_epsilon."""
     target_epsilon: float | None = None
-    """Calibrate the noise (rounded up) so that the PLD epsilon of all steps is at most this."""
+    """Calibrate the noise (rounded up) so that the PLD epsilon of all steps is at most this for one record."""
+    target_unit_epsilon: float | None = None
+    """The same for one unit (person) with all its records; needs num_units."""
     delta: float | None = None
-    """None: 1 / (2 dataset_size)."""
+    """None: 1 / (2 dataset_size), or 1 / (2 num_units) where units are declared; at most 1e-3."""
     guarantee: Literal["dp", "none", "simulated"] = "dp"
     """'none' and 'simulated' (TAN) run the same loop and say in every output that they guarantee nothing."""
     sampling: Literal["poisson", "truncated_poisson", "full_batch"] = "poisson"
     max_batch_size: int | None = None
     """Cap of a truncated Poisson batch; required there, forbidden elsewhere."""
     max_records_per_unit: int = 1
-    """Bound on the records of one unit (person); 1 means that the unit of privacy is the record."""
-    noise_generator: Literal["torch", "hardened"] = "torch"
+    """Bound k on the records of one unit (person) that take part; above 1 it needs num_units."""
+    num_units: int | None = None
+    """Declared, public number of units (people), for a store imported with --unit-from: the guarantee is then stated for the unit, and
+    delta is judged by this number. None: the unit of privacy is the record."""
+    allow_weak_guarantee: bool = False
+    """Train also with epsilon above 20 or delta above 1e-3, which are refused otherwise (docs/privacy.md)."""
     clipping: Literal["hard", "automatic"] = "hard"
     """'hard': scale down to the clip norm what is longer. 'automatic': scale every gradient to nearly the clip norm (Bu et al. 2023)."""
 
@@ -51,8 +57,16 @@ class PrivacyConfig:
         if self.target_epsilon is not None:
             require(0 < self.target_epsilon < math.inf, w, "target_epsilon", self.target_epsilon, "a positive number", "Typical: 1 to 8.")
         if self.delta is not None:
-            require(0 < self.delta < 1, w, "delta", self.delta, "strictly between 0 and 1", "Leave it out for 1/(2 dataset_size).")
-        require(self.max_records_per_unit >= 1, w, "max_records_per_unit", self.max_records_per_unit, "at least 1", "Use 1 for records.")
+            require(0 < self.delta < 1, w, "delta", self.delta, "strictly between 0 and 1", "Leave it out for the default.")
+        k, units = self.max_records_per_unit, self.num_units
+        require(k >= 1, w, "max_records_per_unit", k, "at least 1", "Use 1 for records.")
+        require(k == 1 or units is not None, w, "num_units", units, f"a number with max_records_per_unit={k}", "Declare the people.")
+        if units is not None:
+            rule = f"dataset_size={n} between num_units and max_records_per_unit x num_units"
+            require(1 <= units <= n <= k * units, w, "num_units", units, rule, f"With max_records_per_unit={k} declare numbers that fit.")
+        target = self.target_unit_epsilon
+        if target is not None:
+            require(0 < target < math.inf, w, "target_unit_epsilon", target, "a positive number", "Typical: 1 to 8.")
         if self.sampling == "full_batch":
             require(b == n, w, "expected_batch_size", b, f"dataset_size={n} for sampling=full_batch", "Set it to dataset_size.")
         if self.sampling == "truncated_poisson":
@@ -60,12 +74,16 @@ class PrivacyConfig:
             require(m is not None and m >= 1, w, "max_batch_size", m, "a cap for truncated_poisson", "About mean + 7 standard deviations.")
         else:
             require(self.max_batch_size is None, w, "max_batch_size", self.max_batch_size, "nothing unless truncated", "Drop it.")
-        both = self.noise_multiplier is not None and self.target_epsilon is not None
-        require(not both, w, "target_epsilon", self.target_epsilon, "noise_multiplier or target_epsilon, not both", "Drop one of them.")
+        names = ("noise_multiplier", "target_epsilon", "target_unit_epsilon")
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            one_of = "noise_multiplier, target_epsilon or target_unit_epsilon, one of them"
+            option = given[0].replace("_", "-")
+            require(False, w, given[1], getattr(self, given[1]), one_of, f"Drop one: --privacy.{option} None.")
         if self.guarantee == "dp":
             require(self.max_grad_norm is not None, w, "max_grad_norm", None, "a clip norm in a private run", "Set it, e.g. 0.1.")
             require(
-                self.noise_multiplier is not None or self.target_epsilon is not None,
+                bool(given),
                 w, "noise_multiplier", None, "noise_multiplier or target_epsilon in a private run", "Give target_epsilon, e.g. 8.",
             )  # fmt: skip
             require(
@@ -74,6 +92,6 @@ class PrivacyConfig:
             )  # fmt: skip
         if self.guarantee == "none":
             require(
-                not self.noise_multiplier and self.target_epsilon is None,
+                not self.noise_multiplier and given in ([], ["noise_multiplier"]),
                 w, "noise_multiplier", self.noise_multiplier, "no noise and no target with guarantee=none", "Drop it.",
             )  # fmt: skip

@@ -121,7 +121,7 @@ class HardwareConfig:
     workers: int = 2
     """Threads that read and decode pictures."""
     checkpoint_every_s: float = 300.0
-    """Seconds between checkpoints; a checkpoint is also written at the end and on SIGTERM or SIGUSR1."""
+    """Seconds between checkpoints; a checkpoint is also written at the end and on SIGINT (Ctrl-C), SIGTERM or SIGUSR1."""
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:

@@ -19,11 +19,12 @@ import numpy as np
 from dpvision.data.caption_files import CaptionFile
 from dpvision.data.captions import Captions, find_captions
 from dpvision.data.decode import BadPicture, decode, extension
-from dpvision.data.import_labels import ImportedLabels
+from dpvision.data.import_labels import ClassRule, ImportedLabels
 from dpvision.data.merge import merge_duplicates
 from dpvision.data.ordered import ordered_map
 from dpvision.data.sources import Sample, open_source
-from dpvision.data.store import ROW, Store, append_line, have_captions, keyed_hash, write_description
+from dpvision.data.store import ROW, Store, append_line, have_captions, write_description
+from dpvision.data.store_key import keyed_hash, new_key
 from dpvision.data.tarindex import TarWriter
 from dpvision.errors import DataError
 
@@ -40,6 +41,7 @@ def import_source(
     unit_from: str | None = None,
     label_from: str | None = None,
     label_separator: str | None = None,
+    classes: ClassRule | None = None,
     captions: str | Path | None = None,
     require_captions: bool = False,
     licence: str | None = None,
@@ -58,6 +60,7 @@ def import_source(
         unit_from: field that names the person a picture belongs to.
         label_from: field that holds the class, or a list of classes; default the class folder, or the field ``label``.
         label_separator: between the classes of one picture where that field is a text, as in a table; an empty text is then an empty list.
+        classes: the declared classes, which a private store whose labels are names needs.
         captions: a file of captions for these pictures, see ``caption_files``; those that stand beside a picture stay.
         require_captions: leave pictures without a caption out.
         licence: licence of the pictures, for the statement of runs on a public store.
@@ -82,6 +85,7 @@ def import_source(
         label_from=label_from,
         label_separator=label_separator,
         label_names=found.label_names,
+        classes=classes,
         caption_file=caption_file,
         require_captions=require_captions,
         licence=licence,
@@ -99,6 +103,7 @@ def import_samples(
     label_from: str | None = None,
     label_separator: str | None = None,
     label_names: list[str] | None = None,
+    classes: ClassRule | None = None,
     caption_file: CaptionFile | None = None,
     require_captions: bool = False,
     licence: str | None = None,
@@ -115,11 +120,11 @@ def import_samples(
     """
     target = Path(store_dir).resolve()
     with new_folder(target, private=not public) as folder, contextlib.ExitStack() as files:
-        labels = ImportedLabels(label_from or "label", label_names, label_separator)
+        labels = ImportedLabels(label_from or "label", label_names, label_separator, private=not public, rule=classes)
         build = _Build(folder, files, unit_from, labels, licence, metric)
         done = 0
         named = samples if caption_file is None else caption_file.attach(samples)
-        for chunk in _checked(named, build.store_id, require_captions, workers):
+        for chunk in _checked(named, build.key, require_captions, workers):
             for checked in chunk:
                 build.add(checked)
             done += len(chunk)
@@ -164,18 +169,18 @@ class _Checked(NamedTuple):
     text: Captions
 
 
-def _checked(samples: Iterable[Sample], store_id: str, require_captions: bool, workers: int) -> Iterator[list[_Checked]]:
+def _checked(samples: Iterable[Sample], key: bytes, require_captions: bool, workers: int) -> Iterator[list[_Checked]]:
     """Chunks of samples, in order, decoded and their captions cleaned by threads."""
 
     def check(chunk: list[Sample]) -> list[_Checked]:
-        return [_check(sample, store_id, require_captions) for sample in chunk]
+        return [_check(sample, key, require_captions) for sample in chunk]
 
     each = iter(samples)
     chunks = iter(lambda: list(islice(each, _CHUNK)), [])
     return ordered_map(check, chunks, workers=workers, ahead=2 * workers)
 
 
-def _check(sample: Sample, store_id: str, require_captions: bool) -> _Checked:
+def _check(sample: Sample, key: bytes, require_captions: bool) -> _Checked:
     problem, text = sample.problem, find_captions(sample.fields)
     if problem is None:
         try:
@@ -184,7 +189,7 @@ def _check(sample: Sample, store_id: str, require_captions: bool) -> _Checked:
             problem = error.reason
     if problem is None and require_captions and not text.kept:
         problem = "no caption"
-    return _Checked(sample, problem, -1 if problem is not None else keyed_hash(store_id, sample.image), text)
+    return _Checked(sample, problem, -1 if problem is not None else keyed_hash(key, sample.image), text)
 
 
 class _Build:
@@ -203,7 +208,7 @@ class _Build:
         self._folder = folder
         self._unit_from, self._labels = unit_from, labels
         self._licence, self._metric = licence, metric
-        (folder / "confidential").mkdir(mode=0o700)
+        self.key = new_key(folder)
         self._text = files.enter_context((folder / "records.jsonl").open("w+b"))
         self._left_out = files.enter_context((folder / "confidential" / "left_out.jsonl").open("w"))
         self._writer = _ShardWriter(folder, files)
@@ -243,7 +248,7 @@ class _Build:
 
     def _unit(self, sample: Sample) -> int:
         value = sample.fields.get(self._unit_from) if self._unit_from is not None else None
-        return -1 if value in (None, "") else keyed_hash(self.store_id, str(value).encode("utf-8", "surrogatepass"))
+        return -1 if value in (None, "") else keyed_hash(self.key, str(value).encode("utf-8", "surrogatepass"))
 
     def finish(self, visibility: str, num_seen: int, more: dict[str, int]) -> None:
         self._flush()
@@ -273,12 +278,14 @@ class _Build:
             unit_field=self._unit_from,
             licence=self._licence,
             metric=self._metric,
+            may_be_unlabelled=self._labels.may_be_unlabelled,
         )
         summary = {
             "seen": num_seen,
             "records": len(rows),
             "left_out": left_out,
             **merged,
+            "classes_not_declared": self._labels.num_unknown,
             "without_label": int((rows["label"] < 0).sum()),
             "without_unit": int((rows["unit"] < 0).sum()),
             "without_caption": int((~have_captions(self._folder / "records.jsonl", rows["caption_offset"], rows["caption_size"])).sum()),

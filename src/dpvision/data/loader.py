@@ -8,7 +8,8 @@ the machine's and not the record's, and raises DataError.
 Legend: B records, V views, C channels, H height, W width, L tokens.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ def physical_batches(
     data: DataConfig,
     image_size: int,
     *,
-    physical_batch_size: int,
+    physical_batch_size: int | Sequence[int],
     workers: int,
     device: str | torch.device = "cpu",
     captions: CaptionReader | None = None,
@@ -55,7 +56,7 @@ def physical_batches(
     Args:
         rows: int64 positions in the store.
         key: seed and step.
-        physical_batch_size: records in a batch, at least 1.
+        physical_batch_size: records in a batch, at least 1; or those of each batch one by one, whose sum is the number of rows.
         workers: threads, at least 1. Neither of the last two changes a bit of any record.
         device: textures are made where they are needed; other pictures come on the CPU whatever it is.
         captions: reads token_BVL beside the pictures (``caption_reader``); None: no tokens.
@@ -68,9 +69,10 @@ def physical_batches(
         DataError: a row is not in the store, or a shard or the file of captions cannot be read.
     """
     rows = _checked_rows(store, rows)
+    parts = _sliced(rows, physical_batch_size)
     device = torch.device(device)
     if isinstance(store, TextureStore) and device.type != "cpu" and captions is None:
-        yield from _texture_batches(store, rows, key, data, image_size, physical_batch_size, device)
+        yield from _texture_batches(store, parts, key, data, image_size, device)
         return
     has_labels = bool(store.labelled.any()) if len(rows) else False
 
@@ -84,7 +86,7 @@ def physical_batches(
     def augmented(part: np.ndarray) -> _Arrays:
         return _augment(store, part, key, data, image_size, captions)
 
-    for part, (record_id, valid, x_BVCHW, *tokens) in _batched(augmented, rows, physical_batch_size, workers):
+    for part, (record_id, valid, x_BVCHW, *tokens) in _batched(augmented, parts, workers):
         yield Batch(
             record_id_B=torch.from_numpy(record_id),
             valid_B=torch.from_numpy(valid),
@@ -111,7 +113,7 @@ def pictures(
     def centred(part: np.ndarray) -> _Arrays:
         return _centre(store, part, data, image_size)
 
-    for part, (_, valid, x_BCHW) in _batched(centred, rows, batch_size, workers):
+    for part, (_, valid, x_BCHW) in _batched(centred, _sliced(rows, batch_size), workers):
         if valid.any():
             kept = part[valid]
             label = np.full(len(kept), -1) if store.multi_label else store.index["label"][kept]
@@ -119,12 +121,11 @@ def pictures(
 
 
 def _texture_batches(
-    store: TextureStore, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, physical_batch_size: int, device: torch.device
+    store: TextureStore, parts: list[np.ndarray], key: StepKey, data: DataConfig, image_size: int, device: torch.device
 ) -> Iterator[Batch]:
     """Looks at textures, made on ``device``: a GPU makes them faster than threads could hand them over."""
     mean, std = (torch.tensor(v, device=device)[:, None, None] for v in (data.mean, data.std))
-    for start in range(0, len(rows), physical_batch_size):
-        part = rows[start : start + physical_batch_size]
+    for part in parts:
         x_BVCHW = store.looks(part, key, data.views, image_size, device)
         valid_B = torch.ones(len(part), dtype=torch.bool, device=device)
         record_id_B = torch.from_numpy(store.index["id"][part].astype(np.int64)).to(device)
@@ -139,18 +140,22 @@ def _checked_rows(store: Store, rows: np.ndarray) -> np.ndarray:
     return rows
 
 
+def _sliced(rows: np.ndarray, batch_size: int | Sequence[int]) -> list[np.ndarray]:
+    sizes = [min(batch_size, len(rows) - i) for i in range(0, len(rows), batch_size)] if isinstance(batch_size, int) else batch_size
+    return np.split(rows, np.cumsum(sizes)[:-1]) if len(sizes) else []
+
+
 def _batched(
-    work: Callable[[np.ndarray], _Arrays], rows: np.ndarray, batch_size: int, workers: int
+    work: Callable[[np.ndarray], _Arrays], parts: list[np.ndarray], workers: int
 ) -> Iterator[tuple[np.ndarray, _Arrays]]:
-    """``work`` done on every chunk by threads, its arrays joined to batches of ``batch_size`` rows."""
-    chunk = min(_CHUNK, -(-batch_size // workers))
-    starts = range(0, len(rows), batch_size)
-    chunks = [rows[i : min(i + chunk, s + batch_size)] for s in starts for i in range(s, min(s + batch_size, len(rows)), chunk)]
-    ahead = workers + _AHEAD_BATCHES * -(-batch_size // chunk)
-    done = ordered_map(work, chunks, workers=workers, ahead=ahead)
-    for start in starts:
-        part = rows[start : start + batch_size]
-        pieces = [next(done) for _ in range(0, len(part), chunk)]
+    """``work`` done on every chunk by threads, its arrays joined to batches of the rows of each part."""
+    largest = max(map(len, parts), default=1)
+    chunk = min(_CHUNK, -(-largest // workers))
+    chunks = [[part[i : i + chunk] for i in range(0, len(part), chunk)] for part in parts]
+    ahead = workers + _AHEAD_BATCHES * -(-largest // chunk)
+    done = ordered_map(work, itertools.chain.from_iterable(chunks), workers=workers, ahead=ahead)
+    for part, own in zip(parts, chunks, strict=True):
+        pieces = [next(done) for _ in own]
         if len(pieces) == 1:
             yield part, pieces[0]
         else:

@@ -22,6 +22,7 @@ from dpvision.data.importer import new_folder
 from dpvision.data.ordered import ordered_map
 from dpvision.data.perceptual import nearest_within, perceptual_hashes
 from dpvision.data.store import Store, write_description
+from dpvision.data.store_key import copy_key
 from dpvision.data.texture_store import TextureStore
 from dpvision.errors import DataError
 
@@ -172,8 +173,9 @@ def check_out(public: Store, out: str | Path) -> Path:
 def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Store, methods: list[str]) -> Store:
     """A store of the public pictures but those of ``rows``, with a record of what was done, for the lineage of what is trained on it.
 
-    It reads the shards of the public store where they are and keeps its id, as the halves of a split do. Which pictures are missing depends
-    on the private store: the folder is readable by its owner only, and the record has no count.
+    It reads the shards of the public store where they are and keeps its id, as the halves of a split do. Which pictures are missing, and
+    how many, depends on the private store: the folder is readable by its owner only, the record has no count of them, and whatever is
+    computed from the rest is the operator's (``Store.results_visibility``). ``cleared_from`` is the public store's own number of records.
 
     Args:
         out: folder to make, beside the public store.
@@ -189,6 +191,7 @@ def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Sto
         raise DataError(f"overlap: every picture of {public.path} is in {private.path}; expected some that are not. It is the same data.")
     text, labels = public.meta["text"], public.meta.get("labels")
     with new_folder(target, private=True) as folder:
+        copy_key(home, folder)
         write_description(
             folder,
             store_id=public.store_id,
@@ -201,6 +204,7 @@ def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Sto
             licence=public.licence,
             split=public.meta.get("split"),
             metric=public.meta.get("metric"),
+            may_be_unlabelled=public.meta.get("may_be_unlabelled", False),
             labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),
         )
         before = public.meta.get("deduplicated") or {"against": [], "methods": []}
@@ -209,5 +213,6 @@ def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Sto
             "methods": list(dict.fromkeys([*before["methods"], *methods])),
         }
         meta = json.loads((folder / "store.json").read_text())
-        (folder / "store.json").write_text(json.dumps(meta | {"deduplicated": record}, indent=1))
+        meta |= {"deduplicated": record, "cleared_from": public.meta.get("cleared_from", public.num_records)}
+        (folder / "store.json").write_text(json.dumps(meta, indent=1))
     return Store.open(target)

@@ -8,6 +8,7 @@ import numpy as np
 from dpvision.data.importer import new_folder
 from dpvision.data.keys import StepKey
 from dpvision.data.store import Store, write_description
+from dpvision.data.store_key import copy_key
 from dpvision.data.texture_store import TextureStore
 from dpvision.errors import DataError
 
@@ -16,8 +17,8 @@ def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fra
     """Split a store by persons: each unit (a record without one is its own) goes wholly to A, with probability ``fraction``, or to B.
 
     Every unit has its own coin, a keyed hash of (seed, unit), so that who else is in the store does not move anybody; the sizes are
-    therefore near, not exactly, the fraction. Both halves read the shards of the parent where they are, keep its record ids, and keep
-    its ``store_id``: they draw on one privacy account, which is why they must lie beside the parent, where its ledgers are.
+    therefore near, not exactly, the fraction. Both halves read the shards of the parent where they are, keep its record ids and their key,
+    and keep its ``store_id``: they draw on one privacy account, which is why they must lie beside the parent, where its ledgers are.
 
     Args:
         store_dir: the parent; it has to stay.
@@ -57,6 +58,7 @@ def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fra
 def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> None:
     text, labels, home = store.meta["text"], store.meta.get("labels"), store.path.resolve()
     with new_folder(target, private=store.visibility == "private") as folder:
+        copy_key(home, folder)
         write_description(
             folder,
             store_id=store.store_id,
@@ -69,5 +71,6 @@ def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> 
             licence=store.licence,
             split=split,
             metric=store.meta.get("metric"),
+            may_be_unlabelled=store.meta.get("may_be_unlabelled", False),
             labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),
         )

@@ -4,10 +4,11 @@ A store is a folder::
 
     store.json          format, store_id (random), visibility, num_records, shards [{path, bytes}], text {path, bytes}, label_names, ...
     index.npy           one row per record, ROW below; memory-mapped
+    ledger_marks.json   what the store remembers of its runs (privacy.marks)
     labels.npy          of a store whose records may have several labels (multi_label.py)
     records.jsonl       one line per record: its key in the source and its captions
     shards/*.tar        WebDataset shards; tars that were already in that form stay where they are and shards names their paths
-    confidential/       what the import left out and why
+    confidential/       what the import left out and why; the key of the ids (store_key.py)
 
 Legend: B rows asked for, N records of the store, M labels of all rows asked for, K classes.
 """
@@ -17,7 +18,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -27,6 +27,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.multi_label import LabelSets, zero_one
 from dpvision.data.tarindex import BLOCK, member_size
 from dpvision.errors import DataError
+from dpvision.privacy.store_marks import StoreLedgers
 
 FORMAT = "dpvision-store-1"
 SEVERAL_FORMAT = "dpvision-store-several-1"
@@ -54,19 +55,12 @@ _LIST_END = 4  # of a line's bytes: the one before `]}` and the line's end
 _REMEDY = "Import the source again, or restore the file."
 
 
-def keyed_hash(store_id: str, data: bytes) -> int:
-    """63-bit hash of ``data`` under the store's random id: meaningless without the store, so that ids of pictures and of people do
-    not tell across stores who is in them."""
-    digest = blake2b(data, key=bytes.fromhex(store_id), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 @dataclass(frozen=True)
 class Record:
     """One record: a picture with all its captions."""
 
     id: int
-    """63-bit keyed hash of the picture's bytes: immutable, and independent of its place."""
+    """63-bit hash of the picture's bytes under the store's secret key: immutable, and independent of its place."""
     key: str
     """Its name in the source."""
     unit: str | None
@@ -112,6 +106,12 @@ class Store:
         self.shard_paths = [path / shard["path"] for shard in meta["shards"]]
         self._shard = functools.lru_cache(_OPEN_SHARDS)(lambda i: _Shard(self.shard_paths[i]))
         self._text = functools.lru_cache(1)(lambda: _Shard(path / meta["text"]["path"]))
+
+    @property
+    def results_visibility(self) -> Literal["private", "public"]:
+        """Who may see what is computed from these records. Of a public store that was cleared of private twins (overlap.py) it is the
+        operator alone: its images are public, but which and how many of them are left depends on the private store."""
+        return "private" if "deduplicated" in self.meta else self.visibility
 
     @classmethod
     def open(cls, path: str | Path) -> "Store":
@@ -369,9 +369,11 @@ def write_description(
     split: dict[str, Any] | None = None,
     metric: str | None = None,
     labels: tuple[str, int] | None = None,
+    may_be_unlabelled: bool = False,
 ) -> None:
-    """Write index.npy and store.json, the two files that make a folder a store; ``metric`` is what scores on its labels are, ``labels``
-    path and size of labels.npy where records may have several."""
+    """Write index.npy and store.json, the two files that make a folder a store, and ledger_marks.json; ``metric`` is what scores on its
+    labels are, ``labels`` path and size of labels.npy where records may have several; ``may_be_unlabelled``: in training a record without
+    a label is zero."""
     with (folder / "index.npy").open("wb") as file:
         np.save(file, index, allow_pickle=False)
         os.fsync(file.fileno())
@@ -387,6 +389,7 @@ def write_description(
         "licence": licence,
         "split": split,
         "metric": metric,
+        "may_be_unlabelled": may_be_unlabelled,
     }
     if labels is not None:
         meta["labels"] = {"path": labels[0], "bytes": labels[1]}
@@ -394,3 +397,4 @@ def write_description(
         json.dump(meta, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
+    StoreLedgers.of(folder).register()

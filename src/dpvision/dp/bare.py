@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpvision.dp.layout import MIXED, Layout
-from dpvision.dp.outer import wide
+from dpvision.dp.products import wide
 from dpvision.dp.rule import Pass, require
 
 

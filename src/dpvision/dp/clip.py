@@ -10,7 +10,7 @@ Legend: B records (rows).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,9 +20,11 @@ from torch.func import functional_call
 
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
+from dpvision.dp.buckets import hashes
 from dpvision.dp.one_pass import one_pass
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
-from dpvision.dp.slots import sum_of_squares
+from dpvision.dp.rounding import MOST_ROUNDED, clip_factors, require_exact_products, reserve
+from dpvision.dp.slots import sum_of_squares, summed
 from dpvision.errors import ConfigError, PrivacyError
 
 LossFn = Callable[[nn.Module, Batch, StepKey], Tensor]
@@ -30,18 +32,13 @@ LossFn = Callable[[nn.Module, Batch, StepKey], Tensor]
 
 RULES = ("hard", "automatic")
 METHODS = ("one_pass", "vmap")
-_MARGIN_EPS = 32
-"""Part of C left free for rounding, in units of the precision's epsilon; see ``_factors``."""
-_STABILITY = 0.01
-"""gamma of automatic clipping, in units of C (Bu et al. 2023, AUTO-S)."""
-
 
 @dataclass(frozen=True, eq=False)
 class ClippedSum:
     """Sum of clipped gradients of some records: secret, and the only thing that ``noise.privatize`` accepts."""
 
     grads: dict[str, Tensor]
-    """Sum by parameter name, float32; a tied parameter stands under its first name, once."""
+    """Sum by parameter name, float32 of one physical batch and float64 of several; a tied parameter stands under its first name, once."""
     num_records: int
     """Valid records in the sum (secret)."""
     norms_B: Tensor
@@ -52,25 +49,42 @@ class ClippedSum:
     """The C that each record's contribution was clipped to; None: not clipped. Must be the plan's."""
 
     def __add__(self, other: "ClippedSum") -> "ClippedSum":
-        if self.max_grad_norm != other.max_grad_norm:
-            raise PrivacyError(
-                f"clip: a sum clipped to {self.max_grad_norm} and one clipped to {other.max_grad_norm}; expected the same. "
-                "Use the plan's max_grad_norm for all."
-            )
-        return ClippedSum(
-            {name: value + other.grads[name] for name, value in self.grads.items()},
-            self.num_records + other.num_records,
-            torch.cat([self.norms_B, other.norms_B]),
-            torch.cat([self.losses_B, other.losses_B]),
-            self.max_grad_norm,
-        )
+        return _added({name: value.to(torch.float64, copy=True) for name, value in self.grads.items()}, self.max_grad_norm, [self, other], first=1)
 
     @staticmethod
     def zeros(model: nn.Module, max_grad_norm: float | None) -> "ClippedSum":
-        """The sum over no record, for the trained parameters of ``model``."""
-        grads = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
-        device = next(iter(grads.values())).device if grads else torch.device("cpu")
-        return ClippedSum(grads, 0, torch.zeros(0, device=device), torch.zeros(0, device=device), max_grad_norm)
+        """The sum over no record, for the trained parameters of ``model``; float64."""
+        return ClippedSum.add_up(model, max_grad_norm, [])
+
+    @staticmethod
+    def add_up(model: nn.Module, max_grad_norm: float | None, parts: Iterable["ClippedSum"]) -> "ClippedSum":
+        """Sum of the sums of several physical batches, in float64: each is added as it comes, in place, and may then be forgotten.
+
+        In float32 the total of a large batch would round by more than a record's part.
+        """
+        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        grads = {name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False) for name, p in params.items()}
+        return _added(grads, max_grad_norm, parts)
+
+
+def _added(grads: dict[str, Tensor], max_grad_norm: float | None, parts: Iterable[ClippedSum], *, first: int = 0) -> ClippedSum:
+    """Add the gradients of ``parts`` from number ``first`` on to ``grads``, in place; their counts, norms and losses are all taken."""
+    count, norms, losses = 0, [], []
+    for i, part in enumerate(parts):
+        if part.max_grad_norm != max_grad_norm:
+            raise PrivacyError(
+                f"clip: a sum clipped to {max_grad_norm} and one clipped to {part.max_grad_norm}; expected the same. "
+                "Use the plan's max_grad_norm for all."
+            )
+        if i >= first:
+            for name, value in grads.items():
+                value.add_(part.grads[name])
+        count += part.num_records
+        norms.append(part.norms_B)
+        losses.append(part.losses_B)
+    device = next(iter(grads.values())).device if grads else torch.device("cpu")
+    empty = torch.zeros(0, device=device)
+    return ClippedSum(grads, count, torch.cat(norms) if norms else empty, torch.cat(losses) if losses else empty, max_grad_norm)
 
 
 def clipped_sum(
@@ -114,19 +128,32 @@ def clipped_sum(
     if not params:
         raise ConfigError("clip: model has no parameter with requires_grad; expected at least one. Unfreeze what is to be trained.")
     rows = batch.valid_B.nonzero()[:, 0]
-    if len(rows) < len(batch.valid_B):
-        batch = take(batch, rows)
     if len(rows) == 0:
         return ClippedSum.zeros(model, max_grad_norm)
     if max_grad_norm is None:
-        return _plain_sum(loss_fn, model, params, batch, key)
-    sample = next(iter(params.values()))
-    factors = partial(_factors, max_grad_norm=max_grad_norm, rule=rule, dtype=sample.dtype)
-    if method == "one_pass":
-        grads, norms_B, losses_B = one_pass(loss_fn, model, batch, key, factors, loss_scale, chunk_size)
-    else:
+        return _plain_sum(loss_fn, model, params, take(batch, rows) if len(rows) < len(batch.valid_B) else batch, key)
+    dtype = next(iter(params.values())).dtype
+    factors = partial(_factors, max_grad_norm=max_grad_norm, rule=rule, dtype=dtype)
+    if method == "vmap":
+        batch = take(batch, rows) if len(rows) < len(batch.valid_B) else batch
         grads, norms_B, losses_B = _by_vmap(loss_fn, model, params, batch, key, factors, loss_scale, chunk_size)
+    else:
+        batch, order = _by_hash(batch, key)
+        grads, norms, losses = one_pass(loss_fn, model, batch, key, factors, max_grad_norm, loss_scale, chunk_size)
+        norms_B, losses_B = (torch.empty_like(value).index_copy_(0, order, value)[rows] for value in (norms, losses))
     return ClippedSum(grads, len(losses_B), norms_B.float(), losses_B.float(), max_grad_norm)
+
+
+def _by_hash(batch: Batch, key: StepKey) -> tuple[Batch, Tensor]:
+    """The batch in the order of the records' hashes, last the rows that are not valid, as copies of one that is; and that order.
+
+    These take part in the forward pass, so that its shape does not depend on the records, and have the factor zero.
+    """
+    hash_B = hashes(key, batch.record_id_B).where(batch.valid_B, torch.iinfo(torch.int64).max)
+    sorted_B, order = hash_B.sort(stable=True)
+    valid_B = batch.valid_B[order]
+    filled = take(batch, order.where(valid_B, order[0]))
+    return filled._replace(valid_B=valid_B), order
 
 
 def _by_vmap(
@@ -139,21 +166,20 @@ def _by_vmap(
     loss_scale: float,
     chunk_size: int | None,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    total = {name: torch.zeros_like(p) for name, p in params.items()}
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
     norms, losses = [], []
     for rows in even_chunks(len(batch.record_id_B), chunk_size or default_chunk(params)):
         grads, losses_B = per_record_gradients(loss_fn, model, params, take(batch, rows), key, loss_scale)
         with torch.autocast(losses_B.device.type, enabled=False):
             norms_B = _norms(grads) / loss_scale
             finite_B = torch.isfinite(norms_B)
-            if not finite_B.all():
-                # A factor of zero would not do: 0 x NaN is NaN. Both operands are zeroed.
-                grads = {name: value.masked_fill(~finite_B.view(-1, *[1] * (value.ndim - 1)), 0.0) for name, value in grads.items()}
             factor_B = factors(norms_B, finite_B) / loss_scale
             for name, value in grads.items():
-                total[name] += (factor_B.to(value.dtype) @ value.reshape(len(value), -1)).view(value.shape[1:])
+                total[name] += summed(value, factor_B, finite_B)
         norms.append(norms_B)
         losses.append(losses_B.detach())
+    if len(batch.record_id_B) <= MOST_ROUNDED:
+        total = {name: value.to(params[name].dtype) for name, value in total.items()}
     return total, torch.cat(norms), torch.cat(losses)
 
 
@@ -163,15 +189,8 @@ def _norms(grads: dict[str, Tensor]) -> Tensor:
 
 
 def _factors(norms_B: Tensor, finite_B: Tensor, *, max_grad_norm: float, rule: str, dtype: torch.dtype) -> Tensor:
-    """min(1, C (1 - margin) / norm), or C (1 - margin) / (norm + gamma); zero where the gradient is not finite; in ``dtype``.
-
-    The margin of 32 eps (4e-6 in float32) is more than all that can make a contribution of gradients written out larger than
-    computed: the error of the norm (16.5 eps), the rounding of the factor and of factor x gradient (half an eps each).
-    docs/clipping.md has the errors of norms from Gram matrices.
-    """
-    bound = max_grad_norm * (1 - _MARGIN_EPS * torch.finfo(dtype).eps)
-    factor_B = bound / (norms_B + _STABILITY) if rule == "automatic" else torch.where(norms_B > bound, bound / norms_B, 1.0)
-    return torch.where(finite_B, factor_B, 0.0).to(dtype)
+    """``rounding.clip_factors`` for gradients of ``dtype``, in ``dtype``."""
+    return clip_factors(norms_B, finite_B, max_grad_norm=max_grad_norm, rule=rule, kept=reserve(dtype)).to(dtype)
 
 
 def _plain_sum(loss_fn: LossFn, model: nn.Module, params: dict[str, Tensor], batch: Batch, key: StepKey) -> ClippedSum:
@@ -193,9 +212,5 @@ def _check(rule: str, method: str, max_grad_norm: float | None, loss_scale: floa
         raise ConfigError(f"clip: loss_scale={loss_scale!r}; expected a power of two. It must scale without rounding: try 65536.")
     if chunk_size is not None and not chunk_size >= 1:
         raise ConfigError(f"clip: chunk_size={chunk_size!r}; expected at least 1. Leave it out for what fits in memory.")
-    precision = torch.get_float32_matmul_precision()
-    if max_grad_norm is not None and precision != "highest":
-        raise PrivacyError(
-            f"clip: float32_matmul_precision={precision!r}; expected 'highest': a product rounded to fewer bits can exceed the clip norm. "
-            "Call torch.set_float32_matmul_precision('highest')."
-        )
+    if max_grad_norm is not None:
+        require_exact_products("clip")

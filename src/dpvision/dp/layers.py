@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpvision.dp.layout import MIXED
-from dpvision.dp.outer import Dense, OneHot, Outer, Patches, Remade, wide
+from dpvision.dp.outer import Outer
+from dpvision.dp.products import wide
 from dpvision.dp.rule import Pass, Rule, by_record, leading, require
+from dpvision.dp.sides import Dense, OneHot, Patches, Remade
 from dpvision.models.head import head_forward, logit_gradients
 
 

@@ -1,31 +1,35 @@
-"""Gaussian noise, once per logical step: the only place where noise is drawn, and the wall that makes a gradient releasable.
+"""Gaussian noise, once per logical step: the only place where noise is drawn, and what makes a gradient releasable.
 
-    DPGradient = (sum of clipped gradients + N(0, noise_std^2)) / expected_batch_size     (Abadi et al. 2016)
+    DPGradient = round_g(sum of clipped gradients + N(0, noise_std^2)) / expected_batch_size     (Abadi et al. 2016)
 
-The plan scales the noise and names the divisor, which is public. Every (step, parameter, chunk of 2^20 values) has its own
-generator, keyed by the secret ``noise_key``: streams are independent, no state is carried from step to step, and the noise
-does not depend on the device or on the number of processes. Numbers are drawn in float64 on the CPU and rounded once.
+The plan scales the noise and names the divisor, which is public. Normals come from ``privacy.stream``, one subkey for each (step,
+parameter), one number for each coordinate: whoever owns a range of coordinates draws it, alone. Sum plus noise is computed in float64
+and rounded to the public grid g = 2^(floor(log2 noise_std) - 20) before anything else, so that low bits tell nothing of the sum
+(docs/clipping.md, "Noise").
 """
 
-import hashlib
-import os
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dpvision.dp.clip import ClippedSum
-from dpvision.dp.hardened import hardened_normals
+from dpvision.dp.normals import Normals, box_muller
 from dpvision.errors import PrivacyError
 from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.stream import WORDS_PER_BLOCK, subkey
 
-KEY_BYTES = 32
-_CHUNK = 2**20
-_STATE_WORDS = 624
-_STATE_OFFSET = 3
-"""Position, in 64-bit words, of the Mersenne Twister's 624 words in the state of a torch CPU generator."""
+_GRID_BITS = 20
+_CPU_TASK = 2**19
+"""Coordinates that a thread takes at once."""
+_GPU_PIECE = 2**23
+"""Coordinates whose words and normals a GPU holds at once: about half a GiB of float64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,30 +37,47 @@ class DPGradient:
     """Gradient that may leave: noisy, divided by the expected batch size; the only thing that an optimizer sees."""
 
     grads: dict[str, Tensor]
-    """By parameter name, float32."""
+    """By parameter name; float32, or float64 for heads."""
 
 
-def new_key() -> bytes:
-    """A fresh secret key from the operating system: 32 bytes, one per start of a run, never written, logged or restored."""
-    return os.urandom(KEY_BYTES)
+class Owners(Protocol):
+    """The processes among which the coordinates are divided; ``train.distributed.Group`` is one."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def add_up(self, values: Tensor) -> None:
+        """Replace ``values`` by their sum over all processes, the same bits on each."""
 
 
-def privatize(total: ClippedSum, plan: DPPlan, step: int, noise_key: bytes) -> DPGradient:
-    """Release one logical step: add the plan's noise to the total over all physical batches and processes, divide.
+def privatize(
+    total: ClippedSum,
+    plan: DPPlan,
+    step: int,
+    noise_key: bytes,
+    *,
+    owners: Owners | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> DPGradient:
+    """Release one logical step: add the plan's noise to the total over all physical batches and processes, round to the grid, divide.
+
+    Uses as many CPU threads as torch does.
 
     Args:
-        total: the whole step's clipped sum.
+        total: the whole step's clipped sum, the same on all processes.
         step: the ledger's number of this step; the same (key, step) gives the same noise, so a step is released once.
-        noise_key: 32 secret bytes from ``new_key``, the same on all processes.
+        noise_key: 32 secret bytes from ``stream.new_key``, the same on all processes.
+        owners: with several processes, each draws the noise of its own share of every parameter, and all get the whole.
+        dtype: of the gradient, float32 or float64.
 
     Returns:
-        The gradient, same names, shapes, devices and precision as ``total.grads``. Without a guarantee: no noise, only the division.
+        The gradient, same names, shapes and devices as ``total.grads``. Without a guarantee: no noise, only the division.
 
     Raises:
         PrivacyError: the sum was clipped to another norm than the plan's, the key is not 32 bytes, or a plan with a guarantee has no noise.
     """
-    if len(noise_key) != KEY_BYTES:
-        raise PrivacyError(f"noise: noise_key of {len(noise_key)} bytes; expected {KEY_BYTES}. Use noise.new_key().")
+    subkey(noise_key, "noise")  # refuses a key of another length, also where there is no noise
     if plan.guarantee == "dp" and not plan.noise_std > 0:
         raise PrivacyError(f"noise: noise_std={plan.noise_std}; expected more than 0 with a guarantee. Make a plan with noise.")
     if total.max_grad_norm != plan.max_grad_norm:
@@ -64,35 +85,88 @@ def privatize(total: ClippedSum, plan: DPPlan, step: int, noise_key: bytes) -> D
             f"noise: a sum clipped to {total.max_grad_norm} under a plan with max_grad_norm={plan.max_grad_norm}; expected the plan's. "
             "Call clipped_sum with max_grad_norm=plan.max_grad_norm."
         )
-    draw = {"torch": torch_normals, "hardened": hardened_normals}[plan.noise_generator]
-    grads = {}
+    if not plan.noise_std > 0:
+        return DPGradient({name: (value.double() / plan.expected_batch_size).to(dtype) for name, value in total.grads.items()})
+    rank, world_size = (owners.rank, owners.world_size) if owners else (0, 1)
+    grads, shares = {}, []
     for name, value in total.grads.items():
-        summed = value.detach().double().flatten().cpu()
-        if plan.noise_std > 0:
-            summed = summed + plan.noise_std * _normals(draw, noise_key, step, name, value.numel())
-        grads[name] = (summed / plan.expected_batch_size).to(value.device, value.dtype).view_as(value)
+        # What others own is zero until the shares are added up.
+        grads[name] = (torch.zeros if world_size > 1 else torch.empty)(value.shape, dtype=dtype, device=value.device)
+        first, stop = (value.numel() * r // world_size for r in (rank, rank + 1))
+        key = subkey(noise_key, "noise", step=step, parameter=name)
+        shares.append(_Share(value.detach().contiguous().view(-1), grads[name].view(-1), key, first, stop))
+    _Release(plan.noise_std, plan.expected_batch_size).run(shares)
+    if owners and world_size > 1:
+        for gradient in grads.values():
+            owners.add_up(gradient)
     return DPGradient(grads)
 
 
-def torch_normals(key: bytes, count: int) -> Tensor:
-    """Standard normal float64 numbers of torch's CPU generator (Mersenne Twister, Box-Muller), its whole state filled from ``key``.
+@dataclass(frozen=True)
+class _Share:
+    """Coordinates [first, stop) of one parameter: where its sum lies, where its gradient goes."""
 
-    Not ``manual_seed``: on a CPU it keeps 32 bits of a seed, so that all noise could be found by trying 2^32 of them, and two of
-    some ten thousand streams would be the same.
-    """
-    words = np.frombuffer(hashlib.shake_256(key).digest(4 * _STATE_WORDS), dtype="<u4")
-    generator = torch.Generator()
-    state = generator.get_state().numpy()
-    state.view(np.uint64)[_STATE_OFFSET : _STATE_OFFSET + _STATE_WORDS] = words
-    generator.set_state(torch.from_numpy(state))
-    return torch.randn(count, dtype=torch.float64, generator=generator)
+    summed: Tensor
+    out: Tensor
+    key: bytes
+    first: int
+    stop: int
 
-
-def _normals(draw: Callable[[bytes, int], Tensor], noise_key: bytes, step: int, name: str, count: int) -> Tensor:
-    chunks = range(0, count, _CHUNK)
-    return torch.cat([draw(_stream_key(noise_key, step, name, at // _CHUNK), min(_CHUNK, count - at)) for at in chunks])
+    def pieces(self, size: int) -> "Iterator[_Share]":
+        for at in range(self.first, self.stop, size):
+            yield _Share(self.summed, self.out, self.key, at, min(at + size, self.stop))
 
 
-def _stream_key(noise_key: bytes, step: int, name: str, chunk: int) -> bytes:
-    """Key of one stream: a keyed hash of what names it."""
-    return hashlib.blake2b(f"{step} {chunk} {name}".encode(), key=noise_key, digest_size=32, person=b"dpvision.noise").digest()
+class _Release:
+    """round_g(sum + noise) / divisor, for ranges of coordinates."""
+
+    def __init__(self, noise_std: float, divisor: float) -> None:
+        self._std, self._grid = noise_std, grid_of(noise_std)
+        # After rounding, numbers are in units of the grid, a power of two: no further rounding, and one pass less.
+        self._divisor = divisor / self._grid
+
+    def run(self, shares: list[_Share]) -> None:
+        """Fill the shares' gradients; only blocks of them are in float64 at a time."""
+        for share in shares:
+            for piece in share.pieces(_GPU_PIECE) if share.summed.is_cuda else ():
+                self._on_gpu(piece)
+        tasks = deque(piece for share in shares if not share.summed.is_cuda for piece in share.pieces(_CPU_TASK))
+        num_threads = min(torch.get_num_threads(), len(tasks))
+        if num_threads <= 1:  # no pool for one
+            self._on_cpu(tasks)
+            return
+        with ThreadPoolExecutor(num_threads) as pool:
+            for done in [pool.submit(self._on_cpu, tasks) for _ in range(num_threads)]:
+                done.result()
+
+    def _on_cpu(self, tasks: deque[_Share]) -> None:
+        """Work on tasks until none is left; NumPy, torch and the cipher let other threads run meanwhile."""
+        normals = Normals()
+        while True:
+            try:
+                task = tasks.popleft()
+            except IndexError:
+                return
+            summed, out = task.summed.numpy(), task.out.numpy()
+            for at, normal in normals.blocks(task.key, task.first, task.stop, self._std):
+                end = at + len(normal)
+                normal += summed[at:end]
+                normal *= 1 / self._grid
+                np.rint(normal, out=normal)
+                normal /= self._divisor
+                out[at:end] = normal
+
+    def _on_gpu(self, piece: _Share) -> None:
+        from dpvision.dp.chacha_triton import chacha_words  # Triton is not on every machine that trains
+
+        block = piece.first // WORDS_PER_BLOCK
+        words = chacha_words(piece.key, block, -(-piece.stop // WORDS_PER_BLOCK) - block, piece.summed.device)
+        skipped = piece.first - block * WORDS_PER_BLOCK
+        normal = box_muller(words, self._std)[skipped : skipped + piece.stop - piece.first]
+        noisy = normal.add_(piece.summed[piece.first : piece.stop]).mul_(1 / self._grid).round_().div_(self._divisor)
+        piece.out[piece.first : piece.stop] = noisy.to(piece.out.dtype)
+
+
+def grid_of(noise_std: float) -> float:
+    """g = 2^(floor(log2 noise_std) - 20), public: noisy sums are multiples of it."""
+    return math.ldexp(1.0, math.frexp(noise_std)[1] - 1 - _GRID_BITS)

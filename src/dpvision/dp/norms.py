@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpvision.dp.bare import spread
 from dpvision.dp.layout import MIXED, Layout
-from dpvision.dp.outer import wide
+from dpvision.dp.products import wide
 from dpvision.dp.rule import Pass, by_record, leading, require
 from dpvision.models.head import autocast_dtype
 

@@ -22,20 +22,23 @@ from torch.func import functional_call
 
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
+from dpvision.dp.buckets import blocks, hashes
 from dpvision.dp.compiled import Pending, run_block
 from dpvision.dp.follow import CHECKPOINTED, Pass, Strayed
 from dpvision.dp.layout import NUM_RECORDS, Call, find_layouts
-from dpvision.dp.outer import SquareNorms, rounding
+from dpvision.dp.gram import SquareNorms
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
+from dpvision.dp.products import rounding
+from dpvision.dp.rounding import BUDGET, LOOSE, MOST_ROUNDED, gamma
 from dpvision.dp.rule import NoRule
-from dpvision.dp.slots import Slot, group_square_norms, groups_of, norm_is_own, pull_back, shared_square_norms, sum_of_squares, written_out
+from dpvision.dp.slots import Slot, group_square_norms, groups_of, norm_is_own, pull_back, shared_square_norms, sum_of_squares, summed, written_out
 from dpvision.errors import PrivacyError
 from dpvision.models.head import autocast_dtype
 
 _LOG = logging.getLogger("dpvision")
 _UNSEEN = "used where no rule sees it"
-_TRUSTED = 16.0
-"""A Gram norm is trusted down to this part of what incoherent outer products would have; docs/clipping.md has the errors measured."""
+_LOWERED = 0.95
+"""Where the proven error of a norm would lower the clip factor beyond this, the record's gradient is written out instead."""
 
 
 @dataclass(frozen=True)
@@ -169,19 +172,21 @@ def one_pass(
     batch: Batch,
     key: StepKey,
     factors: Callable[[Tensor, Tensor], Tensor],
+    max_grad_norm: float,
     loss_scale: float,
     chunk_size: int | None,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Sum of the records' gradients, each times its factor.
 
     Args:
-        batch: one record or more, all valid.
+        batch: one record or more in the order of their hashes, rows that are not valid after all others.
         factors: (norms_B float64, finite_B bool) -> factor_B.
+        max_grad_norm: C.
         loss_scale: factor of the losses in the backward pass, undone before the norm.
         chunk_size: for parameters without a rule.
 
     Returns:
-        ({name: sum}, norms_B float64, losses_B).
+        ({name: sum}, in the parameters' precision or float64; norms_B float64, losses_B).
     """
     params = trained(model)
     fresh = False
@@ -205,7 +210,7 @@ def one_pass(
         slow = {**route.slow, **dict.fromkeys(leaked, _UNSEEN)}
         _check_slow(loss_fn, model, params, slow, batch, key)
         _ROUTES[model][_route_key(loss_fn, model, batch)] = replace(route, slow=slow)
-    return (*_gather(loss_fn, model, params, route, run, batch, key, factors, loss_scale, chunk_size), losses_B.detach())
+    return (*_gather(loss_fn, model, params, route, run, batch, key, factors, max_grad_norm, loss_scale, chunk_size), losses_B.detach())
 
 
 def _forward(
@@ -252,6 +257,7 @@ def _gather(
     batch: Batch,
     key: StepKey,
     factors: Callable[[Tensor, Tensor], Tensor],
+    max_grad_norm: float,
     loss_scale: float,
     chunk_size: int | None,
 ) -> tuple[dict[str, Tensor], Tensor]:
@@ -263,47 +269,70 @@ def _gather(
     chunks = even_chunks(num, chunk_size or default_chunk(slow)) if slow else []
     slow_grads: dict[int, dict[str, Tensor]] = {}
     with torch.autocast(device.type, enabled=False), torch.no_grad():
-        square = SquareNorms.certain(torch.zeros(num, dtype=torch.float64, device=device))
+        slow_B = torch.zeros(num, dtype=torch.float64, device=device)
         for i, rows in enumerate(chunks):
             grads, _ = per_record_gradients(loss_fn, model, slow, take(batch, rows), key, loss_scale)
-            square.value_B[rows] += sum(map(sum_of_squares, grads.values()))
+            slow_B[rows] += sum(map(sum_of_squares, grads.values()))
             if len(chunks) == 1:
                 slow_grads[i] = grads
-        slow_B = square.value_B
-        square = square + _square_norms(groups, params, num)
-        # Outer products that nearly cancel: their Gram norm may be too small, so these records are written out, and what is
-        # normed is what is added.
-        doubted = (square.doubt_B > _TRUSTED * square.value_B).nonzero()[:, 0].tolist()
+        square = SquareNorms.certain(slow_B) + _square_norms(groups, params, num)
+        norms_B = square.value_B.clamp(min=0).sqrt() / loss_scale  # below zero by rounding only; NaN stays NaN
+        highest_B = (square.value_B + square.error_B).sqrt() / ((1 + LOOSE) * loss_scale)
+        slack_B = rounded * square.length_B.sqrt() / loss_scale
+        finite_B = torch.isfinite(highest_B)
+        factor_B = factors(torch.maximum(norms_B, highest_B) + slack_B, finite_B)
+        # Outer products that nearly cancel, or are far longer than their sum: their norm, or their sum in float32, may be off by too
+        # much. These records are written out, and what is normed is what is added.
+        lengths_B = square.work_B.sqrt() / loss_scale
+        low_B = factor_B < _LOWERED * factors(norms_B + slack_B, finite_B)
+        heavy_B = 1.02 * gamma(2) * factor_B * lengths_B > BUDGET * max_grad_norm
+        unknown_B = ~finite_B & torch.isfinite(norms_B)
+        doubted = ((low_B | heavy_B | unknown_B) & batch.valid_B).nonzero()[:, 0].tolist()
         for i in doubted:
             own = [written_out(group, params, slice(i, i + 1)) for group in groups]
-            square.value_B[i] = slow_B[i] + sum(sum_of_squares(grad)[0] for grads in own for grad in grads.values())
-        norms_B = square.value_B.sqrt() / loss_scale
-        finite_B = torch.isfinite(norms_B)
-        slack_B = rounded * square.length_B.sqrt() / loss_scale
-        slack_B[doubted] = 0.0
-        factor_B = factors(norms_B + slack_B, finite_B) / loss_scale
+            norms_B[i] = (slow_B[i] + sum(sum_of_squares(grad)[0] for grads in own for grad in grads.values())).sqrt() / loss_scale
+        if doubted:
+            finite_B = torch.isfinite(norms_B)
+            highest_B[doubted], slack_B[doubted], lengths_B[doubted] = norms_B[doubted], 0.0, 0.0
+            factor_B = factors(torch.maximum(norms_B, highest_B) + slack_B, finite_B)
+        factor_B = factor_B.where(batch.valid_B, 0.0)
+        cost_B = (factor_B * lengths_B).where(finite_B, 0.0)
+        # In half precision on a GPU the bound is not proven (docs/clipping.md), and blocks would double the price of the products.
+        parts = [slice(0, num)] if rounded else _blocks(batch, key, cost_B, max_grad_norm)
+        factor_B = factor_B / loss_scale
         keep_B = finite_B.clone()
         keep_B[doubted] = False
         kept = None if bool(keep_B.all()) else keep_B
         total: dict[str, Tensor] = {}
         for group in groups:
-            sums = [slot.weighted_sum(factor_B, kept) for slot in group]
+            sums = [slot.weighted_sum(factor_B, kept, parts) for slot in group]
             part = pull_back(group, sums, params, batched=False)
             for i in doubted:
                 if finite_B[i]:
                     for name, grad in written_out(group, params, slice(i, i + 1)).items():
-                        part[name] = part[name] + factor_B[i] * grad[0]
+                        part[name] = part[name].double().add_(grad[0].double() * factor_B[i].double())
             for slot in group:
                 slot.release()
-            total |= part  # a parameter is in one group only
+            total |= {name: _rounded(value, params[name], num) for name, value in part.items()}  # a parameter is in one group only
         for i, rows in enumerate(chunks):
             grads = slow_grads.get(i) or per_record_gradients(loss_fn, model, slow, take(batch, rows), key, loss_scale)[0]
             for name, value in grads.items():
-                written = Slot(value[0], frozenset([name]), written_BW=value)
-                added = written.weighted_sum(factor_B[rows], finite_B[rows])
-                total[name] = total[name] + added if name in total else added
+                added = summed(value, factor_B[rows], finite_B[rows])
+                total[name] = added.add_(total[name]) if name in total else added
         either = total | {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items() if name not in total}
-    return {name: either[name].to(p.dtype) for name, p in params.items()}, norms_B
+    return {name: _rounded(either[name], p, num) for name, p in params.items()}, norms_B
+
+
+def _blocks(batch: Batch, key: StepKey, cost_B: Tensor, max_grad_norm: float) -> list[slice]:
+    """``buckets.blocks`` of the valid rows; those after them have the factor zero and belong to the last block."""
+    num = int(batch.valid_B.sum())
+    found = blocks(hashes(key, batch.record_id_B[:num]).cpu().numpy(), cost_B[:num].double().cpu().numpy(), max_grad_norm)
+    return [*found[:-1], slice(found[-1].start, len(batch.record_id_B))]
+
+
+def _rounded(value: Tensor, param: Tensor, num_records: int) -> Tensor:
+    """A sum in the parameter's precision, or in float64 where rounding that many records' parts would be too much."""
+    return value.to(param.dtype) if num_records <= MOST_ROUNDED else value.double()
 
 
 def _rounding(params: dict[str, Tensor]) -> float:

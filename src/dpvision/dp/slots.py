@@ -15,17 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dpvision.dp.outer import (
-    _OUTER_NUMBERS,
-    Dense,
-    Outer,
-    SquareNorms,
-    chunks,
-    square_length,
-    square_norms,
-    square_norms_of_shared,
-    wide,
-)
+from dpvision.dp.gram import SquareNorms, square_norms, square_norms_of_shared, written_square_norms
+from dpvision.dp.outer import Outer
+from dpvision.dp.products import OUTER_NUMBERS, chunks, wide
+from dpvision.dp.sides import Dense
 from dpvision.errors import PrivacyError
 
 _PIECE = 64
@@ -56,7 +49,7 @@ class Slot:
         """Add the gradients of one use as outer products; those that are no larger than their factors are written out at once."""
         self._require_open()
         if outer.written_numbers <= outer.stored_numbers:
-            parts = [outer.write_out(rows) for rows in chunks(outer.num_records, outer.working_numbers, _OUTER_NUMBERS, outer.device)]
+            parts = [outer.write_out(rows) for rows in chunks(outer.num_records, outer.working_numbers, OUTER_NUMBERS, outer.device)]
             self.add_written(parts[0] if len(parts) == 1 else torch.cat(parts))
         else:
             self.outers.append(outer)
@@ -87,16 +80,15 @@ class Slot:
             assert self.written_BW is not None
             return SquareNorms.certain(sum_of_squares(self.written_BW))
         numbers = max(outer.working_numbers for outer in self.outers)
-        rows = list(chunks(num_records, numbers, _OUTER_NUMBERS, self.weight.device))
+        rows = list(chunks(num_records, numbers, OUTER_NUMBERS, self.weight.device))
         parts = [self.written_norms(part, sum_of_squares(self.write_out(part))) for part in rows]
-        return joined(parts)
+        return SquareNorms.joined(parts)
 
     def written_norms(self, rows: slice, value_N: Tensor) -> SquareNorms:
         """Squared norms of some records where the outer products are written out for the norm and not for the sum."""
         total = SquareNorms.certain(value_N)
         for outer in self.outers:
-            length_N = square_length(outer, rows)
-            total = total + SquareNorms(torch.zeros_like(value_N), length_N / outer.left.places, length_N)
+            total = total + written_square_norms(outer, rows, value_N)
         return total
 
     def shared_input(self) -> tuple[int, torch.Size, tuple[int, ...]] | None:
@@ -108,14 +100,24 @@ class Slot:
             return None
         return right.value.data_ptr(), right.value.shape, right.value.stride()
 
-    def weighted_sum(self, factor_B: Tensor, keep_B: Tensor | None) -> Tensor:
-        """sum over i of factor_i G_i, of the weight's shape; records with ``keep_B`` False are left out whatever they hold."""
-        parts = [outer.weighted_sum(factor_B, keep_B) for outer in self.outers]
+    def weighted_sum(self, factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice]) -> Tensor:
+        """sum over i of factor_i G_i, of the weight's shape; records with ``keep_B`` False are left out whatever they hold.
+
+        ``blocks`` and the precision of the sum are as in ``Outer.weighted_sum``.
+        """
+        parts = [outer.weighted_sum(factor_B, keep_B, blocks) for outer in self.outers]
         if self.written_BW is not None:
             grad_BN = self.written_BW.reshape(len(self.written_BW), -1)
             if keep_B is not None:
                 grad_BN = grad_BN.masked_fill(~keep_B[:, None], 0.0)
-            parts.append((factor_B.to(grad_BN.dtype) @ grad_BN).view(self.weight.shape))
+            factor_B = factor_B.to(grad_BN.dtype)
+            sums = (factor_B[block] @ grad_BN[block] for block in blocks)
+            total = next(sums)
+            if len(blocks) > 1:
+                total = total.double()
+                for part in sums:
+                    total += part
+            parts.append(total.view(self.weight.shape))
         total = parts[0]
         for part in parts[1:]:
             total += part
@@ -148,6 +150,15 @@ def sum_of_squares(grad_BW: Tensor) -> Tensor:
     return part_BN.double().square().sum(1)
 
 
+def summed(grad_BW: Tensor, factor_B: Tensor, finite_B: Tensor) -> Tensor:
+    """sum over i of factor_i times a gradient written out, in float64, record by record; those that are not finite are left out."""
+    total = torch.zeros(grad_BW.shape[1:], dtype=torch.float64, device=grad_BW.device)
+    for grad, factor, finite in zip(grad_BW, factor_B.tolist(), finite_B.tolist(), strict=True):
+        if finite:  # a factor of zero would not do: 0 x NaN is NaN
+            total.add_(grad, alpha=factor)
+    return total
+
+
 def groups_of(slots: Iterable[Slot]) -> list[list[Slot]]:
     """Slots that have parameters in common, directly or through others, together."""
     groups: list[tuple[set[str], list[Slot]]] = []
@@ -173,18 +184,13 @@ def group_square_norms(group: list[Slot], params: dict[str, Tensor], num_records
         return total
     numbers = sum(slot.weight.numel() for slot in group) + max((o.working_numbers for s in group for o in s.outers), default=0)
     parts = []
-    for rows in chunks(num_records, numbers, _OUTER_NUMBERS, group[0].weight.device):
+    for rows in chunks(num_records, numbers, OUTER_NUMBERS, group[0].weight.device):
         pulled = written_out(group, params, rows)
         part = SquareNorms.certain(torch.stack([sum_of_squares(grad) for grad in pulled.values()]).sum(0))
         for slot in group:
             part = part + slot.written_norms(rows, torch.zeros_like(part.value_B))
         parts.append(part)
-    return joined(parts)
-
-
-def joined(parts: list[SquareNorms]) -> SquareNorms:
-    """The norms of several chunks of records."""
-    return SquareNorms(torch.cat([p.value_B for p in parts]), torch.cat([p.doubt_B for p in parts]), torch.cat([p.length_B for p in parts]))
+    return SquareNorms.joined(parts)
 
 
 def written_out(group: list[Slot], params: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:

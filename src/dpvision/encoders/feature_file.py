@@ -3,8 +3,9 @@
 Row i belongs to record ``rows[i]``. A record that does not decode has a row of NaN: it stays in its place and contributes zero to whatever
 is computed (guarantee.md, rule 2). Batches are padded to one size, so that a record's features are the same numbers whoever is beside it.
 
-Where all features take more than 2 GiB they are kept as float16: half the disk and half the reading, which is what an hour of many steps
-waits for. Rounding is a function of the record alone; it moves a feature by one part in 2048, far below the noise of a million records.
+Where the features of the declared number of records take more than 2 GiB they are kept as float16: half the disk and half the reading,
+which is what an hour of many steps waits for. Rounding is a function of the record alone; it moves a feature by one part in 2048, far below
+the noise of a million records.
 Numbers above 65504 do not fit, and take their record out like any other that is not finite.
 
 Legend: N records, B pictures of a batch, D numbers of a feature, C channels, H height, W width.
@@ -33,6 +34,7 @@ def feature_array(
     store: Store,
     rows: np.ndarray,
     *,
+    dataset_size: int | None = None,
     keep: bool = True,
     batch_size: int = 256,
     workers: int = 2,
@@ -44,6 +46,8 @@ def feature_array(
     Args:
         width: D.
         rows: sorted int64 positions in the store.
+        dataset_size: declared number of records, by which the precision is chosen: one record more must not change the features of all
+            others. None: the number of rows.
         keep: take them from the store's cache, and leave them there. Another encoder, preprocessing, store or row has another name.
         progress: called with the number of records done, first before anything is computed: then it is not 0 where an extraction that
             was stopped or killed is gone on with. Never called where the cache has all.
@@ -51,7 +55,7 @@ def feature_array(
     Raises:
         DataError: a shard cannot be read, or there is no room for the features.
     """
-    dtype = np.dtype(np.float32 if 4 * len(rows) * width <= _WHOLE_BYTES else np.float16)
+    dtype = np.dtype(np.float32 if 4 * (dataset_size or len(rows)) * width <= _WHOLE_BYTES else np.float16)
     shape = (len(rows), width)
 
     def blocks_from(first: int) -> Iterator[np.ndarray]:

@@ -80,7 +80,7 @@ def find_pictures(places: Sequence[str | Path], workers: int = 2) -> Pictures:
         raise DataError("caption: no pictures; expected one or more. Name a picture, a folder, a tar or a store.")
     stores = [Store.open(place) if (Path(place) / "store.json").exists() else None for place in places]
     parts = [_store_pictures(store) if store else _file_pictures(place, workers) for store, place in zip(stores, places, strict=True)]
-    public = all(store is not None and store.visibility == "public" for store in stores)
+    public = all(store is not None and store.results_visibility == "public" for store in stores)
     return Pictures(chain.from_iterable(parts), "public" if public else "private")
 
 

@@ -75,7 +75,7 @@ def cider_scores(
         said = say_captions(ready, store, row_N, settings, fit, batch_size=batch_size, workers=workers, progress=progress)
         references = [store.captions(row) for row in said]
         how = f"{CIDER}, {_described(settings)}, {_numbers(references)} references, {fit}"
-        visibility: Literal["private", "public"] = "private" if ready.confidential or store.visibility == "private" else "public"
+        visibility: Literal["private", "public"] = "private" if ready.confidential or store.results_visibility == "private" else "public"
         captions = list(said.values())
         figure_N = cider_d(captions, references)
         chance = float(cider_d([*captions[1:], captions[0]], references).mean())
@@ -104,7 +104,9 @@ def people_scores(store: Store, row_N: np.ndarray) -> list[Score]:
         chances.append(cider_d([*held_out[1:], held_out[0]], others).mean())
     figure_N = np.mean(figures, axis=0)
     how = f"{CIDER}, people's captions held out one by one, {usual - 1} references"
-    return [Score("people", float(figure_N.mean()), *_interval(figure_N), len(figure_N), float(np.mean(chances)), how, store.visibility)]
+    return [
+        Score("people", float(figure_N.mean()), *_interval(figure_N), len(figure_N), float(np.mean(chances)), how, store.results_visibility)
+    ]
 
 
 def _rows_with_captions(store: Store, limit: int | None) -> np.ndarray:

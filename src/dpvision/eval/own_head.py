@@ -77,7 +77,7 @@ def score_own_head(
     score_NK, row_N = torch.cat(scored), np.concatenate(kept)
     if len(row_N) == 0:
         raise DataError(f"own_head: {test_store.path} has no readable picture with a label; expected one or more. Import the source again.")
-    private = test_store.visibility == "private" or trained_in_confidence(checkpoint.manifest)
+    private = test_store.results_visibility == "private" or trained_in_confidence(checkpoint.manifest)
     visibility: Literal["private", "public"] = "private" if private else "public"
     name = "own head, averaged weights" if ema else "own head"
     if config.model.multi_label:

@@ -54,7 +54,7 @@ class StorePictures:
 
     @property
     def visibility(self) -> Literal["private", "public"]:
-        return self.store.visibility
+        return self.store.results_visibility
 
     @property
     def test_data(self) -> str:

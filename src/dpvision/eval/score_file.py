@@ -9,6 +9,9 @@ from dpvision.errors import CheckpointError
 from dpvision.eval.score import Score
 from dpvision.train.folder import run_base
 
+NOTHING_FITTED = "nothing"
+"""``train_data`` of a score for which no store was learned from: of a run's own head, or of a captioner's words."""
+
 
 def write_scores(run_dir: str | Path, scores: list[Score], *, train_data: str, test_data: str) -> list[Path]:
     """Merge scores into the run's scores.json, private ones into confidential/scores.json.
@@ -16,7 +19,8 @@ def write_scores(run_dir: str | Path, scores: list[Score], *, train_data: str, t
     An entry is replaced by a new one of the same (name, protocol, train_data, test_data).
 
     Args:
-        train_data, test_data: names of the stores, e.g. of their folders.
+        train_data: name of the store that a probe was fitted to, e.g. of its folder, or ``NOTHING_FITTED``.
+        test_data: name of the store that was scored on.
 
     Returns:
         The files written.

@@ -103,7 +103,7 @@ def evaluate(
     if "pixels" in against:
         name, none = "raw pixels", None
         encoders.append(replace(encoder, name=name, poolings=raw_pixels, family="fixed", backbone=none, blocks=none, lineage=()))
-    private = encoder.confidential or "private" in (train_store.visibility, scored_store.visibility)
+    private = encoder.confidential or "private" in (train_store.results_visibility, scored_store.results_visibility)
     bench = _Bench(
         (train_store, train_rows), (scored_store, test_rows), settings, "private" if private else "public",
         "accuracy" if several is not None else checked_metric(settings.metric or train_store.meta.get("metric") or "accuracy"),
@@ -264,7 +264,7 @@ class _Bench:
     @property
     def _score_cache(self) -> FeatureCache:
         (train, _), (test, _) = self.train, self.test
-        return FeatureCache((test if test.visibility == "private" else train).path)
+        return FeatureCache((test if test.results_visibility == "private" else train).path)
 
     def _key(self, protocol: Protocol, mark: str) -> str:
         s = self.settings

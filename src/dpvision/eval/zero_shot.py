@@ -101,7 +101,7 @@ def zero_shot_scores(
             raise DataError(f"zero-shot: {store.path} has no readable picture with a label; expected one or more. Import the source again.")
         read_N = np.concatenate(read)
         truth_N = store.labels[read_N]
-        private = ready.confidential or store.visibility == "private"
+        private = ready.confidential or store.results_visibility == "private"
         for method in settings.methods:
             if several is not None:
                 how, found = _described(method, labels, settings, "accuracy"), [np.concatenate(predicted[method])]

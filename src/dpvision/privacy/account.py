@@ -12,19 +12,11 @@ from dp_accounting import dp_event
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy import accountant
 from dpvision.privacy.accountant import PrivacySpent
+from dpvision.privacy.marks import Cap, make_folders
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.store_marks import StoreLedgers, make_folders, read_json, write_json
+from dpvision.privacy.store_marks import StoreLedgers
 
-CAP_FORMAT = "dpvision-cap-1"
 _CAP_GRID = np.geomspace(1e-3, 1e5, 8001)
-
-
-@dataclass(frozen=True)
-class Cap:
-    """The owner's limit on the total of all runs on a store."""
-
-    epsilon: float
-    delta: float
 
 
 @dataclass(frozen=True)
@@ -55,6 +47,8 @@ class StoreAccount:
     cap: Cap | None
     left: float | None
     """cap.epsilon - epsilon; the PLD of a further run adds up to less than this sum suggests. None without a cap or a total."""
+    moves: int = 0
+    """How often the owner declared that the store was moved: a copy left behind would have ledgers of its own."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict, ready for JSON."""
@@ -73,7 +67,7 @@ def store_account(store_dir: Path) -> StoreAccount:
     runs = tuple(RunAccount(c.run_id, c.plan.guarantee, c.plan.steps, c.restarts, c.plan.spent(c.steps)) for c in contents.values())
     unprotected = tuple(c.run_id for c in contents.values() if c.plan.guarantee != "dp" and c.steps)
     parts = [(c.plan, c.steps) for c in contents.values() if c.plan.guarantee == "dp" and c.steps]
-    cap = _read_cap(ledgers)
+    cap = min(ledgers.caps(), key=lambda cap: cap.epsilon, default=None)
     delta = cap.delta if cap else min((plan.delta for plan, _ in parts), default=None)
     epsilon = epsilon_filter = None
     if not unprotected and delta is None:
@@ -82,7 +76,7 @@ def store_account(store_dir: Path) -> StoreAccount:
         epsilon = _total(parts, delta)
         epsilon_filter = filter_epsilon([plan.event(steps) for plan, steps in parts], delta)
     left = None if cap is None or epsilon is None else max(0.0, cap.epsilon - epsilon)
-    return StoreAccount(ledgers.store_id, runs, unprotected, delta, epsilon, epsilon_filter, cap, left)
+    return StoreAccount(ledgers.store_id, runs, unprotected, delta, epsilon, epsilon_filter, cap, left, ledgers.declared_moves())
 
 
 def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
@@ -102,8 +96,41 @@ def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
     if not accountant.MIN_DELTA <= delta < 1:
         raise ConfigError(f"cap: delta={delta}; expected at least {accountant.MIN_DELTA} and less than 1. Typical: 1 / (2 dataset_size).")
     ledgers = StoreLedgers.of(store_dir)
+    ledgers.check_place()
     make_folders(ledgers.folder)
-    write_json(ledgers.folder / "cap.json", {"format": CAP_FORMAT, "epsilon": epsilon, "delta": delta})
+    with ledgers.locked():
+        ledgers.read_all()
+        ledgers.begin()
+        ledgers.set_cap(Cap(epsilon, delta))
+
+
+def declare_moved(store_dir: Path) -> None:
+    """The owner's word that a store, moved or mounted elsewhere together with its LEDGERS folder, is no copy of one that is still in use.
+
+    It is counted, and every later statement says so (``StoreAccount.moves``).
+
+    Raises:
+        PrivacyError: the ledgers did not come along.
+        DataError: not a store.
+    """
+    ledgers = StoreLedgers.of(store_dir)
+    make_folders(ledgers.folder)
+    with ledgers.locked():
+        ledgers.declare_moved()
+
+
+def restore_marks(store_dir: Path) -> None:
+    """Write a lost file of marks again, from those that are left.
+
+    Raises:
+        PrivacyError: none is left, or the ledgers do not fit them.
+        DataError: not a store.
+    """
+    ledgers = StoreLedgers.of(store_dir)
+    ledgers.check_place()
+    make_folders(ledgers.folder)
+    with ledgers.locked():
+        ledgers.restore_marks()
 
 
 def check_cap(ledgers: StoreLedgers, parts: list[tuple[DPPlan, int]]) -> None:
@@ -112,21 +139,23 @@ def check_cap(ledgers: StoreLedgers, parts: list[tuple[DPPlan, int]]) -> None:
     Raises:
         PrivacyError: the total is above the cap, or a part has no guarantee at all.
     """
-    cap = _read_cap(ledgers)
-    if cap is None:
+    caps = ledgers.caps()
+    if not caps:
         return
+    cap = min(caps, key=lambda cap: cap.epsilon)
     parts = [(plan, steps) for plan, steps in parts if steps]
     if any(plan.guarantee != "dp" for plan, _ in parts):
         raise PrivacyError(
             f"cap: a run without a guarantee; expected a total of at most epsilon={cap.epsilon} at delta={cap.delta}. "
             "Use another store, or ask its owner to lift the cap."
         )
-    total = _total(parts, cap.delta)
-    if not total <= cap.epsilon:
-        raise PrivacyError(
-            f"cap: total epsilon={total:.4g} with this run; expected at most {cap.epsilon} at delta={cap.delta}. "
-            "Plan a smaller target_epsilon, or ask the store's owner to raise the cap."
-        )
+    for cap in caps:
+        total = _total(parts, cap.delta)
+        if not total <= cap.epsilon:
+            raise PrivacyError(
+                f"cap: total epsilon={total:.4g} with this run; expected at most {cap.epsilon} at delta={cap.delta}. "
+                "Plan a smaller target_epsilon, or ask the store's owner to raise the cap."
+            )
 
 
 def filter_epsilon(events: Iterable[dp_event.DpEvent], delta: float) -> float | None:
@@ -139,8 +168,8 @@ def filter_epsilon(events: Iterable[dp_event.DpEvent], delta: float) -> float | 
     (the Balle conversion) it is (B + c, delta)-DP.
 
     The order must not depend on what was seen. Here it is a function of the cap (epsilon, delta) alone: the order whose
-    budget admits the most Gaussian noise, a(epsilon, delta) = argmax of (epsilon - c(a, delta)) / a over dp-accounting's
-    orders, and B = epsilon - c. A cap fixed before the first run is therefore kept, under full adaptivity, if and only if this
+    budget admits the most Gaussian noise, a(epsilon, delta) = argmax of (epsilon - c(a, delta)) / a over the fixed
+    orders of ``renyi``, and B = epsilon - c. A cap fixed before the first run is therefore kept, under full adaptivity, if and only if this
     filter admits the runs. The figure returned is the smallest of 8001 caps (0.23% apart, 1e-3 to 1e5) that admits them: proven for an
     owner who had set that cap or a larger one beforehand, a description otherwise.
 
@@ -178,16 +207,3 @@ def _total(parts: list[tuple[DPPlan, int]], delta: float) -> float:
         return 0.0
     interval = max(plan.value_discretization_interval or 0.0 for plan, _ in parts)
     return accountant.epsilon(dp_event.ComposedDpEvent(tuple(plan.event(steps) for plan, steps in parts)), delta, interval)
-
-
-def _read_cap(ledgers: StoreLedgers) -> Cap | None:
-    path = ledgers.folder / "cap.json"
-    if not path.exists():
-        return None
-    values = read_json(path)
-    try:
-        if values["format"] != CAP_FORMAT:
-            raise ValueError
-        return Cap(float(values["epsilon"]), float(values["delta"]))
-    except (TypeError, KeyError, ValueError):
-        raise PrivacyError(f"cap: {path}: not a cap file; expected what dpvision wrote. Restore it, or set the cap again.") from None

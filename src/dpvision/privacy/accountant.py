@@ -19,6 +19,7 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy import stats
 
 from dpvision.errors import PrivacyError
+from dpvision.privacy.renyi import ORDERS, at_orders, poisson_gaussian
 
 DEFAULT_INTERVAL = 1e-4
 """Grid of the privacy loss for epsilons between 0.1 and 100: within 0.003 of the limit at the papers' settings, in a second."""
@@ -39,7 +40,7 @@ class PrivacySpent:
     epsilon_unamplified: float | None
     """Without trust in the secrecy of the batches: ``steps`` full-batch steps with the same noise."""
     unit_epsilon: float | None
-    """For a unit of max_records_per_unit records at the same delta; None when the unit is the record."""
+    """For a unit (person) of up to max_records_per_unit records at the same delta; None when the unit is the record."""
 
 
 def epsilon(event: dp_event.DpEvent, delta: float, interval: float | None = None) -> float:
@@ -65,6 +66,29 @@ def epsilon(event: dp_event.DpEvent, delta: float, interval: float | None = None
     if _selects(event):
         return _epsilon_of_selection(event, delta, interval)
     return float(_pld(event, interval or discretization_interval(event, delta)).get_epsilon_for_delta(delta))
+
+
+def unit_epsilon(event: dp_event.DpEvent, delta: float, *, parts: int = 2000) -> float:
+    """Upper bound on epsilon of ``event`` for a unit of several records, on a grid of about epsilon / ``parts``.
+
+    ``discretization_interval`` judges a mixture by its largest part, which is many times too coarse; here the bound itself chooses the
+    grid. Within 1% of the limit at 2000 parts, in a second.
+
+    Raises:
+        PrivacyError: as ``epsilon``.
+    """
+    interval = 100 * discretization_interval(event, delta)
+    bound = epsilon(event, delta, interval)
+    if gaussian_noise(event) is None and not _selects(event):
+        while 0 < bound < math.inf and interval > 2 * bound / parts:
+            interval = bound / parts
+            bound = min(bound, epsilon(event, delta, interval))
+    return bound
+
+
+def unit_interval(unit_epsilon: float) -> float:
+    """Grid for ``deltas`` and ``attack_tpr`` of a unit's event, from its epsilon (``unit_epsilon``)."""
+    return max(unit_epsilon, 1e-3) / 400
 
 
 def _epsilon_of_selection(event: dp_event.DpEvent, delta: float, interval: float | None) -> float:
@@ -109,12 +133,18 @@ def rdp_curve(event: dp_event.DpEvent) -> tuple[np.ndarray, np.ndarray] | None:
 
 @lru_cache(maxsize=64)
 def _cached_rdp_curve(event: dp_event.DpEvent) -> tuple[np.ndarray, np.ndarray] | None:
+    if isinstance(event, dp_event.NoOpDpEvent):
+        return ORDERS, np.zeros(len(ORDERS))
+    if isinstance(event, dp_event.GaussianDpEvent):
+        return ORDERS, ORDERS / (2 * event.noise_multiplier**2)
+    if isinstance(event, dp_event.PoissonSampledDpEvent) and isinstance(event.event, dp_event.GaussianDpEvent):
+        return ORDERS, poisson_gaussian(event.sampling_probability, event.event.noise_multiplier)
     accountant = rdp.RdpAccountant()
     if not accountant.supports(event):
         return None
     with _quiet():
         accountant.compose(event)
-    return np.asarray(accountant.orders, dtype=np.float64), np.asarray(accountant.rdp, dtype=np.float64)
+    return ORDERS, at_orders(np.asarray(accountant.orders, dtype=np.float64), np.asarray(accountant.rdp, dtype=np.float64))
 
 
 def deltas(event: dp_event.DpEvent, epsilons: np.ndarray, interval: float | None = None) -> np.ndarray:
@@ -151,7 +181,7 @@ def deltas_rdp(order_A: np.ndarray, divergence_A: np.ndarray, epsilon_E: np.ndar
     return np.minimum(np.exp(np.minimum(log_EA.min(axis=1), 0.0)), distance)
 
 
-def attack_tpr(event: dp_event.DpEvent, fpr: float) -> float:
+def attack_tpr(event: dp_event.DpEvent, fpr: float, interval: float | None = None) -> float:
     """Best true-positive rate of any membership attack with false-positive rate at most ``fpr``.
 
     Each (epsilon, delta) of the profile bounds the miss rate from below, f(a) = max(0, 1 - delta - e^epsilon a,
@@ -160,12 +190,13 @@ def attack_tpr(event: dp_event.DpEvent, fpr: float) -> float:
     Args:
         event: a private event.
         fpr: in [0, 1].
+        interval: as for ``deltas``.
 
     Returns:
         In [fpr, 1].
     """
     epsilons = np.linspace(0.0, min(_largest_epsilon(event, 1e-12), 700.0), 4001)
-    return tpr_of_profile(epsilons, deltas(event, epsilons), fpr)
+    return tpr_of_profile(epsilons, deltas(event, epsilons, interval), fpr)
 
 
 def tpr_of_profile(epsilons: np.ndarray, delta: np.ndarray, fpr: float) -> float:

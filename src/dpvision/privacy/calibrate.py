@@ -13,7 +13,7 @@ MIN_NOISE = 0.01
 MAX_NOISE = 1e6
 
 
-def calibrate(event_of: Callable[[float], dp_event.DpEvent], target_epsilon: float, delta: float) -> float:
+def calibrate(event_of: Callable[[float], dp_event.DpEvent], target_epsilon: float, delta: float, *, unit: bool = False) -> float:
     """Smallest noise multiplier of four significant digits whose stated epsilon is at most ``target_epsilon``.
 
     A coarse grid finds the neighbourhood (its epsilon is an upper bound, too), the stated grid decides the last digits.
@@ -23,13 +23,15 @@ def calibrate(event_of: Callable[[float], dp_event.DpEvent], target_epsilon: flo
         event_of: noise multiplier -> event of the whole run; epsilon must fall as the noise grows.
         target_epsilon: more than 0.
         delta: in [1e-14, 1).
+        unit: the event is that of a unit of several records (``accountant.unit_epsilon``).
 
     Raises:
         PrivacyError: not even a noise multiplier of 10^6 reaches the target; says what it reaches.
     """
 
     def stated(noise: float) -> float:
-        return accountant.epsilon(event_of(noise), delta)
+        event = event_of(noise)
+        return accountant.unit_epsilon(event, delta) if unit else accountant.epsilon(event, delta)
 
     unit_noise = accountant.gaussian_noise(event_of(1.0))
     if unit_noise is not None:
@@ -42,7 +44,10 @@ def calibrate(event_of: Callable[[float], dp_event.DpEvent], target_epsilon: flo
 
     def excess(log_noise: float) -> float:
         event = event_of(math.exp(log_noise))
-        coarse = accountant.epsilon(event, delta, 10 * accountant.discretization_interval(event, delta))
+        if unit:
+            coarse = accountant.unit_epsilon(event, delta, parts=200)
+        else:
+            coarse = accountant.epsilon(event, delta, 10 * accountant.discretization_interval(event, delta))
         return math.log(max(coarse, 1e-12) / target_epsilon)
 
     low = high = 0.0

@@ -31,7 +31,7 @@ Method = Literal["one run", "pld", "gaussian", "renyi", "filter", "basic"]
 """How a figure was put together."""
 
 NO_RENYI = "a run drew truncated Poisson batches, which have no Renyi accounting"
-NO_UNIT = "every run took one record of a unit at most: the unit's epsilon is the record's"
+NO_UNIT = "the store does not know which records belong to one person"
 TRUNCATED_UNIT = "a run drew truncated Poisson batches of several records of a unit, which have no accounting"
 
 
@@ -41,8 +41,8 @@ class Total:
 
     delta: float
     """The smallest of the runs'."""
-    dataset_size: int
-    """The largest number that a run declared."""
+    population: int
+    """The largest number that a run declared: of units, or of records where no units are declared."""
     epsilon: float
     epsilon_rdp: float | None
     epsilon_unamplified: float
@@ -53,8 +53,8 @@ class Total:
 
     @property
     def n_times_delta(self) -> float:
-        """Records x delta."""
-        return self.dataset_size * self.delta
+        """Units x delta, or records x delta."""
+        return self.population * self.delta
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,33 @@ def total(parts: tuple[Part, ...], *, fixed: bool = False) -> Total:
     epsilon_rdp = accountant.epsilon_rdp(_all(parts, "record"), delta)
     if epsilon_rdp is None:
         reasons["epsilon_rdp"] = NO_RENYI
-    unit = None
-    if all(plan.max_records_per_unit == 1 for plan, _ in parts):
-        reasons["unit_epsilon"] = NO_UNIT
-    elif any(plan.sampling == "truncated_poisson" and plan.max_records_per_unit > 1 for plan, _ in parts):
-        reasons["unit_epsilon"] = TRUNCATED_UNIT
+    unit, found = None, _unit(parts, delta, fixed)
+    if isinstance(found, str):
+        reasons["unit_epsilon"] = found
     else:
-        unit, methods["unit_epsilon"] = _composed(parts, delta, "unit", fixed)
-    largest = max(plan.dataset_size for plan, _ in parts)
+        unit, methods["unit_epsilon"] = found
+    largest = max(plan.population for plan, _ in parts)
     return Total(delta, largest, epsilon, epsilon_rdp, unamplified, unit, methods, reasons)
+
+
+def unit_epsilon(parts: tuple[Part, ...], *, fixed: bool = False) -> float | None:
+    """``total_epsilon`` for a unit; None where no units are declared, or where there is no accounting for them."""
+    found = _unit(parts, min((plan.delta for plan, _ in parts), default=0.0), fixed)
+    return None if isinstance(found, str) else found[0]
+
+
+def _unit(parts: tuple[Part, ...], delta: float, fixed: bool) -> tuple[float, Method] | str:
+    """Epsilon of a unit and how it was composed; or why there is none."""
+    if all(plan.num_units is None for plan, _ in parts):
+        return NO_UNIT
+    if any(plan.sampling == "truncated_poisson" and plan.max_records_per_unit > 1 for plan, _ in parts):
+        return TRUNCATED_UNIT
+    return _composed(parts, delta, _unit_view(parts), fixed)
+
+
+def _unit_view(parts: tuple[Part, ...]) -> View:
+    """Where no unit has several records, its events are the record's."""
+    return "record" if all(plan.max_records_per_unit == 1 for plan, _ in parts) else "unit"
 
 
 def check_total(parts: tuple[Part, ...]) -> None:
@@ -114,7 +132,7 @@ def check_total(parts: tuple[Part, ...]) -> None:
     if len(parts) < 2:
         return
     epsilon, delta, _ = total_epsilon(parts)
-    records = max(plan.dataset_size for plan, _ in parts)
+    records = max(plan.population for plan, _ in parts)
     if not records * delta <= MAX_N_TIMES_DELTA:
         raise PrivacyError(
             f"lineage: dataset_size x delta = {records * delta:.3g} over the {len(parts)} runs behind these weights; expected at most "
@@ -126,23 +144,28 @@ def check_total(parts: tuple[Part, ...]) -> None:
         )
 
 
-def curve(parts: tuple[Part, ...], fprs: tuple[float, ...], *, fixed: bool = False, num_points: int = 49) -> Curve:
+def curve(
+    parts: tuple[Part, ...], fprs: tuple[float, ...], *, fixed: bool = False, num_points: int = 49, of_unit: float | None = None
+) -> Curve:
     """The privacy profile and the attack terms of all runs together.
 
     Args:
         fprs: false-positive rates.
+        of_unit: a unit's epsilon (``unit_epsilon``), for the attack on a unit; there is then no profile.
     """
+    view: View = "record" if of_unit is None else _unit_view(parts)
     if len(parts) > 1 and not fixed:
         delta = min(plan.delta for plan, _ in parts)
-        bound = filter_bound([plan.event(steps) for plan, steps in parts], delta)
+        bound = filter_bound([plan.event(steps, view) for plan, steps in parts], delta)
         if bound is None or not bound[0] < math.inf:
-            return _curve_of_pair(total_epsilon(parts)[0], delta, fprs)
+            return _curve_of_pair(_composed(parts, delta, view, fixed)[0], delta, fprs)
         _, order, divergence = bound
         return _curve_of_renyi(order, divergence, fprs, num_points)
-    event = _all(parts, "record")
-    coin = (1 + float(accountant.deltas(event, np.zeros(1))[0])) / 2
-    tpr = {fpr: accountant.attack_tpr(event, fpr) for fpr in fprs}
-    return Curve(accountant.privacy_profile(event, num_points), tpr, coin)
+    event = _all(parts, view)
+    interval = accountant.unit_interval(of_unit) if of_unit is not None and view == "unit" else None
+    coin = (1 + float(accountant.deltas(event, np.zeros(1), interval)[0])) / 2
+    tpr = {fpr: accountant.attack_tpr(event, fpr, interval) for fpr in fprs}
+    return Curve(None if of_unit is not None else accountant.privacy_profile(event, num_points), tpr, coin)
 
 
 def _composed(parts: tuple[Part, ...], delta: float, view: View, fixed: bool) -> tuple[float, Method]:
@@ -153,22 +176,23 @@ def _composed(parts: tuple[Part, ...], delta: float, view: View, fixed: bool) ->
     if view == "record":
         intervals = [plan.value_discretization_interval for plan, _ in parts if plan.value_discretization_interval is not None]
         interval = max(intervals, default=None)
-    elif view == "unit":
-        # Ten times coarser than the record's, as ``DPPlan.spent``.
-        interval = 10 * accountant.discretization_interval(whole, delta)
+
+    def epsilon_of(event: dp_event.DpEvent, at: float) -> float:
+        return accountant.unit_epsilon(event, at) if view == "unit" else accountant.epsilon(event, at, interval)
+
     if len(parts) == 1:
-        return accountant.epsilon(whole, delta, interval), "one run"
+        return epsilon_of(whole, delta), "one run"
     gaussian = accountant.gaussian_noise(whole) is not None
     if gaussian and (fixed or view == "unamplified"):
         return accountant.epsilon(whole, delta), "gaussian"
     if fixed:
         selects = any(plan.selection is not None for plan, _ in parts)
-        return accountant.epsilon(whole, delta, interval), "renyi" if selects else "pld"
+        return epsilon_of(whole, delta), "renyi" if selects else "pld"
     events = [plan.event(steps, view) for plan, steps in parts]
     bound = filter_bound(events, delta)
     if bound is not None and bound[0] < math.inf:
         return bound[0], "filter"
-    return math.fsum(accountant.epsilon(event, delta / len(events), interval) for event in events), "basic"
+    return math.fsum(epsilon_of(event, delta / len(events)) for event in events), "basic"
 
 
 def _all(parts: tuple[Part, ...], view: View) -> dp_event.DpEvent:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from dpvision.errors import CheckpointError, DataError, PrivacyError
-from dpvision.privacy.account import Cap, RunAccount, StoreAccount, check_cap, set_cap, store_account
+from dpvision.privacy.account import RunAccount, StoreAccount, check_cap, set_cap, store_account
 from dpvision.privacy.ledger_format import (
     LedgerContents,
     digest,
@@ -20,8 +20,9 @@ from dpvision.privacy.ledger_format import (
     start_line,
     step_line,
 )
+from dpvision.privacy.marks import Cap, Mark, make_folders, write_file
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.store_marks import Mark, StoreLedgers, make_folders, write_file
+from dpvision.privacy.store_marks import StoreLedgers
 
 __all__ = ["Cap", "Ledger", "LedgerContents", "RunAccount", "StoreAccount", "read_ledger", "set_cap", "store_account"]
 
@@ -57,6 +58,7 @@ class Ledger:
         self._steps = contents.steps
         self._restarts = contents.restarts
         self._digest = contents.digest
+        self._header = contents.header
 
     @classmethod
     @_access()
@@ -83,6 +85,7 @@ class Ledger:
         """
         ledgers = StoreLedgers.of(store_dir)
         path = ledgers.ledger_path(run_id)
+        ledgers.check_place()
         make_folders(ledgers.folder)
         with ledgers.locked():
             if resume and not path.exists() and run_id not in ledgers.marks():
@@ -103,6 +106,7 @@ class Ledger:
                     )
                 others = [(c.plan, c.plan.steps if _in_use(c.path) else c.steps) for c in contents.values() if c.run_id != run_id]
                 check_cap(ledgers, [*others, (plan, plan.steps)])
+                ledgers.begin()
                 if fd is None:
                     header = encode(header_line(run_id, ledgers.store_id, plan, list(lineage)))
                     write_file(path, header + b"\n" + encode(start_line(digest(header), resume=False)) + b"\n")
@@ -117,7 +121,7 @@ class Ledger:
                     ledger = cls(ledgers, read_ledger(path), fd)
                     ledger._write(encode(start_line(ledger._digest, resume=True)))
                     ledger._restarts += 1
-                ledgers.set_mark(run_id, Mark(ledger._steps, ledger._digest))
+                ledgers.set_mark(run_id, ledger._mark(), everywhere=True)
             except BaseException:
                 if fd is not None:
                     os.close(fd)
@@ -152,7 +156,7 @@ class Ledger:
         self._write(encode(step_line(self._digest, step)))
         self._steps = step + 1
         with self._ledgers.locked():
-            self._ledgers.set_mark(self.run_id, Mark(self._steps, self._digest))
+            self._ledgers.set_mark(self.run_id, self._mark())
         return step
 
     def close(self) -> None:
@@ -166,6 +170,9 @@ class Ledger:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _mark(self) -> Mark:
+        return Mark(self._steps, self._digest, self._header)
 
     def _write(self, line: bytes) -> None:
         if self._fd < 0:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpvision.errors import ConfigError, PrivacyError
+from dpvision.privacy.marks import Mark
 from dpvision.privacy.plan import DPPlan
 
 FORMAT = "dpvision-ledger-1"
@@ -34,8 +35,23 @@ class LedgerContents:
     """What shaped the weights that the run started from, as its checkpoints must repeat it; empty for random weights."""
     torn: bytes
     """Raw bytes after the last newline: a line whose writing was interrupted; empty normally."""
+    header: str
+    """SHA-256 of the first line: run, store and plan."""
     heads: dict[str, int] = field(repr=False)
-    """Digest of each line -> steps charged up to and including it."""
+    """Digest of each line of the chain -> steps charged up to and including it. A line that was torn may hold any bytes, those of another
+    ledger's line included: it is not among them, sealed or not."""
+
+    @property
+    def mark(self) -> Mark:
+        """What a store remembers of the ledger as it is now: its last whole line."""
+        last = next(reversed(self.heads))
+        return Mark(self.heads[last], last, self.header)
+
+    def continues(self, older: "LedgerContents") -> bool:
+        """Whether ``older`` is an earlier state of this ledger, or the same."""
+        if older.header != self.header:
+            return False
+        return older.digest == self.digest or self.heads.get(older.mark.digest) == older.mark.steps
 
 
 def encode(line: dict[str, Any]) -> bytes:
@@ -115,7 +131,7 @@ def read_ledger(path: Path) -> LedgerContents:
         # A line that was torn and sealed may hold anything, a whole line included: the seal says what it counts for.
         if lines[number + 1 : number + 2] == [encode(recovery_line(digest(raw), sealed))]:
             steps, prev = sealed, digest(lines[number + 1])
-            heads |= {digest(raw): steps, prev: steps}
+            heads[prev] = steps
             number += 2
             continue
         if after < 0:
@@ -125,8 +141,7 @@ def read_ledger(path: Path) -> LedgerContents:
         number += 1
     if torn:
         steps, prev = charge_torn(steps, plan), digest(torn)
-        heads[prev] = steps
-    return LedgerContents(Path(path), run_id, store_id, plan, steps, restarts, prev, lineage, torn, heads)
+    return LedgerContents(Path(path), run_id, store_id, plan, steps, restarts, prev, lineage, torn, digest(lines[0]), heads)
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:

@@ -47,11 +47,14 @@ def unit_event(sampling: str, sample_rate: float, noise_multiplier: float, steps
 
     Each record of the unit is drawn by its own coin, so that Binomial(k, sample_rate) of them are in the batch and move the
     sum by at most that many clip norms: a mixture of Gaussians (Choquette-Choo et al., arXiv 2310.15526). In a full batch
-    all k are: one Gaussian of sensitivity k. Truncation has no such event; ``make_plan`` refuses it for units.
+    all k are: one Gaussian of sensitivity k. A unit of one record is that record. Truncation has no such event; ``make_plan``
+    refuses it for units.
     """
     if steps == 0:
         return dp_event.NoOpDpEvent()
     k = max_records_per_unit
+    if k == 1:
+        return record_event(sampling, 0, sample_rate, None, noise_multiplier, steps)
     if sampling == "full_batch" or sample_rate == 1:
         return dp_event.GaussianDpEvent(noise_multiplier / (k * math.sqrt(steps)))
     counts = np.arange(k + 1)

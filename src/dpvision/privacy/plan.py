@@ -17,9 +17,15 @@ from dpvision.privacy import accountant, mechanism, sampling
 from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.calibrate import calibrate
 from dpvision.privacy.selection import SCORE_SHARE, Selection, score_noise_ratio
+from dpvision.privacy.stream import Stream
 
 MAX_N_TIMES_DELTA = 1.5
 """Above it a mechanism that publishes records outright could pass as private: training is refused."""
+MAX_DELTA = 1e-3
+"""Largest delta without ``allow_weak_guarantee``, and largest default: in ten records, 1 / (2 N) would let one be published in 20 runs."""
+MAX_EPSILON = 20.0
+"""Largest epsilon without ``allow_weak_guarantee``, of the unit that the guarantee is for: that of the 2020 US census (19.61), the largest
+of any well-known release, rounded. From 10 on it counts as weak (Ponomareva et al. 2023)."""
 View = Literal["record", "unamplified", "unit"]
 TRUNCATION_TOLERANCE = 0.01
 """How much dearer than plain Poisson a truncated draw may be."""
@@ -45,11 +51,14 @@ class DPPlan:
     steps: int
     delta: float
     max_records_per_unit: int
-    noise_generator: Literal["torch", "hardened"]
+    num_units: int | None
+    """Declared number of units (people); None: the unit of privacy is the record."""
     value_discretization_interval: float | None
     """Grid of the privacy loss in the stated epsilon; None without a guarantee."""
     epsilon: float | None
     epsilon_rdp: float | None
+    unit_epsilon: float | None
+    """Of all planned steps, for a unit with up to max_records_per_unit records; None where no units are declared."""
     clipping: Literal["hard", "automatic"] = "hard"
     selection: Selection | None = None
     """None: the steps are what is executed. Else there is one step, a private selection among runs, and all other fields are those of
@@ -65,17 +74,27 @@ class DPPlan:
             )
 
     @property
+    def population(self) -> int:
+        """Declared number of those whom the guarantee is for: units, or records where no units are declared."""
+        return self.dataset_size if self.num_units is None else self.num_units
+
+    @property
+    def stated_epsilon(self) -> float | None:
+        """Epsilon of all planned steps for those whom the guarantee is for; None without a guarantee."""
+        return self.epsilon if self.num_units is None else self.unit_epsilon
+
+    @property
     def noise_std(self) -> float:
         """Standard deviation of the noise on the sum of clipped gradients: noise_multiplier x max_grad_norm; 0 without noise."""
         return self.noise_multiplier * (self.max_grad_norm or 0.0)
 
-    def draw(self, step: int, num_records: int, rng: np.random.Generator) -> np.ndarray:
+    def draw(self, step: int, num_records: int, rng: Stream) -> np.ndarray:
         """Indices of the logical batch of ``step``: sorted int64 of shape (batch,), possibly empty; secret.
 
         Args:
             step: number charged in the ledger, in [0, steps).
             num_records: records that the store holds now; does not change the sample rate.
-            rng: secret generator of this step (``sampling.derive_rng``).
+            rng: secret stream of this step (``sampling.derive_rng``).
 
         Raises:
             PrivacyError: the step is not in the plan, or a truncated draw would meet more records than were accounted for.
@@ -122,19 +141,27 @@ class DPPlan:
         if self.guarantee != "dp":
             return PrivacySpent(None, None, self.delta, steps, None, None)
         unamplified = accountant.epsilon(self.event(steps, "unamplified"), self.delta)
-        unit = None
-        if self.max_records_per_unit > 1 and self.sampling != "truncated_poisson":
-            unit_event = self.event(steps, "unit")
-            # Ten times coarser than the record's: the mixture takes minutes otherwise, for a difference in the fourth digit.
-            unit = accountant.epsilon(unit_event, self.delta, 10 * accountant.discretization_interval(unit_event, self.delta))
+        epsilon = accountant.epsilon(event, self.delta, self.value_discretization_interval)
         return PrivacySpent(
-            epsilon=accountant.epsilon(event, self.delta, self.value_discretization_interval),
+            epsilon=epsilon,
             epsilon_rdp=accountant.epsilon_rdp(event, self.delta),
             delta=self.delta,
             steps=steps,
             epsilon_unamplified=unamplified,
-            unit_epsilon=unit,
+            unit_epsilon=_unit_epsilon(self, self.num_units, self.selection, steps, self.noise_multiplier, self.delta, epsilon),
         )
+
+    def attack_tpr(self, steps: int, fpr: float) -> float:
+        """Best true-positive rate at false-positive rate ``fpr`` of an attack that asks whether one of those whom the guarantee is for took
+        part: a unit where units are declared, else a record.
+
+        Raises:
+            PrivacyError: as ``event``; or no guarantee.
+        """
+        unit = None if self.max_records_per_unit == 1 else self.spent(steps).unit_epsilon
+        if unit is None:
+            return accountant.attack_tpr(self.event(steps), fpr)
+        return accountant.attack_tpr(self.event(steps, "unit"), fpr, accountant.unit_interval(unit))
 
     def run_plans(self) -> tuple["DPPlan", "DPPlan"]:
         """Plans of one run of the selection: of its releases, and of its score, one full-batch release clipped to 1. Nothing may be
@@ -149,7 +176,7 @@ class DPPlan:
         run = PrivacyConfig(
             dataset_size=n, expected_batch_size=self.expected_batch_size, steps=self.selection.steps, max_grad_norm=self.max_grad_norm,
             noise_multiplier=noise, delta=self.delta, sampling=self.sampling, max_records_per_unit=self.max_records_per_unit,
-            noise_generator=self.noise_generator, clipping=self.clipping,
+            num_units=self.num_units, clipping=self.clipping,
         )  # fmt: skip
         ratio = self.selection.score_noise_ratio
         score = replace(run, expected_batch_size=n, steps=1, max_grad_norm=1.0, noise_multiplier=ratio * noise, sampling="full_batch")
@@ -176,26 +203,30 @@ class DPPlan:
         return from_dict(cls, values, where="plan")
 
 
-_COMPUTED = {"epsilon", "epsilon_rdp", "value_discretization_interval"}
+_COMPUTED = {"epsilon", "epsilon_rdp", "unit_epsilon", "value_discretization_interval"}
+
+
+def default_delta(population: int) -> float:
+    """Delta where none is asked for: 1 / (2 population), at most 1e-3."""
+    return min(1 / (2 * population), MAX_DELTA)
 
 
 def make_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan:
     """The plan of a run: calibrated, accounted, and refused where it would not be a guarantee.
 
-    Without an explicit delta it is 1 / (2 dataset_size). A target epsilon is the record's, also where max_records_per_unit > 1;
-    the unit's stands beside it in ``spent``.
+    Without an explicit delta it is ``default_delta`` of the declared number of units, or of records. ``target_epsilon`` is the record's,
+    ``target_unit_epsilon`` the unit's.
 
     Args:
         selection: from ``ask_selection``: the plan is then that of a private selection among runs that ``cfg`` describes, and a target
             epsilon that of all of them.
 
     Raises:
-        PrivacyError: the target cannot be reached, dataset_size x delta > 1.5, a truncation that is not nearly free, or a selection that
-            has no accounting.
-        ConfigError: a simulated run without noise_multiplier or max_grad_norm.
+        PrivacyError: the target cannot be reached, or ``refusal`` has a reason.
+        ConfigError: a simulated run without noise_multiplier or max_grad_norm, or target_unit_epsilon without num_units.
     """
     plan = draft_plan(cfg, selection)
-    reason = refusal(plan)
+    reason = refusal(plan, allow_weak=cfg.allow_weak_guarantee)
     if reason is not None:
         raise PrivacyError(reason)
     return plan
@@ -229,21 +260,30 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
             f"privacy: a selection with guarantee={cfg.guarantee}, sampling={cfg.sampling}, steps={cfg.steps} and {selection.steps}; "
             "expected guarantee=dp, poisson or full_batch, and one number of steps. Use ask_selection, or leave the selection out."
         )
+    if cfg.target_unit_epsilon is not None and (cfg.num_units is None or cfg.sampling == "truncated_poisson"):
+        raise ConfigError(
+            f"privacy: target_unit_epsilon={cfg.target_unit_epsilon} with num_units={cfg.num_units}, sampling={cfg.sampling}; expected the "
+            "declared number of people, and poisson or full_batch. Say --privacy.num-units M, or --privacy.target-epsilon for records."
+        )
     n = cfg.dataset_size
     rate = cfg.expected_batch_size / n
-    delta = 1 / (2 * n) if cfg.delta is None else cfg.delta
+    delta = default_delta(cfg.num_units or n) if cfg.delta is None else cfg.delta
     steps = cfg.steps if selection is None else 1
     event_of = partial(_event, cfg, selection, steps)
     noise = cfg.noise_multiplier or 0.0
-    interval = eps = eps_rdp = None
+    interval = eps = eps_rdp = unit_eps = None
     if cfg.guarantee == "dp":
         if cfg.target_epsilon is not None:
             noise = calibrate(event_of, cfg.target_epsilon, delta)
+        elif cfg.target_unit_epsilon is not None:
+            k = cfg.max_records_per_unit
+            noise = calibrate(partial(event_of, records=k if k > 1 else None), cfg.target_unit_epsilon, delta, unit=k > 1)
         event = event_of(noise)
         interval = None if selection is not None else accountant.discretization_interval(event, delta)
         eps, eps_rdp = accountant.epsilon(event, delta, interval), accountant.epsilon_rdp(event, delta)
         if not eps < math.inf:
             raise PrivacyError(f"privacy: noise_multiplier={noise}; expected enough for a finite epsilon. Typical: 0.5 to 5.")
+        unit_eps = _unit_epsilon(cfg, cfg.num_units, selection, steps, noise, delta, eps)
     return DPPlan(
         guarantee=cfg.guarantee,
         sampling=cfg.sampling,
@@ -256,10 +296,11 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
         steps=steps,
         delta=delta,
         max_records_per_unit=cfg.max_records_per_unit,
-        noise_generator=cfg.noise_generator,
+        num_units=cfg.num_units,
         value_discretization_interval=interval,
         epsilon=eps,
         epsilon_rdp=eps_rdp,
+        unit_epsilon=unit_eps,
         clipping=cfg.clipping,
         selection=selection,
     )
@@ -285,15 +326,52 @@ def _event(
     return event if selection is None or not steps else selection.event(event, noise, records or 1)
 
 
-def refusal(plan: DPPlan) -> str | None:
-    """Why nothing may be trained with ``plan`` (the message of the error), or None. Runs without a guarantee are never refused here."""
+def _unit_epsilon(
+    of: PrivacyConfig | DPPlan, num_units: int | None, selection: Selection | None, steps: int, noise: float, delta: float, epsilon: float
+) -> float | None:
+    """Epsilon of a unit, given the record's; None where no units are declared, or without an accounting for them (refused)."""
+    if num_units is None or of.max_records_per_unit == 1:
+        return None if num_units is None else epsilon
+    if of.sampling == "truncated_poisson" or (selection is not None and of.sampling != "full_batch"):
+        return None
+    return accountant.unit_epsilon(_event(of, selection, steps, noise, records=of.max_records_per_unit), delta)
+
+
+def refusal(plan: DPPlan, *, allow_weak: bool = False) -> str | None:
+    """Why nothing may be trained with ``plan`` (the message of the error), or None. Runs without a guarantee are never refused here.
+
+    Args:
+        allow_weak: ``PrivacyConfig.allow_weak_guarantee``.
+    """
     if plan.guarantee != "dp":
         return None
-    if not plan.dataset_size * plan.delta <= MAX_N_TIMES_DELTA:
+    declared = "dataset_size" if plan.num_units is None else "num_units"
+    if not plan.population * plan.delta <= MAX_N_TIMES_DELTA:
         return (
-            f"privacy: delta={plan.delta}; expected dataset_size x delta at most {MAX_N_TIMES_DELTA}, got "
-            f"{plan.dataset_size * plan.delta:.3g}. Leave delta out for 1 / (2 dataset_size)."
+            f"privacy: delta={plan.delta}; expected {declared} x delta at most {MAX_N_TIMES_DELTA}, got "
+            f"{plan.population * plan.delta:.3g}. Leave delta out for 1 / (2 {declared})."
         )
+    return _unaccounted(plan) or (None if allow_weak else weakness(plan))
+
+
+def weakness(plan: DPPlan) -> str | None:
+    """Why ``plan`` is refused without ``allow_weak_guarantee``; None where it is not."""
+    remedy = "To train nevertheless: --privacy.allow-weak-guarantee."
+    if not plan.delta <= MAX_DELTA:
+        return f"privacy: delta={plan.delta}; expected at most {MAX_DELTA}. Say --privacy.delta {MAX_DELTA:g}. {remedy}"
+    stated = plan.stated_epsilon
+    if stated is None or not stated <= MAX_EPSILON:
+        whose = "one record" if plan.num_units is None else f"one person ({plan.max_records_per_unit} records)"
+        got = "unknown" if stated is None else f"{stated:.4g}"
+        return (
+            f"privacy: epsilon={got} for {whose}; expected at most {MAX_EPSILON:g}, above which a guarantee says next to nothing. Plan "
+            f"more noise, or fewer steps. {remedy}"
+        )
+    return None
+
+
+def _unaccounted(plan: DPPlan) -> str | None:
+    """Why there is no account of ``plan`` that holds, or one that is much dearer than need be."""
     if plan.selection is not None and plan.max_records_per_unit > 1 and plan.sampling != "full_batch":
         return (
             f"privacy: max_records_per_unit={plan.max_records_per_unit}; expected 1 in a selection with sampling={plan.sampling}, which "

@@ -26,8 +26,8 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
     Returns:
         A dict ready for JSON: the settings; epsilon (PLD) and its companions, None without a guarantee; n_times_delta;
         "sample_gradients" = steps x expected_batch_size; "noise_batch_ratio" = noise_multiplier / expected_batch_size, the noise
-        on the mean gradient in units of max_grad_norm; "signal" (see ``signal``); "advice" (see ``advice``); "privacy_profile" and
-        "attack_tpr".
+        on the mean gradient in units of max_grad_norm; "signal" (see ``signal``); "advice" (see ``advice``); "privacy_profile" of a record,
+        and "attack_tpr" on those whom the guarantee is for: units where they are declared.
 
     Raises:
         PrivacyError: the target cannot be reached, or delta is below what the accountant resolves.
@@ -48,11 +48,12 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "noise_multiplier": plan.noise_multiplier,
         "steps": plan.steps,
         "delta": plan.delta,
-        "n_times_delta": plan.dataset_size * plan.delta,
+        "n_times_delta": plan.population * plan.delta,
         "epsilon": spent.epsilon,
         "epsilon_rdp": spent.epsilon_rdp,
         "epsilon_unamplified": spent.epsilon_unamplified,
         "max_records_per_unit": plan.max_records_per_unit,
+        "num_units": plan.num_units,
         "unit_epsilon": spent.unit_epsilon,
         "value_discretization_interval": plan.value_discretization_interval,
         "sample_gradients": plan.steps * plan.expected_batch_size,
@@ -60,8 +61,8 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "signal": strength,
         "advice": advice(plan, strength) if private else None,
         "privacy_profile": accountant.privacy_profile(event) if private else None,
-        "attack_tpr": {str(f): accountant.attack_tpr(event, f) for f in ATTACK_FPRS} if private else None,
-        "refused": refusal(plan),
+        "attack_tpr": {str(f): plan.attack_tpr(plan.steps, f) for f in ATTACK_FPRS} if private else None,
+        "refused": refusal(plan, allow_weak=cfg.allow_weak_guarantee),
     }
 
 

@@ -6,15 +6,19 @@ found that this costs a small multiple of one run, and that a K which is known, 
 of Papernot and Steinke (arXiv 2110.03620), theorems 2 and 6, as dp-accounting's RepeatAndSelectDpEvent has them: Renyi only.
 """
 
+import decimal
+import functools
 import math
 from dataclasses import dataclass
+from decimal import Decimal
 
-import numpy as np
 from dp_accounting import dp_event
 from scipy import optimize
 
 from dpvision.errors import ConfigError
+from dpvision.privacy.stream import Stream
 
+_DIGITS = 50
 MOST_RUNS = 10_000.0
 SCORE_SHARE = 0.1
 """Part of a run's budget that its score gets: of what runs can tell apart, noise in the weights is nearly always the larger part."""
@@ -60,23 +64,37 @@ class Selection:
         shape = math.inf if self.shape is None else self.shape
         return dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent((run, score)), self.mean_runs, shape)
 
-    def draw_runs(self, rng: np.random.Generator) -> int:
+    def draw_runs(self, rng: Stream) -> int:
         """K, secret: nothing may be printed, written or timed of it.
 
+        By inversion of the law in 50 decimal digits, at a uniform number of 128 bits.
+
         Args:
-            rng: from a fresh secret key (``sampling.derive_rng``).
+            rng: stream of a fresh secret key (``stream.subkey``).
         """
+        high, low = map(int, rng.words(2))
+        with decimal.localcontext(prec=_DIGITS):
+            return self.runs_at((2 * (high << 64 | low) + 1) / Decimal(2**129))
+
+    def runs_at(self, uniform: Decimal) -> int:
+        """The smallest k with P(K <= k) > ``uniform``, which is in (0, 1), in the precision of the decimal context."""
+        mean = Decimal(self.mean_runs)
         if self.shape is None:
-            return int(rng.poisson(self.mean_runs))
-        gamma = success_probability(self.mean_runs, self.shape)
-        if self.shape == 0:
-            return int(rng.logseries(1 - gamma))
-        while True:  # the negative binomial without its zeros
-            drawn = rng.negative_binomial(self.shape, gamma, size=1024)
-            if drawn.any():
-                return int(drawn[drawn > 0][0])
+            runs, share = 0, (-mean).exp()
+        else:
+            gamma, shape = Decimal(success_probability(self.mean_runs, self.shape)), Decimal(self.shape)
+            runs = 1
+            none = gamma**shape
+            share = (1 - gamma) / -gamma.ln() if shape == 0 else shape * (1 - gamma) * none / (1 - none)
+        below = share
+        while below <= uniform:
+            share *= mean / (runs + 1) if self.shape is None else (1 - gamma) * (runs + shape) / (runs + 1)
+            runs += 1
+            below += share
+        return runs
 
 
+@functools.cache
 def success_probability(mean_runs: float, shape: float) -> float:
     """gamma of the truncated negative binomial with this mean: P(K = k) proportional to (1 - gamma)^k times the product over j < k of
     (j + shape) / (j + 1).

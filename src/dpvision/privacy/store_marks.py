@@ -1,37 +1,32 @@
-"""Where the ledgers of a store lie, and what the store remembers of them, so that a shortened or older ledger is refused."""
+"""Where the ledgers of a store lie, and how they are held against what the family of the store remembers of them."""
 
 import fcntl
-import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
+from dpvision.errors import ConfigError, DataError, PrivacyError
 from dpvision.privacy.ledger_format import LedgerContents, read_ledger
+from dpvision.privacy.marks import Cap, Mark, Marks, place, read_json, read_marks, write_marks
 
-MARKS_FORMAT = "dpvision-ledger-marks-1"
+OWN_MARKS = "ledger_marks.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True)
-class Mark:
-    """The most that the store has seen of one run's ledger."""
-
-    steps: int
-    digest: str
-
-
-@dataclass(frozen=True)
 class StoreLedgers:
-    """Paths of one store's ledgers: all runs on one data set meet in ``folder``, beside the store, not in it."""
+    """Paths of one store's ledgers: all runs on one data set meet in ``folder``, beside the store, not in it.
+
+    A store and its halves (``data split``) have one id and lie in one folder: they are a family, and share ledgers, marks and cap.
+    """
 
     store_id: str
-    folder: Path
-    marks_path: Path
+    root: Path
+    """Folder of the store, symbolic links followed."""
+    private: bool
 
     @classmethod
     def of(cls, store_dir: Path) -> "StoreLedgers":
@@ -45,7 +40,21 @@ class StoreLedgers:
         store_id = values.get("store_id") if isinstance(values, dict) else None
         if not isinstance(store_id, str) or not _NAME.fullmatch(store_id):
             raise DataError(f"store: {root / 'store.json'}: store_id={store_id!r}; expected the store's random id. Import the data again.")
-        return cls(store_id, root.parent / "LEDGERS" / store_id, root / "ledger_marks.json")
+        return cls(store_id, root, values.get("visibility") != "public")
+
+    @property
+    def folder(self) -> Path:
+        return self.root.parent / "LEDGERS" / self.store_id
+
+    @property
+    def own_path(self) -> Path:
+        """Marks that go where the store goes."""
+        return self.root / OWN_MARKS
+
+    @property
+    def shared_path(self) -> Path:
+        """Marks that lie with the ledgers."""
+        return self.folder / "marks.json"
 
     def ledger_path(self, run_id: str) -> Path:
         """File of a run's ledger.
@@ -67,113 +76,207 @@ class StoreLedgers:
         finally:
             os.close(fd)
 
-    def marks(self) -> dict[str, Mark]:
-        """What the store remembers, by run id.
+    def family_marks(self) -> dict[Path, Marks]:
+        """Every file of marks of the family that is there: the shared one, and those in the store folders beside this one.
 
         Raises:
-            PrivacyError: the file is damaged.
+            PrivacyError: a file is damaged, or this store's files are of another store.
         """
-        if not self.marks_path.exists():
-            return {}
-        values = read_json(self.marks_path)
+        found = {}
+        for path in (self.shared_path, self.own_path):
+            marks = read_marks(path)
+            if marks is not None and marks.store_id != self.store_id:
+                raise PrivacyError(
+                    f"ledger: {path}: marks of store {marks.store_id}; expected {self.store_id}, as store.json says. The id was replaced, "
+                    "or files of two stores were mixed: restore store.json."
+                )
+            if marks is not None:
+                found[path] = marks
+        with os.scandir(self.root.parent) as entries:
+            beside = [Path(entry.path) / OWN_MARKS for entry in entries if entry.name != self.root.name]
+        for path in sorted(beside):
+            try:
+                marks = read_marks(path)
+            except (DataError, PrivacyError, OSError):
+                if self._is_of_family(path.parent):
+                    raise
+                continue  # of another store, or of another person: nothing that this family can read
+            if marks is not None and marks.store_id == self.store_id:
+                found[path] = marks
+        return found
+
+    def _is_of_family(self, folder: Path) -> bool:
         try:
-            if values["format"] != MARKS_FORMAT:
-                raise ValueError
-            return {str(run_id): Mark(int(m["steps"]), str(m["digest"])) for run_id, m in values["runs"].items()}
-        except (TypeError, KeyError, ValueError, AttributeError):
-            raise PrivacyError(
-                f"ledger: {self.marks_path}: not a file of ledger marks; expected what dpvision wrote. Restore it."
-            ) from None
+            return read_json(folder / "store.json")["store_id"] == self.store_id
+        except (DataError, OSError, TypeError, KeyError):
+            return False
 
-    def set_mark(self, run_id: str, mark: Mark) -> None:
-        """Remember ``mark`` durably; call with the lock held."""
-        runs = {name: vars(m) for name, m in self.marks().items()} | {run_id: vars(mark)}
-        write_json(self.marks_path, {"format": MARKS_FORMAT, "runs": runs})
-
-    def read_all(self) -> dict[str, LedgerContents]:
-        """All ledgers of the store, each verified and no older than the store's mark of it.
+    def marks(self) -> dict[str, list[Mark]]:
+        """What the family remembers, by run id: one mark from each file that has one.
 
         Raises:
-            PrivacyError: a ledger was altered, shortened, replaced by an older copy, deleted, or belongs to another store.
+            PrivacyError: as ``family_marks``.
         """
-        marks = self.marks()  # before the ledgers: a run that goes on meanwhile only lengthens them
+        runs: dict[str, list[Mark]] = {}
+        for marks in self.family_marks().values():
+            for run_id, mark in marks.runs.items():
+                runs.setdefault(run_id, []).append(mark)
+        return runs
+
+    def caps(self) -> set[Cap]:
+        """The owner's cap: one, or two where setting it anew was interrupted; none where it was never set.
+
+        Raises:
+            PrivacyError: as ``family_marks``.
+        """
+        return {marks.cap for marks in self.family_marks().values() if marks.cap is not None}
+
+    def register(self) -> None:
+        """Give a new store its own file of marks: where it lies, and its family's runs and cap so far. Nothing where it has one."""
+        own = read_marks(self.own_path)
+        if own is None or not own.places:
+            shared = read_marks(self.shared_path) or Marks(self.store_id)
+            here = tuple(sorted(place(self.root.parent, self.store_id)))
+            write_marks(self.own_path, replace(own or Marks(self.store_id, shared.runs, shared.cap), places=here))
+
+    def begin(self) -> None:
+        """See to it that the store's own file of marks and the shared one exist. Call with the lock held, once both were found in order.
+
+        The store's own file comes first: the shared one names it only when it is there, so that a missing one is a lost one.
+        """
+        self.register()
+        shared = read_marks(self.shared_path)
+        if shared is None or self.root.name not in shared.members:
+            shared = shared or Marks(self.store_id)
+            write_marks(self.shared_path, replace(shared, members=tuple(sorted({*shared.members, self.root.name}))))
+
+    def set_mark(self, run_id: str, mark: Mark, *, everywhere: bool = False) -> None:
+        """Remember ``mark`` durably, in the store's own file and the shared one; call with the lock held and after ``begin``.
+
+        Args:
+            everywhere: also in every other store folder of the family: at the start of a run, for it costs more.
+
+        Raises:
+            PrivacyError: one of the files is gone.
+        """
+        paths = self.family_marks() if everywhere else (self.own_path, self.shared_path)
+        for path in paths:
+            marks = read_marks(path)
+            if marks is None:
+                raise PrivacyError(f"ledger: {path}: missing; it was there when the run started. Restore it, then resume: {self._restore}.")
+            write_marks(path, marks.with_run(run_id, mark))
+
+    def set_cap(self, cap: Cap) -> None:
+        """Remember the owner's cap in every file of the family; call with the lock held and after ``begin``."""
+        for path, marks in self.family_marks().items():
+            write_marks(path, replace(marks, cap=cap))
+
+    def declared_moves(self) -> int:
+        """How often the owner declared that a store of the family was moved (``declare_moved``)."""
+        return max((marks.moves for marks in self.family_marks().values()), default=0)
+
+    def declare_moved(self) -> None:
+        """Take the owner's word that this family of stores was moved here, or is mounted here: no copy is in use elsewhere. Lock held.
+
+        Raises:
+            PrivacyError: the ledgers did not come along, or files are missing.
+        """
+        self.read_all(anywhere=True)
+        here = place(self.root.parent, self.store_id)
+        for path, marks in self.family_marks().items():
+            if path != self.shared_path and not here & set(marks.places):
+                write_marks(path, replace(marks, places=tuple(sorted({*marks.places, *here})), moves=marks.moves + 1))
+
+    def restore_marks(self) -> None:
+        """Write a file of marks that was lost again, from the ones that are left; call with the lock held.
+
+        Raises:
+            PrivacyError: none is left, or the ledgers are not those that the rest remembers.
+        """
+        family = self.family_marks()
+        if not family:
+            raise PrivacyError(
+                f"ledger: {self.own_path} and {self.shared_path}: both missing; expected one of them, for nothing else tells which ledgers "
+                "there were. Restore one from a backup."
+            )
+        ledgers = self._read_ledgers(self.marks())
+        runs = {run_id: contents.mark for run_id, contents in ledgers.items()}
+        cap = min((marks.cap for marks in family.values() if marks.cap), key=lambda cap: cap.epsilon, default=None)
+        for path in (self.own_path, self.shared_path):
+            if path not in family:
+                write_marks(path, Marks(self.store_id, runs, cap, moves=self.declared_moves()))
+        self.begin()
+
+    def check_place(self) -> None:
+        """Refuse a private store that lies elsewhere than where it was imported: a copy has ledgers of its own.
+
+        Raises:
+            PrivacyError: the folder that holds the store has neither the path nor the number on disk that the marks remember.
+        """
+        marks = read_marks(self.own_path)
+        if not self.private or marks is None or not marks.places or place(self.root.parent, self.store_id) & set(marks.places):
+            return
+        raise PrivacyError(
+            f"ledger: {self.root}: not where this store was imported; expected the original, whose ledgers know every run. If this is a "
+            "copy, use the original. If the store was moved here with its LEDGERS folder, or is mounted under another path, say so: "
+            f"`dpvision ledger {self.root} --moved`."
+        )
+
+    def read_all(self, *, anywhere: bool = False) -> dict[str, LedgerContents]:
+        """All ledgers of the store, each verified and no older than the family's marks of it.
+
+        Args:
+            anywhere: also where the store seems to be a copy.
+
+        Raises:
+            PrivacyError: a ledger was altered, shortened, replaced by an older copy, deleted, or belongs to another store; a file of marks
+                was lost; the store is a copy or was moved.
+        """
+        if not anywhere:
+            self.check_place()
+        family = self.family_marks()  # before the ledgers: a run that goes on meanwhile only lengthens them
+        shared = family.get(self.shared_path)
+        if shared is None and (known := sorted({run_id for marks in family.values() for run_id in marks.runs})):
+            raise PrivacyError(
+                f"ledger: {self.shared_path}: missing; the store saw its runs ({', '.join(known[:3])}{', ...' if len(known) > 3 else ''}). "
+                f"Bring the LEDGERS folder along with the store, or restore it; if this one file is missing: {self._restore}."
+            )
+        if shared is not None and self.own_path not in family and self.root.name in shared.members:
+            raise PrivacyError(
+                f"ledger: {self.own_path}: missing; expected the marks that the store kept of its runs. Restore it from a backup, or from "
+                f"the copy that lies with the ledgers: {self._restore}."
+            )
+        return self._read_ledgers(self.marks())
+
+    @property
+    def _restore(self) -> str:
+        return f"`dpvision ledger {self.root} --restore-marks`"
+
+    def _read_ledgers(self, marks: dict[str, list[Mark]]) -> dict[str, LedgerContents]:
         ledgers = {path.stem: read_ledger(path) for path in sorted(self.folder.glob("*.jsonl"))}
         for run_id in sorted(marks.keys() | ledgers.keys()):
-            self._check(run_id, ledgers.get(run_id), marks.get(run_id))
+            self._check(run_id, ledgers.get(run_id), marks.get(run_id, []))
         return ledgers
 
-    def _check(self, run_id: str, contents: LedgerContents | None, mark: Mark | None) -> None:
+    def _check(self, run_id: str, contents: LedgerContents | None, marks: list[Mark]) -> None:
         where = f"ledger: {self.ledger_path(run_id)}"
         if contents is None:
             raise PrivacyError(f"{where}: missing; the store saw its run. Bring the LEDGERS folder along with the store, or restore it.")
         if contents.run_id != run_id or contents.store_id != self.store_id:
             raise PrivacyError(f"{where}: of run {contents.run_id} on store {contents.store_id}; expected this run and store. Restore it.")
-        if mark is None:
-            return
-        if contents.steps < mark.steps:
+        if not marks and contents.steps:
             raise PrivacyError(
-                f"{where}: steps={contents.steps}; expected at least {mark.steps}, which the store has seen. "
-                "It was shortened or is an older copy: restore the newest one."
+                f"{where}: steps={contents.steps}, and the store has no mark of it; expected none before the first. The ledger was put "
+                "there by hand, or the marks are of an older day: restore the newest files."
             )
-        if mark.digest not in contents.heads and not contents.torn:
-            raise PrivacyError(f"{where}: other lines than those the store has seen; expected the same ledger. Restore it.")
-
-
-def read_json(path: Path) -> Any:
-    """Parsed JSON file.
-
-    Raises:
-        DataError: missing or not JSON.
-    """
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}; expected a JSON file that dpvision wrote. Restore it.") from None
-
-
-def write_json(path: Path, values: Any) -> None:
-    """Replace a JSON file by rename, durable when this returns: readers see the old file or the new one.
-
-    Raises:
-        CheckpointError: the disk is full or not writable.
-    """
-    write_file(path, json.dumps(values, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n")
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Replace a file's bytes as ``write_json`` does.
-
-    Raises:
-        CheckpointError: the disk is full or not writable.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"{path}: {error.strerror}; expected room to write. Free space or permit writing, then resume.") from None
-
-
-def sync_folder(folder: Path) -> None:
-    """Make names just created in ``folder`` durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def make_folders(folder: Path) -> None:
-    """Create ``folder`` and its missing parents durably."""
-    missing = []
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    for new in reversed(missing):
-        new.mkdir(exist_ok=True)
-        sync_folder(new.parent)
+        for mark in marks:
+            if contents.header != mark.header:
+                raise PrivacyError(f"{where}: another plan or run in its header; expected the one that the store has seen. Restore it.")
+            if contents.steps < mark.steps:
+                raise PrivacyError(
+                    f"{where}: steps={contents.steps}; expected at least {mark.steps}, which the store has seen. "
+                    "It was shortened or is an older copy: restore the newest one."
+                )
+            # Among whole lines only: what a crash tears off is a line that no mark has seen yet.
+            if contents.heads.get(mark.digest) != mark.steps:
+                raise PrivacyError(f"{where}: other lines than those the store has seen; expected the same ledger. Restore it.")

@@ -13,6 +13,7 @@ from markupsafe import Markup
 from dpvision.config import to_dict
 from dpvision.errors import CheckpointError, ConfigError, PrivacyError
 from dpvision.eval.score import is_of_the_run, is_share, printed
+from dpvision.eval.score_file import NOTHING_FITTED
 from dpvision.report.compared_run import ComparedRun, made_of_public_pictures, read_compared
 from dpvision.report.curves import Curve, Point, curves_figure, end_value, scaling_figure, size_text
 from dpvision.report.figures import SERIES, bars_figure
@@ -157,7 +158,8 @@ def _by_protocol(runs: Sequence[ComparedRun]) -> dict[tuple[str, str], _Entries]
     for i, run in enumerate(runs):
         for score in run.scores:
             test, train = score["test_data"], score["train_data"]
-            found.setdefault((score["protocol"], test if test == train else f"{test}, fitted to {train}"), []).append((i, score))
+            data = test if train in (test, NOTHING_FITTED) else f"{test}, fitted to {train}"
+            found.setdefault((score["protocol"], data), []).append((i, score))
     return dict(sorted(found.items(), key=lambda item: -len({i for i, score in item[1] if is_of_the_run(score["name"])})))
 
 

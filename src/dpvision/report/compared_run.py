@@ -82,13 +82,13 @@ class ComparedRun:
 
 
 def made_of_public_pictures(root: Path) -> bool:
-    """Whether a run's store is public, and whatever shaped the weights that it started from is public or guaranteed.
+    """Whether a run's store is public, not cleared of private twins, and whatever shaped the weights it started from public or guaranteed.
 
     Raises:
         CheckpointError: there is no run, or its newest manifest cannot be read.
     """
     base, config, about = read_run(root)
-    if about["store_visibility"] != "public":
+    if about["results_visibility"] != "public":
         return False
     if not list_checkpoints(base):
         return config.init_from is None  # a lineage that is not written down yet is not known to be public

@@ -154,7 +154,7 @@ def make_gallery(
     best = np.argsort(-scores[own], kind="stable")[:num_best]
     # Drawn anew: in the order of the random ones, those that are shown there already would come first.
     best = best[_drawn_order(store, rows[best], "gallery, best")]
-    public = store.visibility == "public"
+    public = store.results_visibility == "public"
     return Gallery(
         store=store.path.name,
         visibility="public" if public and set(captioners) <= open_names else "private",

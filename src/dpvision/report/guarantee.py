@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dpvision.privacy.composition import Part, curve, parts_of, total
+from dpvision.privacy.composition import Curve, Part, curve, parts_of, total
 from dpvision.privacy.plan import DPPlan
 from dpvision.report import words
 from dpvision.train.lineage import private_stores, runs_on
@@ -27,8 +27,9 @@ def figures_of(parts: tuple[Part, ...], *, fixed: bool) -> dict[str, Any]:
         "epsilon_rdp": found.epsilon_rdp,
         "epsilon_unamplified": found.epsilon_unamplified,
         "unit_epsilon": found.unit_epsilon,
+        "unit_attack": None if found.unit_epsilon is None else _attack(curve(parts, _FPRS, fixed=fixed, of_unit=found.unit_epsilon)),
         "privacy_profile": profile,
-        "attack": {f"tpr_at_fpr_{fpr:g}": tpr for fpr, tpr in whole.tpr_at_fpr.items()} | {"coin_accuracy": whole.coin_accuracy},
+        "attack": _attack(whole),
         "composition": {
             "runs": len(parts),
             "methods": dict(found.methods),
@@ -36,6 +37,10 @@ def figures_of(parts: tuple[Part, ...], *, fixed: bool) -> dict[str, Any]:
             "text": words.composition(len(parts), found.methods["epsilon"]),
         },
     }
+
+
+def _attack(of: Curve) -> dict[str, float]:
+    return {f"tpr_at_fpr_{fpr:g}": tpr for fpr, tpr in of.tpr_at_fpr.items()} | {"coin_accuracy": of.coin_accuracy}
 
 
 def guarantee_of(plan: DPPlan, steps: int, inherited: list[dict[str, Any]], store_id: str, *, fixed: bool) -> dict[str, Any]:

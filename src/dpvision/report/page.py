@@ -50,8 +50,11 @@ def make_report(
     pictures = alike = None
     if public_store is not None:
         store = Store.open(public_store)
-        if store.visibility != "public":
-            raise PrivacyError(f"report: {public_store} is private; expected a store imported with --public. Leave it out.")
+        if store.results_visibility != "public":
+            what = (
+                "is private" if store.visibility == "private" else "was cleared of private twins, so that its choice of images is private"
+            )
+            raise PrivacyError(f"report: {public_store} {what}; expected a store imported with --public. Leave it out.")
         pictures, alike = reconstruct_some(root, store), neighbours_of_run(root, store)
     if gallery is not None and gallery.visibility != "public":
         raise PrivacyError(f"report: the gallery of {gallery.store} is private; expected its public part. Leave it out.")
@@ -115,9 +118,10 @@ def _recompute_selection(plan: DPPlan, steps: int) -> list[str]:
 
 def _place_on_scale(statement: dict[str, Any]) -> float:
     """Horizontal place of epsilon on the page's scale: a third each for 0.1 to 1, 1 to 10 and 10 to 100."""
-    if statement["guarantee"] is None:
+    guarantee = statement["guarantee"]
+    if guarantee is None:
         return 0.0
-    decades = math.log10(max(statement["guarantee"]["epsilon"], 1e-9)) + 1
+    decades = math.log10(max(guarantee["unit_epsilon"] or guarantee["epsilon"], 1e-9)) + 1
     return 8 + 64 * min(max(decades, 0.0), 2.94)
 
 

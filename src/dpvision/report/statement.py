@@ -16,8 +16,9 @@ from dpvision.eval.suite import read_scores
 from dpvision.privacy.ledger import LedgerContents, read_ledger, store_account
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report import head_words, words
+from dpvision.report import head_words, unit_words, words
 from dpvision.report.guarantee import guarantee_of, other_stores
+from dpvision.report.lineage_words import entry_text
 from dpvision.report.words import Tuning
 from dpvision.train.folder import read_run
 from dpvision.weights import lineage_digest
@@ -73,7 +74,8 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
     fixed = tuning == "none"
     inherited, store_id = evidence.ledger.lineage, evidence.ledger.store_id
     guarantee = guarantee_of(plan, steps, inherited, store_id, fixed=fixed) if evidence.guaranteed else None
-    headline, in_words = words.summary(plan, guarantee)
+    of_unit = guarantee is not None and guarantee["unit_epsilon"] is not None
+    headline, in_words = unit_words.summary(plan, guarantee) if guarantee and of_unit else words.summary(plan, guarantee)
     head = head_words.is_head(manifest["config"])
     lineage = _lineage(evidence, guarantee)
     return {
@@ -88,7 +90,7 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
             "not_covered": words.not_covered(plan) + (words.not_covered_of(lineage) if guarantee else []),
             "trust_model": words.trust_model(plan),
             "adjacency": words.ADJACENCY,
-            "unit": {"max_records_per_unit": plan.max_records_per_unit, "text": words.unit(plan)},
+            "unit": {"max_records_per_unit": plan.max_records_per_unit, "num_units": plan.num_units, "text": words.unit(plan)},
             "dataset_size": {"value": plan.dataset_size, "public": True, "text": words.DATASET_SIZE},
         },
         "guarantee": guarantee,
@@ -105,7 +107,7 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
             "steps_planned": plan.steps,
             "steps_executed": steps,
             "clipping": head_words.clipping(plan) if head else words.clipping(plan),
-            "sensitivity": words.sensitivity(plan),
+            "sensitivity": words.sensitivity(plan, manifest["config"]),
             "noise_generator": words.noise_generator(plan),
             "bad_records": words.BAD_RECORDS,
             "selection": words.selection(plan),
@@ -227,7 +229,7 @@ def _ledger(copy: Path, about: dict[str, Any], store_dir: Path | None) -> Ledger
             raise PrivacyError(f"report: {store_dir} is another store than the run's. Give the store that the run was trained on.")
         known = ledgers.read_all()
         truth = known.get(about["run_id"])
-        if truth is None or contents.digest not in truth.heads:
+        if truth is None or not truth.continues(contents):
             raise PrivacyError(f"report: {copy} does not agree with the ledger beside {store_dir}. Restore the LEDGERS folder.")
         contents = truth
         _check_parents(contents, known)
@@ -244,10 +246,13 @@ def _lineage(evidence: Evidence, guarantee: dict[str, Any] | None) -> list[dict[
         total = {name: guarantee[name] for name in ("epsilon", "delta")} | {"method": guarantee["composition"]["methods"]["epsilon"]}
         own["guarantee"] = {**figures, "steps": evidence.ledger.steps, "plan": evidence.plan.to_dict(), "total": total}
     entries = [{"licence": None, **entry} for entry in [*evidence.ledger.lineage, own]]
-    return [
-        entry | {"deduplicated": words.deduplicated(entry.get("deduplicated")), "declared": words.declared(entry.get("declared"))}
+    more = [
+        {"deduplicated": words.deduplicated(entry.get("deduplicated")), "declared": words.declared(entry.get("declared"))}
         for entry in entries
     ]
+    last = len(entries) - 1
+    joined = [entry | beside for entry, beside in zip(entries, more, strict=True)]
+    return [entry | {"text": entry_text(entry, own=i == last)} for i, entry in enumerate(joined)]
 
 
 def _other_runs(evidence: Evidence) -> dict[str, Any]:

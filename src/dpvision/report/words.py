@@ -4,9 +4,10 @@ import math
 from typing import Any, Literal
 
 from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
+from dpvision.dp.rounding import RESERVE, added_bound
 from dpvision.privacy.composition import Method
 from dpvision.privacy.ledger import StoreAccount
-from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.plan import MAX_DELTA, DPPlan, default_delta
 
 Tuning = Literal["none", "public", "not_covered"]
 
@@ -18,7 +19,7 @@ TRUST_MODEL = (
 ADJACENCY = "Add or remove one: two sets of pictures are neighbours when one of them has one more than the other, and they agree otherwise."
 DATASET_SIZE = (
     "The number of pictures is a declared, public constant of the plan. The sampling rate and the divisor follow from it and never from "
-    "the number of pictures that the store holds, which is allowed to differ by up to 1%."
+    "the number of pictures that the store holds, which is allowed to differ by up to 1% (in full batches: to be up to 1% smaller)."
 )
 BAD_RECORDS = (
     "A picture that cannot be decoded, or whose gradient is not finite, contributes exactly zero to its step. It is not replaced by "
@@ -32,6 +33,10 @@ NO_AUDITS = "No attack was run against this model. The bounds on attacks in this
 OTHER_RUNS_UNKNOWN = (
     "Unknown: the store was out of reach when this statement was written. If other runs used the same pictures, what they cost comes on "
     "top; `dpvision ledger STORE` adds it up."
+)
+COPIES_UNKNOWN = (
+    "What cannot be known: a second import of the same images, or a copy of the store that somebody made to use elsewhere, has ledgers of "
+    "its own, and what is charged there comes on top."
 )
 TUNING: dict[Tuning, str] = {
     "none": "Declared by the operator: the settings were fixed before the first run on these pictures, and the checkpoint is the last one.",
@@ -99,19 +104,20 @@ def summary(plan: DPPlan, guarantee: dict[str, Any] | None) -> tuple[str, list[s
     return headline, [
         f"Take any one of the {plan.dataset_size:,} pictures away, with everything that belongs to it. Whatever came out of this "
         "training could have come out without it as well: the probability of any result changes by a factor of at most "
-        f"e^epsilon = {_factor(epsilon)}, give or take delta, {_one_in(delta)}.",
+        f"e^epsilon = {factor(epsilon)}, give or take delta, {one_in(delta)}.",
         f"To see what that is worth, imagine the strongest attacker: one who knows all other pictures, sees {seen} "
         "and only has to say whether one given picture was used. If a tossed coin had decided it, no method whatever would tell which "
         f"side came up more than {percent_up(attack['coin_accuracy'])} of the time; guessing is right 50% of the time.",
         f"If the attacker may accuse only 1 in 100 of the pictures that were not used, at most {percent_up(attack['tpr_at_fpr_0.01'])} "
         f"of those that were used can be found; if only 1 in 1,000, at most {percent_up(attack['tpr_at_fpr_0.001'])}. Blind guessing "
         "would find 1% and 0.1%.",
-        f"These are limits for the worst case, proven and not measured; real attackers know less. {_tier(epsilon)} What many pictures "
+        f"These are limits for the worst case, proven and not measured; real attackers know less. {tier(epsilon)} What many pictures "
         "have in common is learned on purpose and is not protected: the promise is about each one of them.",
     ]
 
 
-def _tier(epsilon: float) -> str:
+def tier(epsilon: float) -> str:
+    """How an epsilon is commonly judged."""
     verdict = (
         "strong"
         if epsilon <= 1
@@ -142,8 +148,8 @@ def not_covered(plan: DPPlan) -> list[str]:
         "the store as it was.",
         "The same picture, or pictures of the same person, in other data sets or under other run ledgers.",
     ]
-    if plan.max_records_per_unit == 1:
-        said.append("Several different pictures of one person, unless the import named the person of each picture.")
+    if plan.num_units is None:
+        said.append("Several different pictures of one person: the import did not name the person of each picture.")
     return said
 
 
@@ -151,20 +157,23 @@ def unit(plan: DPPlan) -> str:
     """Whom the guarantee is for."""
     k = plan.max_records_per_unit
     record = "One record: a picture with all its captions and labels. Files with identical picture bytes are one record."
-    if k == 1:
-        person = "Where the import named the person of each picture, one picture of each takes part, and the guarantee is for the person."
-        return f"{record} {person}"
+    if plan.num_units is None:
+        return record
     return (
-        f"{record} At most {k} records of a person take part; unit_epsilon is the guarantee for the person as a whole. A person with "
-        f"more pictures than {k} should read that figure alone, for taking one picture away lets another one in."
+        f"One person, with all their images: {plan.num_units:,} people are declared, a public number. {record} At most {k} of a person "
+        "take part. epsilon is for one record; a person with more images than take part should read unit_epsilon alone, for taking one "
+        "image away lets another one in."
     )
 
 
 def delta_rule(plan: DPPlan, num_parents: int) -> str:
     """How delta was chosen."""
-    rule = "1 / (2 N)" if plan.delta == 1 / (2 * plan.dataset_size) else "set explicitly"
+    rule = "set explicitly" if plan.delta != default_delta(plan.population) else "1 / (2 N)"
+    if rule == "1 / (2 N)" and plan.delta == MAX_DELTA:
+        rule = "0.001, the largest default"
+    whom = "pictures" if plan.num_units is None else "people"
     joined = f" With {_count(num_parents, 'earlier run')} in the lineage, every figure holds at the smallest delta." if num_parents else ""
-    return f"{rule}, N being the declared number of pictures; training is refused when N x delta exceeds 1.5.{joined}"
+    return f"{rule}, N being the declared number of {whom}; training is refused when N x delta exceeds 1.5.{joined}"
 
 
 def composition(num_runs: int, method: Method) -> str:
@@ -291,25 +300,38 @@ def clipping(plan: DPPlan) -> str:
     )
 
 
-def sensitivity(plan: DPPlan) -> str:
-    """How far one record can move a step's sum."""
+LARGEST_FOUND = 0.9950005
+"""Largest move of a sum by one record that the searches of tests/attacks found, in clip norms."""
+
+
+def sensitivity(plan: DPPlan, config: dict[str, Any]) -> str:
+    """How far one record can move a step's sum, in the numbers that are computed; and whether that is proven (docs/clipping.md)."""
     if plan.max_grad_norm is None:
         return "Unbounded."
-    return f"One record moves the sum of a step by at most {plan.max_grad_norm:g} in Euclidean norm, and nobody else's gradient at all."
+    moved = f"One record moves the sum of a step by at most {plan.max_grad_norm:g} in Euclidean norm"
+    if config["model"].get("kind") == "head":
+        return f"{moved}, rounding included: contributions are clipped to 4 millionths less, and added up in float64."
+    kept = f"gradients are clipped to {100 * RESERVE:g}% less"
+    hardware = config["hardware"]
+    proven = (hardware["precision"] == "float32" or hardware["device"] == "cpu") and config["model"]["encoder"].get("kind") == "vit"
+    if not proven:
+        return f"{moved}: measured, not proven, as far as rounding goes; {kept}, and the largest move found is {LARGEST_FOUND:.4f} times that."
+    return (
+        f"{moved}, rounding included: {kept}, and what rounding adds is proven to be at most {100 * added_bound():.2f}% where a record's "
+        f"own gradient does not depend on the rows beside it. The largest move found is {LARGEST_FOUND:.4f} times the bound."
+    )
 
 
 def noise_generator(plan: DPPlan) -> str:
-    """Where the noise comes from, and how good it is."""
+    """Where the noise comes from, its precision, and what that leaves open."""
     if plan.noise_multiplier == 0:
         return "No noise."
-    if plan.noise_generator == "torch":
-        return (
-            "PyTorch's generator (Mersenne Twister): normal numbers drawn in float64, rounded once to float32. Its whole state is filled "
-            "from a 256-bit key of the operating system, new at every start. Not a cryptographic generator: noise_generator=hardened is."
-        )
     return (
-        "Hardened: an AES-CTR stream keyed by the operating system at every start, with four normal numbers added and halved for each "
-        "one used: a mitigation of attacks on floating point, not a proof against them."
+        "ChaCha20, a cryptographic stream, with a 256-bit key of the operating system, new at every start; draws of batches and every "
+        "other secret random number come from it, too. Normal numbers by Box-Muller in float64, up to 9.49 standard deviations (a true "
+        "normal is beyond with probability 2e-21). Sum plus noise is rounded in float64 to a public grid, about a millionth of the noise's "
+        "standard deviation, then divided by the expected batch size. The grid is a mitigation of attacks on floating point, not a proof "
+        "against them."
     )
 
 
@@ -348,13 +370,18 @@ def other_runs(account: StoreAccount, run_id: str) -> str:
             f"{_count(len(account.unprotected), 'run')} without a guarantee used the same pictures. Their results are confidential; if "
             "they were released, or chosen by, no total would hold."
         )
+    unknown = COPIES_UNKNOWN if not account.moves else f"{COPIES_UNKNOWN} {_moved(account.moves)}"
     if not others:
-        return "None: this is the only run that the store's ledgers know."
+        return f"None is known: this is the only run in the ledgers beside the store. {unknown}"
     return (
         f"{_count(others, 'other run')} used the same pictures. All together cost epsilon {round_up(account.epsilon or 0.0, 2)} at delta "
         f"{short(account.delta or 0.0)} if their settings were fixed beforehand; epsilon_filter is for settings chosen after seeing "
-        "earlier runs."
+        f"earlier runs. {unknown}"
     )
+
+
+def _moved(moves: int) -> str:
+    return f"The operator declared {_count(moves, 'time')} that the store was moved and that no copy of it is in use."
 
 
 def round_up(x: float, digits: int) -> str:
@@ -378,11 +405,13 @@ def short(x: float) -> str:
     return f"{float(digits):g}e{int(power)}" if x < 1e-3 else f"{x:.3g}"
 
 
-def _factor(epsilon: float) -> str:
+def factor(epsilon: float) -> str:
+    """e^epsilon, rounded up."""
     return round_up(math.exp(epsilon), 0 if epsilon > 3 else 2) if epsilon < math.log(1e6) else f"10^{epsilon / math.log(10):.1f}"
 
 
-def _one_in(delta: float) -> str:
+def one_in(delta: float) -> str:
+    """A small probability as "1 in N"."""
     return f"1 in {1 / delta:,.0f}"
 
 

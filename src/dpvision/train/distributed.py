@@ -1,10 +1,13 @@
 """The processes of one run under torchrun: who am I, sum of clipped sums, one word from rank 0 to all.
 
 Every rank makes the same number of collective calls in the same order, whatever its slice of a batch holds; an empty slice
-contributes zeros. One process needs none of this, and the functions then return their argument.
+contributes zeros. One process needs none of this, and the functions then return their argument. What the ranks must agree on is compared
+in ``same.py``.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpvision.dp.clip import ClippedSum
-from dpvision.errors import ConfigError
+from dpvision.errors import ConfigError, DPVisionError, PrivacyError
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,15 @@ class Group:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def add_up(self, values: Tensor) -> None:
+        """Replace ``values`` by their sum over all ranks (``dp.noise.Owners``)."""
+        if self.world_size == 1:
+            return
+        moved = values.to(self.device)
+        dist.all_reduce(moved)
+        if moved is not values:
+            values.copy_(moved)
+
 
 def join(device: str) -> Group:
     """Join the process group that torchrun describes in the environment, or stand alone.
@@ -36,19 +48,37 @@ def join(device: str) -> Group:
 
     Raises:
         ConfigError: cuda is asked for and there is none.
+        PrivacyError: some ranks have a GPU and some have not.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("hardware: device='cuda'; expected a CUDA device on this machine. Use --hardware.device auto.")
-    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1 and not dist.is_initialized():
+        # Compared before there is a process group: a backend waits for ever for ranks that have chosen the other one.
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        _check_devices(dist.PrefixStore("devices", store), rank, world_size, kind)
+    if device == "cuda" and kind == "cpu":
+        raise ConfigError("hardware: device='cuda'; expected a CUDA device on this machine. Use --hardware.device auto.")
     if world_size == 1:
-        return Group(0, 1, torch.device("cuda" if use_cuda else "cpu"))
-    place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
-    if use_cuda:
+        return Group(0, 1, torch.device(kind))
+    place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
         torch.cuda.set_device(place)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if use_cuda else "gloo")
+        backend = "nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size)
     return Group(dist.get_rank(), world_size, place)
+
+
+def _check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> None:
+    """Refuse a run whose ranks compute on different kinds of device: their sums and their noise would differ in the last bits."""
+    store.set(str(rank), kind)
+    kinds = [store.get(str(other)).decode() for other in range(world_size)]
+    store.set(f"{rank} has read", "")
+    if rank == 0:  # the store may end with this process: not before all have read
+        store.wait([f"{other} has read" for other in range(world_size)])
+    if len(set(kinds)) > 1:
+        said = f"ranks: devices {', '.join(kinds)} of ranks 0 to {world_size - 1}"
+        raise PrivacyError(f"{said}; expected one kind. Say --hardware.device cpu.")
 
 
 def leave() -> None:
@@ -58,11 +88,11 @@ def leave() -> None:
 
 
 def all_reduce_sum(total: ClippedSum, group: Group) -> ClippedSum:
-    """Sum of the ranks' clipped sums, on every rank. Norms and losses stay those of the local slice."""
+    """Sum of the ranks' clipped sums, on every rank, in float64. Norms and losses stay those of the local part."""
     if group.world_size == 1:
         return total
     names = sorted(total.grads)
-    flat = torch.cat([total.grads[name].flatten() for name in names] or [torch.zeros(0)]).to(group.device)
+    flat = torch.cat([total.grads[name].flatten().double() for name in names] or [torch.zeros(0, dtype=torch.float64)]).to(group.device)
     dist.all_reduce(flat)
     pieces = flat.split([total.grads[name].numel() for name in names])
     grads = {name: piece.view_as(total.grads[name]) for name, piece in zip(names, pieces, strict=True)}
@@ -96,15 +126,36 @@ def broadcast_int(value: int, group: Group) -> int:
     return int.from_bytes(broadcast_bytes(value.to_bytes(8, "little", signed=True), 8, group), "little", signed=True)
 
 
-def check_same_everywhere(tensors: dict[str, Tensor], group: Group) -> None:
-    """Assert that all ranks hold the same weights: each added the same noise to the same sum.
-
-    A difference would be a bug of ours or a defective device, so this is an assertion, not an error of the user's.
-    """
+def gather_texts(text: str, group: Group) -> list[str]:
+    """The texts of all ranks, by rank, on every rank."""
     if group.world_size == 1:
-        return
-    mark = torch.stack([t.double().sum() for t in tensors.values()]).to(group.device)
-    low, high = mark.clone(), mark.clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX)
-    assert torch.equal(low, high), "ranks hold different weights; this run must not be used"
+        return [text]
+    mine = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+    longest = torch.tensor([len(mine)], device=group.device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    lines = torch.zeros(group.world_size, int(longest.item()), dtype=torch.uint8, device=group.device)
+    lines[group.rank, : len(mine)] = mine.to(group.device)
+    dist.all_reduce(lines)  # the other ranks have zeros in this one's line
+    return [bytes(line).rstrip(b"\0").decode() for line in lines.cpu().numpy()]
+
+
+@contextlib.contextmanager
+def together(group: Group) -> Iterator[None]:
+    """A block that succeeds on all ranks or raises on all: where one is refused, the others must not wait for it for ever.
+
+    Collective calls inside the block must raise on all ranks or on none.
+
+    Raises:
+        DPVisionError: the block's own error; on a rank where the block succeeded, PrivacyError with the first rank's words.
+    """
+    refused: Exception | None = None
+    try:
+        yield
+    except (DPVisionError, OSError) as error:
+        refused = error
+    said = gather_texts("" if refused is None else str(refused) or type(refused).__name__, group)
+    if refused is not None:
+        raise refused
+    for rank, words in enumerate(said):
+        if words:
+            raise PrivacyError(f"ranks: rank {rank} stopped, and all others with it: {words}")

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from dpvision.checkpoint import write_json
 from dpvision.config import RunConfig, from_dict, to_dict
-from dpvision.errors import CheckpointError
+from dpvision.errors import CheckpointError, ConfigError
 
 FORMAT = "dpvision-run-1"
 
@@ -67,7 +67,7 @@ def create_run(root: Path, config: RunConfig, about: dict[str, Any], *, wholly_c
     """Make and lock a new run folder.
 
     Args:
-        about: store_id, store_visibility and guarantee; written to run.json with a random run_id.
+        about: store_id, store_visibility, results_visibility and guarantee; written to run.json with a random run_id.
 
     Raises:
         CheckpointError: the folder holds a run already, or is in use.
@@ -84,6 +84,24 @@ def create_run(root: Path, config: RunConfig, about: dict[str, Any], *, wholly_c
     write_json(base / "config.json", to_dict(config))
     write_json(base / "run.json", {"format": FORMAT, "run_id": run_id, **about})
     return RunFolder(root, base, run_id, lock)
+
+
+def require_confidential(out: Path, where: str, what: str, remedy: str = "") -> None:
+    """Refuse a place outside of every folder called confidential for what depends on private records.
+
+    Args:
+        where: the command, for the error.
+        what: what the file would hold.
+        remedy: another way out, as the last words of the error.
+
+    Raises:
+        ConfigError: no folder of ``out`` is called confidential.
+    """
+    if "confidential" not in out.absolute().parent.parts:
+        raise ConfigError(
+            f"{where}: out={str(out)!r} would hold {what}; expected a folder called confidential in its path. "
+            f"Use {out.parent / 'confidential' / out.name}{remedy}."
+        )
 
 
 def discard_run(folder: RunFolder) -> None:

@@ -1,6 +1,7 @@
-"""What a run tells: people on the terminal, machines in JSONL and TensorBoard, each on its side of ``confidential/``.
+"""What a run reports: to people on the terminal, to machines in JSONL and TensorBoard, each on its side of ``confidential/``.
 
-Public: the step and the epsilon spent. Confidential: loss, norms, clip fraction, realised batch size, times (guarantee.md, rule 6).
+Public: the step and the epsilon spent. Confidential: loss, norms, clip fraction, realised batch size, times (docs/privacy.md). On the
+terminal of a run on a private store loss and throughput are marked "operator only", and a job's log gets neither.
 """
 
 import json
@@ -16,7 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from dpvision.privacy.composition import Part, parts_of, total_epsilon
+from dpvision.errors import OPERATOR_ONLY
+from dpvision.privacy.composition import Part, parts_of, total_epsilon, unit_epsilon
 from dpvision.privacy.plan import DPPlan
 
 _MILESTONES = 16
@@ -46,46 +48,68 @@ class EpsilonMeter:
 
     def __init__(self, plan: DPPlan, behind: tuple[Part, ...] = ()) -> None:
         self._plan, self._behind = plan, behind
-        self._known: dict[tuple[bool, int], float] = {}
+        self._known: dict[tuple[bool, int], tuple[float, float | None]] = {}
 
     def at_most(self, steps: int) -> float | None:
         """Upper bound on the epsilon of ``steps`` steps and of all runs behind the weights; None for a plan without a guarantee."""
-        return self._bound(steps, alone=False)
+        return self._bound(steps)[0]
 
     def this_run_at_most(self, steps: int) -> float | None:
         """Upper bound on the epsilon of ``steps`` steps alone."""
-        return self._bound(steps, alone=True)
+        return self._bound(steps, alone=True)[0]
+
+    def unit_at_most(self, steps: int) -> float | None:
+        """As ``at_most``, for a unit (person); None where no units are declared."""
+        return self._bound(steps)[1]
 
     def entry(self, steps: int) -> dict[str, int | float | None]:
         """The public line about ``steps`` steps."""
         line: dict[str, int | float | None] = {"step": steps, "epsilon_at_most": self.at_most(steps)}
+        line |= {"unit_epsilon_at_most": self.unit_at_most(steps)} if self._plan.num_units is not None else {}
         return line | ({"this_run_at_most": self.this_run_at_most(steps)} if self._behind else {})
 
     def text(self, steps: int) -> str:
-        """The same in words."""
+        """The same in words: the person's first, where people are declared."""
         if self._plan.guarantee != "dp":
             return "no guarantee"
-        if not self._behind:
-            return f"epsilon <= {self.at_most(steps):.2f}"
-        return f"epsilon <= {self.at_most(steps):.2f} with the runs before (this run {self.this_run_at_most(steps):.2f})"
+        said = f"epsilon <= {self.at_most(steps):.2f}"
+        if (unit := self.unit_at_most(steps)) is not None:
+            said = f"epsilon <= {unit:.2f} for a person ({self.at_most(steps):.2f} for an image)"
+        return said + (f" with the runs before (this run {self.this_run_at_most(steps):.2f})" if self._behind else "")
 
-    def _bound(self, steps: int, *, alone: bool) -> float | None:
+    def _bound(self, steps: int, *, alone: bool = False) -> tuple[float | None, float | None]:
         if self._plan.guarantee != "dp":
-            return None
+            return None, None
         total = self._plan.steps
         milestone = min(total, math.ceil(math.ceil(steps * _MILESTONES / total) * total / _MILESTONES))
         if (alone, milestone) not in self._known:
-            behind = () if alone else self._behind
-            self._known[alone, milestone] = total_epsilon(parts_of([*behind, (self._plan, milestone)]))[0]
+            parts = parts_of([*(() if alone else self._behind), (self._plan, milestone)])
+            self._known[alone, milestone] = total_epsilon(parts)[0], unit_epsilon(parts)
         return self._known[alone, milestone]
 
 
 class RunLog:
-    """Writes a run's log files and draws its progress; used as a context manager by rank 0."""
+    """Writes a run's log files and draws its progress; used as a context manager by rank 0.
+
+    Args:
+        private: the store is private: loss and throughput are printed on a terminal only, marked as the operator's.
+        show_confidential: print them also where standard error is no terminal.
+        behind: as for ``EpsilonMeter``.
+    """
 
     def __init__(
-        self, base: Path, confidential: Path, plan: DPPlan, start_step: int, *, quiet: bool, behind: tuple[Part, ...] = ()
+        self,
+        base: Path,
+        confidential: Path,
+        plan: DPPlan,
+        start_step: int,
+        *,
+        quiet: bool,
+        private: bool,
+        show_confidential: bool = False,
+        behind: tuple[Part, ...] = (),
     ) -> None:
+        self._private_store, self._show_confidential = private, show_confidential
         self._plan, self._meter = plan, EpsilonMeter(plan, behind)
         self._public = open(base / "progress.jsonl", "a")
         self._private = open(confidential / "metrics.jsonl", "a")
@@ -133,7 +157,12 @@ class RunLog:
 
     def _show(self, done: int, loss: float, rate: float) -> None:
         left = sum(self._recent_s) / len(self._recent_s) * (self._plan.steps - done)
-        text = f"{self._meter.text(done)}  loss {loss:.4f}  {rate:,.0f} pictures/s  {_clock(left)} left"
+        text = f"{self._meter.text(done)}  "
+        if not self._private_store or self._show_confidential or self._console.is_terminal:
+            label = OPERATOR_ONLY if self._private_store else ""
+            text += f"{_clock(left)} left  {label}loss {loss:.4f}  {rate:,.0f} images/s"
+        else:  # a job's log, which others may read
+            text += f"about {math.ceil(left / 60)} min left"
         if self._console.is_terminal:
             self._progress.update(self._task, completed=done, description=text)
         elif time.monotonic() - self._last_line >= _LINE_EVERY_S or done == self._plan.steps:

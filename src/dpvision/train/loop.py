@@ -4,14 +4,9 @@ The ledger is charged before the deed and the budget is the loop's condition, so
 """
 
 import contextlib
-import os
-import signal
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -23,21 +18,28 @@ from dpvision.config import RunConfig, to_dict
 from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn
-from dpvision.dp.noise import new_key, privatize
+from dpvision.dp.noise import privatize
+from dpvision.errors import CheckpointError
 from dpvision.optim.ema import update_average
 from dpvision.optim.optimizer import Optimizer
 from dpvision.optim.schedule import learning_rate
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan
-from dpvision.train.distributed import Group, all_reduce_vector, broadcast_bytes, broadcast_int, check_same_everywhere
+from dpvision.privacy.stream import new_key
+from dpvision.train.distributed import Group, all_reduce_vector, broadcast_bytes, broadcast_int, together
 from dpvision.train.folder import RunFolder
 from dpvision.train.heap import keep_freed_memory
 from dpvision.train.lineage import own_entry, runs_on
 from dpvision.train.log import RunLog
+from dpvision.train.same import check_same_weights
 from dpvision.train.step import step_sum
+from dpvision.train.stop import StopRequest
 from dpvision.train.unprotected import remember_weights
 from dpvision.train.versions import code_versions
 from dpvision.train.words import TOKENIZER_FILE
+
+_FINISHED, _REFUSED = -1, -2
+"""What rank 0 says in the place of a step's number."""
 
 
 @dataclass(frozen=True)
@@ -72,59 +74,75 @@ class Session:
     start: frozenset[str] | None = None
     """Digests of the weights that this start of a run without a guarantee began with; None with a guarantee."""
 
+    def unsaved(self) -> int:
+        """Steps charged since the newest checkpoint; 0 on other ranks than 0."""
+        return self.ledger.steps - (self.saved_steps or 0) if self.ledger is not None else 0
 
-def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False) -> bool:
-    """Train until the plan's steps are spent, or until SIGTERM or SIGUSR1 asks to save and stop.
+
+def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False, show_confidential: bool = False) -> bool:
+    """Train until the plan's steps are spent, or until SIGINT (Ctrl-C), SIGTERM or SIGUSR1 asks to save and stop.
+
+    Args:
+        quiet: print no progress.
+        show_confidential: print loss and throughput of a private store also where standard error is no terminal.
 
     Returns:
         True when the plan is complete, False when stopped by a signal (go on with --resume).
 
     Raises:
         CheckpointError: a checkpoint cannot be written; earlier ones are untouched and the ledger is true.
+        KeyboardInterrupt: a second SIGINT; what was not saved is lost, and standard error says what.
     """
     plan, group = session.plan, session.group
     if group.device.type == "cpu":
         keep_freed_memory()
     secrets = _share(secrets or Secrets(), group)
     saved = time.monotonic()
-    with _stop_flag() as stop, contextlib.ExitStack() as stack:
+    with StopRequest("finishing this step, then saving", session.unsaved) as stop, contextlib.ExitStack() as stack:
         log = None
         if session.folder is not None:
             first = session.ledger.steps if session.ledger else 0
-            behind = runs_on(session.lineage, session.store.store_id)
-            log = stack.enter_context(RunLog(session.folder.base, session.folder.confidential, plan, first, quiet=quiet, behind=behind))
-        while (steps := _shared_steps(session)) < plan.steps:
-            step = broadcast_int(session.ledger.append() if session.ledger else 0, group)  # before the deed
+            behind, private = runs_on(session.lineage, session.store.store_id), session.store.results_visibility == "private"
+            log = stack.enter_context(
+                RunLog(
+                    session.folder.base, session.folder.confidential, plan, first, quiet=quiet, private=private,
+                    show_confidential=show_confidential, behind=behind,
+                )
+            )  # fmt: skip
+        while (step := _charge(session)) is not None:  # before the deed
             total, metrics = step_sum(
                 step, session.config, plan, session.store, session.rows, session.words, session.model, session.loss_fn, secrets.draw, group
             )
-            gradient = privatize(total, plan, step, secrets.noise)
+            gradient = privatize(total, plan, step, secrets.noise, owners=group)
             session.optimizer.step(gradient, learning_rate(session.config.optim, step, plan.steps))
             if session.ema is not None:
                 update_average(session.ema, session.model, session.config.optim, session.updates)
             session.updates += 1
             if log is not None:
                 log.step(step, metrics)
-            stopping = _any(stop.is_set(), group)
+            stopping = _any(stop.asked, group)
             due = _any(time.monotonic() - saved >= session.config.hardware.checkpoint_every_s, group)
             if stopping or due:
-                save(session)
+                with together(group):
+                    save(session)
                 saved = time.monotonic()
             if stopping and step + 1 < plan.steps:
                 if log is not None:
                     log.say("Saved and stopped as asked; go on with --resume.")
                 return False
-        if session.saved_steps != steps:
-            save(session)
+        if session.saved_steps != plan.steps:
+            with together(group):
+                save(session)
         return True
 
 
 def save(session: Session) -> Path | None:
     """Write a checkpoint of the session as it stands (rank 0); all ranks check that they hold the same weights."""
-    check_same_everywhere(state_tensors(session.model), session.group)
-    session.saved_steps = _shared_steps(session)
+    check_same_weights(state_tensors(session.model), session.group)
+    steps = _shared_steps(session)
     folder, ledger = session.folder, session.ledger
     if folder is None or ledger is None:
+        session.saved_steps = steps
         return None
     manifest = {
         "run_id": folder.run_id,
@@ -144,6 +162,7 @@ def save(session: Session) -> Path | None:
         ema=session.ema, optimizer=session.optimizer.tensors(),
         files={} if session.words is None else {TOKENIZER_FILE: session.words.tokenizer.to_bytes()},
     )  # fmt: skip
+    session.saved_steps = steps
     keep_newest(folder.base, session.config.hardware.keep_checkpoints)
     folder.copy_ledger(ledger.path)
     return path
@@ -154,29 +173,33 @@ def _share(secrets: Secrets, group: Group) -> Secrets:
     return Secrets(both[:32], both[32:])
 
 
+def _charge(session: Session) -> int | None:
+    """Number of the next step, which rank 0 has charged; None where the plan is used up. The one message of a step from rank 0 to all.
+
+    Raises:
+        DPVisionError: rank 0 could not charge it; then all ranks stop.
+    """
+    word, error = _FINISHED, None  # type: int, Exception | None
+    if session.ledger is not None and _steps_left(session) > 0:
+        try:
+            word = session.ledger.append()
+        except Exception as failed:
+            word, error = _REFUSED, failed
+    word = broadcast_int(word, session.group)
+    if error is not None:
+        raise error
+    if word == _REFUSED:
+        raise CheckpointError("ledger: rank 0 could not charge the next step; expected it. All ranks stop: see what rank 0 says.")
+    return None if word == _FINISHED else word
+
+
+def _steps_left(session: Session) -> int:
+    return session.plan.steps - (session.ledger.steps if session.ledger else 0)
+
+
 def _shared_steps(session: Session) -> int:
     return broadcast_int(session.ledger.steps if session.ledger else 0, session.group)
 
 
 def _any(flag: bool, group: Group) -> bool:
     return bool(all_reduce_vector(torch.tensor([float(flag)], dtype=torch.float64), group).item() > 0)
-
-
-@contextlib.contextmanager
-def _stop_flag() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGUSR1 set; the step in progress is finished, saved and then the loop stops."""
-    flag = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield flag
-        return
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        flag.set()
-        os.write(2, b"\nfinishing this step, then saving\n")
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield flag
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,53 +12,75 @@ import numpy as np
 import torch
 from torch import nn
 
-from dpvision.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, write_json
+from dpvision.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, state_tensors, write_json
 from dpvision.config import CaptionerConfig, ClassifierConfig, RunConfig
+from dpvision.data.declared import count_units, fits, has_units, rounded_up
 from dpvision.data.keys import StepKey
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn
 from dpvision.dp.compiled import compile_blocks
 from dpvision.dp.support import check_at_sizes, check_compiled, check_exact, check_separable
-from dpvision.errors import CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
+from dpvision.errors import OPERATOR_ONLY, CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
 from dpvision.models import make_model
 from dpvision.optim.ema import make_ema
 from dpvision.optim.optimizer import Optimizer
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.train import distributed
+from dpvision.train.distributed import together
 from dpvision.train.folder import create_run, discard_run, open_run, read_run, require_space
 from dpvision.train.lineage import inherit, shaped_in_confidence
 from dpvision.train.loop import Session
 from dpvision.train.objectives import example_batch, loss_function
 from dpvision.train.parent import check_constants, load_weights, start_from
+from dpvision.train.same import check_same_everywhere, facts_of_start
 from dpvision.train.step import to_device
 from dpvision.train.words import open_tokenizer, open_words
 from dpvision.weights import Lineage, contents
 
-_SIZE_TOLERANCE = 0.01
-
 OpenParent = Callable[[str], Checkpoint]
 
 
-def check_store(plan: DPPlan, store: Store, num_rows: int) -> None:
-    """Refuse a store whose number of records is not the declared one.
+def check_store(plan: DPPlan, store: Store, rows: np.ndarray) -> None:
+    """Refuse a store that is not the declared one: another number of records or units, or units that the plan does not know of.
 
-    The declared number is public and may be rounded, so 1% is allowed; truncated Poisson is accounted for at most N records.
+    Declared numbers are public and may be rounded, so 1% is allowed. Truncated Poisson is accounted for at most N records, and a full
+    batch of at most N records has the declared N as its divisor. The message holds private counts: it is for the operator's terminal,
+    and stands in no file of the run.
+
+    Args:
+        rows: int64 rows that take part (``Store.eligible_rows``).
 
     Raises:
         DataError: the counts do not fit.
     """
-    declared = plan.dataset_size
-    fits = math.fabs(num_rows - declared) <= _SIZE_TOLERANCE * declared
-    if plan.sampling == "truncated_poisson":
-        fits = fits and num_rows <= declared
-    if plan.sampling == "full_batch":
-        fits = num_rows == declared
-    if not fits:
+    k, where = plan.max_records_per_unit, f"store: {store.store_id[:8]}"
+    if has_units(store) and plan.num_units is None and plan.guarantee == "dp":
         raise DataError(
-            f"store: {num_rows} records in {store.store_id[:8]}; expected the declared dataset_size={declared} (within 1%). "
-            f"Say --privacy.dataset-size {num_rows} for a new plan; where a batch is drawn it may want another size too."
+            f"{where} knows the unit ({store.meta['unit_field']}) of each record, and num_units is not declared; expected it: the "
+            "guarantee is for a unit with all its records. Say --privacy.num-units M, and --privacy.max-records-per-unit k to use more "
+            "than one record of each. `dpvision data inspect STORE` shows numbers to declare."
         )
+    if plan.num_units is not None and not has_units(store):
+        raise DataError(
+            f"{where} does not know units, and num_units={plan.num_units} is declared; expected a store imported with --unit-from FIELD. "
+            "Import it so, or drop --privacy.num-units."
+        )
+    # How many images a cleared store lacks is private: the number before is the public one.
+    num_records = len(rows) if has_units(store) else store.meta.get("cleared_from", len(rows))
+    counts = [("dataset_size", num_records, plan.dataset_size, plan.sampling != "poisson", "records")]
+    if plan.num_units is not None:
+        counts.append(("num_units", count_units(store, rows), plan.num_units, False, "units"))
+    if all(fits(count, declared, at_most=at_most) for _, count, declared, at_most, _ in counts):
+        return
+    found = " and ".join(f"{count} {noun}" for _, count, _, _, noun in counts)
+    rule = " and ".join(f"{name}={declared} ({'at most that, ' if at_most else ''}within 1%)" for name, _, declared, at_most, _ in counts)
+    say = " ".join(f"--privacy.{name.replace('_', '-')} {rounded_up(count)}" for name, count, *_ in counts)
+    among = f" with max_records_per_unit={k}" if plan.num_units is not None else ""
+    raise DataError(
+        f"{where}: {OPERATOR_ONLY}{found} can take part{among}; expected the declared {rule}. Say {say} (these become public) for a new "
+        "plan; where a batch is drawn it may want another size too."
+    )
 
 
 def check_labels(store: Store, rows: np.ndarray, num_classes: int, *, multi_label: bool = False) -> None:
@@ -74,29 +95,35 @@ def check_labels(store: Store, rows: np.ndarray, num_classes: int, *, multi_labe
 
     Raises:
         DataError: the store has one label a record and several are expected, or the reverse; a record has none (no answer: an empty list
-            is one), one is no class of the model, or they tell no two records apart.
+            is one) and the import did not say --unknown-classes unlabelled; one is no class of the model, or they tell no two records
+            apart.
     """
     where = f"store: {store.path}"
     if store.multi_label != multi_label:
         got, rule = ("several labels", "one") if store.multi_label else ("one label", "several")
         change = "Say --model.multi-label (a network: with --model.loss sigmoid)" if store.multi_label else "Drop --model.multi-label"
         raise DataError(f"{where} has {got} a record; expected {rule} with multi_label={multi_label}. {change}, or import other labels.")
-    if (missing := int((~store.labelled[rows]).sum())) > 0:
+    missing = int((~store.labelled[rows]).sum())
+    # With the operator's word at the import such a record takes part, and its contribution is exactly zero.
+    if missing > 0 and (missing == len(rows) or not store.meta.get("may_be_unlabelled")):
         one, but = ("a list", " Write [] for none of the classes.") if multi_label else ("one", "")
         raise DataError(
-            f"{where}: {missing} of {len(rows)} records have no label; expected {one} each. Import with --label-from FIELD.{but}"
+            f"{where}: {OPERATOR_ONLY}{missing} of {len(rows)} records have no label; expected {one} each. "
+            f"Import with --label-from FIELD.{but}"
         )
     place_M, class_M = store.classes(rows)
     if (outside := len(np.unique(place_M[class_M >= num_classes]))) > 0:
         raise DataError(
-            f"{where}: label={int(class_M.max())} in {outside} records is outside the range; expected 0 to {num_classes - 1}. "
-            f"Say --model.num-classes {int(class_M.max()) + 1}, or import with the right classes."
+            f"{where}: {OPERATOR_ONLY}label={int(class_M.max())} in {outside} records is outside the range; "
+            f"expected 0 to {num_classes - 1}. Say --model.num-classes {int(class_M.max()) + 1}, or import with the right classes."
         )
     count_K = np.bincount(class_M, minlength=num_classes)
     if multi_label and len(rows) and ((count_K == 0) | (count_K == len(rows))).all():
-        raise DataError(f"{where}: every record has the same labels; expected some that differ. Correct the labels.")
+        raise DataError(f"{where}: {OPERATOR_ONLY}every record has the same labels; expected some that differ. Correct the labels.")
     if not multi_label and len(rows) and count_K.max() == len(rows):
-        raise DataError(f"{where}: one class only, label={int(class_M[0])}; expected two or more. Add pictures of another class.")
+        raise DataError(
+            f"{where}: {OPERATOR_ONLY}one class only, label={int(class_M[0])}; expected two or more. Add pictures of another class."
+        )
 
 
 def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> tuple[DPPlan, Store, int, Lineage]:
@@ -111,10 +138,12 @@ def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> t
     Raises:
         DPVisionError: what ``new_session`` would raise.
     """
-    _check_paths(config, open_parent)
-    plan = make_plan(config.privacy)
-    session = _prepare(config, plan, None, open_parent)
-    distributed.leave()
+    with _joined(config) as group:
+        with together(group):
+            _check_paths(config, open_parent)
+            plan = make_plan(config.privacy)
+            session = _prepare(config, plan, None, open_parent, group)
+        _check_same(session)
     return plan, session.store, len(session.rows), session.lineage
 
 
@@ -128,25 +157,36 @@ def new_session(config: RunConfig, root: Path, open_parent: OpenParent = load_ch
     Raises:
         DPVisionError: anything that makes the run impossible or unsafe; no step has been charged then.
     """
-    _check_paths(config, open_parent)
-    plan = make_plan(config.privacy)
-    session = _prepare(config, plan, None, open_parent)
     with contextlib.ExitStack() as stack:
-        stack.callback(distributed.leave)
-        if session.group.is_main:
-            require_space(root, 2 * _checkpoint_bytes(session))
-            store = session.store
-            about = {"store_id": store.store_id, "store_visibility": store.visibility, "guarantee": plan.guarantee}
-            secluded = store.visibility == "private" or shaped_in_confidence(session.lineage)
-            session.folder = create_run(root, config, about, wholly_confidential=plan.guarantee != "dp" and secluded)
-            stack.callback(session.folder.close)
-            try:
-                write_json(session.folder.base / "plan.json", plan.to_dict())
-                session.ledger = stack.enter_context(_open_ledger(session, session.folder.run_id, resume=False))
-            except DPVisionError:
-                discard_run(session.folder)  # refused, by the owner's cap say: the name stays free
-                raise
+        group = stack.enter_context(_joined(config))
+        with together(group):
+            _check_paths(config, open_parent)
+            plan = make_plan(config.privacy)
+            session = _prepare(config, plan, None, open_parent, group)
+        _check_same(session)
+        with together(group):
+            if group.is_main:
+                _begin(session, root, stack)
         yield session
+
+
+def _begin(session: Session, root: Path, stack: contextlib.ExitStack) -> None:
+    """Make the run's folder and its ledger, closed again by ``stack``; rank 0 only."""
+    require_space(root, 2 * _checkpoint_bytes(session))
+    config, plan, store = session.config, session.plan, session.store
+    about = {
+        "store_id": store.store_id, "store_visibility": store.visibility, "results_visibility": store.results_visibility,
+        "guarantee": plan.guarantee,
+    }  # fmt: skip
+    secluded = store.visibility == "private" or shaped_in_confidence(session.lineage)
+    session.folder = create_run(root, config, about, wholly_confidential=plan.guarantee != "dp" and secluded)
+    stack.callback(session.folder.close)
+    try:
+        write_json(session.folder.base / "plan.json", plan.to_dict())
+        session.ledger = stack.enter_context(_open_ledger(session, session.folder.run_id, resume=False))
+    except DPVisionError:
+        discard_run(session.folder)  # refused, by the owner's cap say: the name stays free
+        raise
 
 
 @contextlib.contextmanager
@@ -162,34 +202,68 @@ def resumed_session(root: Path, hardware: dict[str, Any] | None = None, open_par
     """
     base, config, about = read_run(root)
     config = replace(config, hardware=replace(config.hardware, **(hardware or {})))
-    plan = _read_plan(base)
-    checkpoint = load_checkpoint(base) if list_checkpoints(base) else None
-    if checkpoint is not None and checkpoint.manifest["run_id"] != about["run_id"]:
-        raise CheckpointError(f"checkpoint: {checkpoint.path} is of another run. Remove it, or correct the folder.")
-    session = _prepare(config, plan, checkpoint, open_parent)
-    if session.store.store_id != about["store_id"]:
-        raise DataError(f"store: {config.data.store} is not the store of this run. Put the original back, or start a new run.")
     with contextlib.ExitStack() as stack:
-        stack.callback(distributed.leave)
-        if session.group.is_main:
-            require_space(root, 2 * _checkpoint_bytes(session))
-            session.folder = open_run(root)
-            stack.callback(session.folder.close)
-            session.ledger = stack.enter_context(_open_ledger(session, session.folder.run_id, resume=True))
-            if checkpoint is not None and checkpoint.manifest["ledger_steps"] > session.ledger.steps:
-                raise PrivacyError(
-                    f"ledger: {session.ledger.steps} steps, yet checkpoint {checkpoint.path.name} was written later; "
-                    "expected the newer ledger. Restore the LEDGERS folder that belongs to this store."
-                )
+        group = stack.enter_context(_joined(config))
+        with together(group):
+            plan = _read_plan(base)
+            checkpoint = load_checkpoint(base) if list_checkpoints(base) else None
+            if checkpoint is not None and checkpoint.manifest["run_id"] != about["run_id"]:
+                raise CheckpointError(f"checkpoint: {checkpoint.path} is of another run. Remove it, or correct the folder.")
+            session = _prepare(config, plan, checkpoint, open_parent, group)
+            if session.store.store_id != about["store_id"]:
+                raise DataError(f"store: {config.data.store} is not the store of this run. Put the original back, or start a new run.")
+        _check_same(session)
+        with together(group):
+            if group.is_main:
+                _continue(session, root, stack)
         yield session
 
 
-def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, open_parent: OpenParent) -> Session:
-    """Store, model, optimizer and lineage, on this process's device; the same on all ranks."""
+def _continue(session: Session, root: Path, stack: contextlib.ExitStack) -> None:
+    """Open the run's folder and its ledger, closed again by ``stack``; rank 0 only."""
+    require_space(root, 2 * _checkpoint_bytes(session))
+    session.folder = open_run(root)
+    stack.callback(session.folder.close)
+    session.ledger = stack.enter_context(_open_ledger(session, session.folder.run_id, resume=True))
+    if session.saved_steps is not None and session.saved_steps > session.ledger.steps:
+        raise PrivacyError(
+            f"ledger: {session.ledger.steps} steps, yet a checkpoint was written after {session.saved_steps}; "
+            "expected the newer ledger. Restore the LEDGERS folder that belongs to this store."
+        )
+
+
+@contextlib.contextmanager
+def _joined(config: RunConfig) -> Iterator[distributed.Group]:
+    """This process among the run's processes, for as long as the block lasts."""
+    try:
+        yield distributed.join(config.hardware.device)
+    finally:
+        distributed.leave()
+
+
+def _check_same(session: Session) -> None:
+    """Refuse ranks that do not hold the same of everything that the guarantee rests on, before anything is charged."""
+    if session.group.world_size == 1:
+        return
+    tensors = {
+        **state_tensors(session.model),
+        **{f"optimizer {name}": value for name, value in session.optimizer.tensors().items()},
+        **{f"average {name}": value for name, value in (session.ema or {}).items()},
+    }
+    facts = facts_of_start(
+        session.config, session.plan, session.store, session.rows,
+        None if session.words is None else session.words.tokenizer.to_bytes(),
+        session.lineage, tensors, f"{session.updates} updates, {session.saved_steps} steps", session.group.device,
+    )  # fmt: skip
+    check_same_everywhere(facts, session.group)
+
+
+def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, open_parent: OpenParent, group: distributed.Group) -> Session:
+    """Store, model, optimizer and lineage, on this process's device. No collective call: any rank may be refused here."""
     assert config.data.store is not None, "_check_paths refused that"
     store = Store.open(Path(config.data.store))
     rows = store.eligible_rows(plan.max_records_per_unit, config.seed)
-    check_store(plan, store, len(rows))
+    check_store(plan, store, rows)
     if isinstance(config.model, ClassifierConfig):
         check_labels(store, rows, config.model.num_classes, multi_label=config.model.multi_label)
     model = make_model(config.model, config.seed)
@@ -210,7 +284,6 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
         check_exact(loss_fn, awake, example_batch(config), StepKey(config.seed, 0))
         check_at_sizes(loss_fn, awake, example_batch(config, config.hardware.physical_batch_size), StepKey(config.seed, 0))
     start = None if plan.guarantee == "dp" else frozenset(contents(model.state_dict().values()))
-    group = distributed.join(config.hardware.device)
     model.to(group.device)
     if config.hardware.compile:
         _compile(config, model, loss_fn, group)

@@ -1,4 +1,8 @@
-"""One logical step's clipped sum: the plan draws, each process takes its slice, nothing is divided by what was realised."""
+"""One logical step's clipped sum: the plan draws, each process takes its buckets, nothing is divided by what was realised.
+
+Physical batches are buckets of records by a public hash (``dp.buckets``): one record more or less changes the sum of its own bucket
+only, to the bit, whatever the number of the others. The number of buckets follows from the expected batch size, never from the drawn one.
+"""
 
 import contextlib
 import time
@@ -13,13 +17,18 @@ from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.store import Store
+from dpvision.dp.buckets import num_buckets, passes
 from dpvision.dp.clip import ClippedSum, LossFn, clipped_sum
+from dpvision.dp.per_record import take
 from dpvision.dp.scale import public_loss_scale
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.train.distributed import Group, all_reduce_sum, all_reduce_vector
 from dpvision.train.log import StepMetrics
 from dpvision.train.objectives import example_batch
+
+_LEAST_ROWS = 8
+"""A pass has as many rows at least: kernels treat a few rows differently, and a record's gradient should not depend on the others."""
 
 
 def step_sum(
@@ -47,23 +56,38 @@ def step_sum(
     """
     start = time.monotonic()
     drawn = rows[plan.draw(step, len(rows), derive_rng(draw_key, step))]
-    mine = np.array_split(drawn, group.world_size)[group.rank]
     key = StepKey(config.seed, step)
     hardware = config.hardware
-    total = ClippedSum.zeros(model, plan.max_grad_norm)
+    most = hardware.physical_batch_size
+    count = num_buckets(plan.expected_batch_size, most, group.world_size)
+    mine = [drawn[part] for part in passes(key, store.index["id"][drawn], count, most, group.rank, group.world_size)]
     batches = physical_batches(
-        store, mine, key, config.data, config.model.encoder.image_size,
-        physical_batch_size=hardware.physical_batch_size, workers=hardware.workers, device=group.device, captions=words,
+        store, np.concatenate([drawn[:0], *mine]), key, config.data, config.model.encoder.image_size,
+        physical_batch_size=[len(part) for part in mine], workers=hardware.workers, device=group.device, captions=words,
         num_classes=config.model.num_classes if isinstance(config.model, ClassifierConfig) else None,
     )  # fmt: skip
+    least = most if hardware.compile else min(most, _LEAST_ROWS)
     with autocast(hardware.precision, group.device):
         scale = _loss_scale(config, model, loss_fn, key, group) if hardware.precision == "float16" else 1.0
-        for batch in batches:
-            total = total + clipped_sum(
-                loss_fn, model, to_device(batch, group.device), key, max_grad_norm=plan.max_grad_norm, rule=plan.clipping, loss_scale=scale
+        total = ClippedSum.add_up(model, plan.max_grad_norm, (
+            clipped_sum(
+                loss_fn, model, padded(to_device(batch, group.device), least), key,
+                max_grad_norm=plan.max_grad_norm, rule=plan.clipping, loss_scale=scale,
             )
+            for batch in batches
+        ))  # fmt: skip
     metrics = _metrics(total, plan, group, start)
     return all_reduce_sum(total, group), metrics
+
+
+def padded(batch: Batch, num_rows: int) -> Batch:
+    """The batch with copies of its first record, not valid, up to ``num_rows`` rows: they take part in the forward pass only."""
+    num = len(batch.record_id_B)
+    if num >= num_rows:
+        return batch
+    row = torch.arange(num_rows, device=batch.record_id_B.device)
+    filled = take(batch, row.where(row < num, 0))
+    return filled._replace(valid_B=filled.valid_B & (row < num))
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -96,7 +120,7 @@ def _metrics(total: ClippedSum, plan: DPPlan, group: Group, start: float) -> Ste
         loss=loss / count if count else nan,
         batch_size=int(count),
         grad_norm_mean=norm / num_good if num_good else nan,
-        # Of this rank's slice: a median of all would have to gather every norm.
+        # Of this rank's buckets: a median of all would have to gather every norm.
         grad_norm_median=float(norms[good].median()) if good.any() else nan,
         clip_fraction=num_clipped / num_good if num_good else nan,
         num_non_finite=int(num_bad),

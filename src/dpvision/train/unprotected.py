@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dpvision.data.store import Store
 from dpvision.errors import PrivacyError
-from dpvision.privacy.store_marks import StoreLedgers, make_folders, read_json, write_json
+from dpvision.privacy.marks import make_folders, read_json, write_json
+from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.weights import contents
 
 FORMAT = "dpvision-unprotected-weights-1"

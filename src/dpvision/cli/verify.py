@@ -1,0 +1,53 @@
+"""``dpvision verify``: a statement, checked against what it rests on."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from dpvision.cli.output import emit, parse
+from dpvision.report.recompute import Check
+from dpvision.report.verify import verify_statement
+
+
+def run(argv: Sequence[str]) -> None:
+    """Parse and run."""
+    parse(verify, "verify", argv)
+
+
+def verify(
+    statement: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="STATEMENT")],
+    run: Path | None = None,
+    store: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Check a guarantee statement: its schema and figures, and epsilon by a second accountant that shares no code with the first.
+
+    With --run also the hashes of weights, config and code, the ledger's hash chain, and the lineage in ledger, manifest and weights. With
+    --store also that the ledgers beside the store are those that the store remembers, and which other runs used the same records.
+
+    Every line is ok, failed, or not checked with the reason. The exit status is 0 where nothing failed, 1 where something did, 2 where
+    the statement cannot be read.
+
+    Args:
+        statement: statement.json, written by `dpvision report`.
+        run: Run folder, or what was released of it.
+        store: The store that the run was trained on, with its LEDGERS folder beside it.
+        json: Print JSON.
+    """
+    checks = verify_statement(statement, run, store)
+    bad = sum(check.status == "failed" for check in checks)
+    emit({"statement": str(statement), "failed": bad, "checks": [asdict(check) for check in checks]}, json, _text(checks, bad))
+    if bad:
+        sys.exit(1)
+
+
+def _text(checks: list[Check], bad: int) -> str:
+    width = max(len(check.name) for check in checks)
+    lines = [f"{check.status:11}  {check.name:{width}}  {check.detail}" for check in checks]
+    unknown = sum(check.status == "not checked" for check in checks)
+    verdict = f"{bad} of {len(checks)} checks FAILED: do not rely on this statement." if bad else "Nothing failed."
+    return "\n".join([*lines, "", verdict + (f" {unknown} could not be checked." if unknown else "")])

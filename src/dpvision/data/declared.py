@@ -1,0 +1,35 @@
+"""Declared public numbers (of records, of units) beside what a store holds. Every count here is private: for the operator only."""
+
+import math
+
+import numpy as np
+
+from dpvision.data.store import Store
+
+TOLERANCE = 0.01
+"""How far a store's count may be from the declared number, as a share of it: the number is public and may be rounded."""
+
+
+def fits(count: int, declared: int, *, at_most: bool = False) -> bool:
+    """Whether ``count`` is within 1% of ``declared``, and with ``at_most`` no larger."""
+    return math.fabs(count - declared) <= TOLERANCE * declared and not (at_most and count > declared)
+
+
+def rounded_up(count: int) -> int:
+    """The roundest number that ``count`` fits, never below it: of as few significant digits as 1% allows, so 8981 gives 9000."""
+    for power in range(len(str(count)) - 1, 0, -1):
+        rounded = -(-count // 10**power) * 10**power
+        if fits(count, rounded, at_most=True):
+            return rounded
+    return count
+
+
+def has_units(store: Store) -> bool:
+    """Whether the import named the unit (person) of each record."""
+    return store.meta.get("unit_field") is not None
+
+
+def count_units(store: Store, rows: np.ndarray) -> int:
+    """Units among int64 ``rows``; a record without one is its own."""
+    unit = store.index["unit"][rows]
+    return len(np.unique(unit[unit >= 0])) + int((unit < 0).sum())

@@ -1,0 +1,88 @@
+"""Which records are summed together: by a public hash of (seed, step, record id), so that one record moves its own bucket only.
+
+Float sums round. Were the records of a batch simply cut into slices, one record less would shift every later slice, and the rounding of
+all of them would change. Here a record's place follows from its own hash. A bucket is an interval of hashes; where it holds more records
+than a pass, or a block of a matrix product more error than allowed, it is halved at the next bit of the hash. So removing a record
+changes the sums that it was in, and possibly joins the two halves of one interval; every other sum has the same records as before.
+
+Legend: B records.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpvision.data.keys import StepKey
+from dpvision.dp.rounding import BUDGET, gamma
+
+_BITS = 63
+_TOP = 31
+"""Bits of the hash that choose the bucket."""
+
+
+def hashes(key: StepKey, record_id_B: Tensor) -> Tensor:
+    """Public hashes of the records in this step, int64 (B,) in [0, 2^63)."""
+    return key.bits(record_id_B, "bucket", 1)[:, 0]
+
+
+def num_buckets(expected_batch_size: float, physical_batch_size: int, world_size: int = 1) -> int:
+    """Buckets of a step: from public numbers, the same number for every process, and so many that a bucket rarely exceeds one pass.
+
+    A bucket's size is about Poisson; its mean is two standard deviations below the physical batch size, at least half of it.
+    """
+    mean = max(physical_batch_size / 2, physical_batch_size - 2 * math.sqrt(physical_batch_size))
+    return min(world_size * max(1, math.ceil(expected_batch_size / (mean * world_size))), 2**_TOP)
+
+
+def passes(key: StepKey, record_id: np.ndarray, buckets: int, physical_batch_size: int, rank: int = 0, world_size: int = 1) -> list[np.ndarray]:
+    """Positions of the records of each pass of one process: its buckets in order, inside by hash; a bucket too large in several passes.
+
+    Args:
+        record_id: int64 ids of the drawn records.
+        rank: this process's buckets are those whose number is ``rank`` modulo ``world_size``.
+    """
+    bits = hashes(key, torch.from_numpy(np.asarray(record_id, dtype=np.int64))).numpy()
+    order = np.lexsort((record_id, bits))
+    bits = bits[order]
+    bucket = ((bits >> (_BITS - _TOP)) * buckets) >> _TOP
+    found = []
+    edges = [0, *(np.flatnonzero(np.diff(bucket)) + 1).tolist(), len(bits)]
+    for start, stop in zip(edges, edges[1:], strict=False):
+        if stop > start and bucket[start] % world_size == rank:
+            found += [order[part] for part in halved(bits, start, stop, lambda a, b: b - a <= physical_batch_size)]
+    return found
+
+
+def blocks(bits_B: np.ndarray, cost_B: np.ndarray, max_grad_norm: float) -> list[slice]:
+    """Records whose products are summed in float32 before float64 takes over, so that each block's proven error is within the budget.
+
+    A block of n records has n T terms to a number, so its error is at most gamma_(n T) times the sum of its terms' lengths.
+
+    Args:
+        bits_B: hashes in ascending order.
+        cost_B: (T + 1) x factor x sum over t of |l_t| |r_t| of every record, over all layers (root of the sum of squares), float64.
+    """
+    total = np.concatenate([[0.0], np.cumsum(cost_B)])
+
+    def within(start: int, stop: int) -> bool:
+        # 2% for the lengths, which are themselves float32 numbers, and for 1 / (1 - n T u)
+        return 1.02 * gamma(stop - start + 1) * (total[stop] - total[start]) <= BUDGET * max_grad_norm
+
+    return list(halved(bits_B, 0, len(bits_B), within)) if len(bits_B) else []
+
+
+def halved(bits: np.ndarray, start: int, stop: int, whole: Callable[[int, int], bool], bit: int = _BITS - 1) -> list[slice]:
+    """The largest intervals of hashes, each the half of another, whose records ``whole`` accepts; a single record is always accepted.
+
+    Args:
+        bits: hashes in ascending order; those from ``start`` to ``stop`` are meant.
+    """
+    if stop - start <= 1 or whole(start, stop):
+        return [slice(start, stop)] if stop > start else []
+    if bit < 0:  # the same record twice
+        return [slice(i, i + 1) for i in range(start, stop)]
+    middle = start + int(np.searchsorted((bits[start:stop] >> bit) & 1, 1))
+    return halved(bits, start, middle, whole, bit - 1) + halved(bits, middle, stop, whole, bit - 1)

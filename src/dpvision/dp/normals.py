@@ -1,0 +1,111 @@
+"""Standard normal numbers from the secret stream, addressed by coordinate: the same words on every device, by the same formulas.
+
+    normal 2 j     = r cos(a)      r = sqrt(-2 log(u)),  u = (k + 1/2) 2^-64 of word k = word 2 j of the subkey's stream
+    normal 2 j + 1 = r sin(a)      a = 2 pi 2^-64 w of the signed word w = word 2 j + 1
+
+(Box and Muller 1958), all in float64 and never rounded further. The largest value is sqrt(130 log 2) = 9.492; a normal is beyond it with
+probability 2.3e-21. The angle has 53 significant bits. Radii below 2^-20 have steps of up to 1.5e-8, a sixtieth of the grid that
+``noise.privatize`` rounds to.
+
+Legend: W words (two for two normals), H half of them.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpvision.privacy.stream import WORDS_PER_BLOCK, Keystream, uniforms
+
+_ANGLE = 2 * math.pi * 2.0**-64
+_BLOCK = 2**15
+"""Normals computed at once: all arrays of a ``Normals`` together fit a core's cache of 1 MiB."""
+
+
+class Normals:
+    """Normals on the CPU, block by block, in arrays that are used again."""
+
+    def __init__(self) -> None:
+        self._word_W = np.empty(_BLOCK, dtype="<i8")
+        self._spare_3H = np.empty((3, _BLOCK // 2))
+        self._full = _Views.of(self._word_W, self._spare_3H, _BLOCK)
+
+    def blocks(self, key: bytes, first: int, stop: int, std: float = 1.0) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the normals of coordinates ``first`` to ``stop`` - 1 in order, as (number of the first one, float64 array).
+
+        An array is valid until the next one is asked for; the caller may write to it.
+
+        Args:
+            key: 32 bytes, from ``stream.subkey``.
+            first: 0 or more; ``stop`` at most ``stream.MAX_WORDS``.
+            std: standard deviation.
+        """
+        aligned = first - first % WORDS_PER_BLOCK
+        keystream = Keystream(key, aligned // WORDS_PER_BLOCK)
+        for at in range(aligned, stop, _BLOCK):
+            end = min(at + _BLOCK, stop)
+            num_words = -(-(end - at) // WORDS_PER_BLOCK) * WORDS_PER_BLOCK
+            keystream.fill(self._word_W[:num_words])
+            normal_W = self._box_muller(num_words, std)
+            yield max(at, first), normal_W[max(first - at, 0) : end - at]
+
+    def box_muller(self, word_W: np.ndarray) -> np.ndarray:
+        """Standard normals of int64 words, an even number of them up to 2^15, in an array that the next call overwrites."""
+        self._word_W[: len(word_W)] = word_W
+        return self._box_muller(len(word_W), 1.0)
+
+    def _box_muller(self, num_words: int, std: float) -> np.ndarray:
+        """Put normals in the place of the first ``num_words`` words."""
+        to = self._full if num_words == _BLOCK else _Views.of(self._word_W, self._spare_3H, num_words)
+        uniforms(to.radius_word_H, to.radius_H, to.part_H)
+        np.log(to.radius_H, out=to.radius_H)
+        np.multiply(to.radius_H, -2.0 * std**2, out=to.radius_H)
+        np.sqrt(to.radius_H, out=to.radius_H)
+        np.copyto(to.angle_H, to.angle_word_H)
+        np.multiply(to.angle_H, _ANGLE, out=to.angle_H)
+        # Torch's sine and cosine are vectorised for float64, NumPy's logarithm is the faster one.
+        torch.cos(to.angle_tensor_H, out=to.part_tensor_H)
+        np.multiply(to.radius_H, to.part_H, out=to.even_H)
+        torch.sin(to.angle_tensor_H, out=to.part_tensor_H)
+        np.multiply(to.radius_H, to.part_H, out=to.odd_H)
+        return to.normal_W
+
+
+class _Views(NamedTuple):
+    """Where a block's numbers lie; made once for full blocks, since making them takes longer than some of the work."""
+
+    radius_word_H: np.ndarray
+    angle_word_H: np.ndarray
+    radius_H: np.ndarray
+    angle_H: np.ndarray
+    part_H: np.ndarray
+    angle_tensor_H: Tensor
+    part_tensor_H: Tensor
+    normal_W: np.ndarray
+    even_H: np.ndarray
+    odd_H: np.ndarray
+
+    @classmethod
+    def of(cls, word_W: np.ndarray, spare_3H: np.ndarray, num_words: int) -> "_Views":
+        word_W, normal_W = word_W[:num_words], word_W[:num_words].view(np.float64)
+        radius_H, angle_H, part_H = spare_3H[:, : num_words // 2]
+        tensors = torch.from_numpy(angle_H), torch.from_numpy(part_H)
+        return cls(word_W[0::2], word_W[1::2], radius_H, angle_H, part_H, *tensors, normal_W, normal_W[0::2], normal_W[1::2])
+
+
+def normals(key: bytes, first: int, stop: int) -> np.ndarray:
+    """Return the normals of coordinates ``first`` to ``stop`` - 1: float64 of shape (stop - first,)."""
+    return np.concatenate([np.empty(0), *(block.copy() for _, block in Normals().blocks(key, first, stop))])
+
+
+def box_muller(word_W: Tensor, std: float = 1.0) -> Tensor:
+    """Normals of int64 words by torch's functions, on the words' device; within 4 units in the last place of ``Normals``."""
+    word_H2 = word_W.view(-1, 2)
+    uniform_H = (word_H2[:, 0].double() + 0.5) * 2.0**-64
+    uniform_H -= uniform_H.floor()
+    radius_H = uniform_H.log_().mul_(-2.0 * std**2).sqrt_()
+    angle_H = word_H2[:, 1].double() * _ANGLE
+    return torch.stack((radius_H * angle_H.cos(), radius_H * angle_H.sin()), dim=1).view(-1)

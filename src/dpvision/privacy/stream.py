@@ -1,0 +1,155 @@
+"""The one source of secret randomness: ChaCha20 words under a key of the operating system.
+
+Noise, Poisson draws, truncation subsets and the number of runs of a private selection are all functions of these words. Each use has
+its own subkey, a keyed hash of what it is for, so no two uses share a word. A word is addressed by its number: any part of a stream can
+be read alone.
+
+    word i of a subkey = bytes 8 i to 8 i + 7 of ChaCha20(subkey, counter from 0, nonce 0), little-endian     (RFC 8439, section 2.4)
+"""
+
+import hashlib
+import json
+import os
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+
+from dpvision.errors import PrivacyError
+
+KEY_BYTES = 32
+WORDS_PER_BLOCK = 8
+MAX_WORDS = WORDS_PER_BLOCK * 2**32
+"""The block counter has 32 bits."""
+_ZEROS = bytes(2**18)
+"""What the cipher adds its stream to; larger pieces leave the cache."""
+
+
+def new_key() -> bytes:
+    """Return a fresh secret key from the operating system: 32 bytes, one per start of a run, never written, logged or restored."""
+    return os.urandom(KEY_BYTES)
+
+
+def subkey(key: bytes, purpose: str, *, run: int = 0, step: int = 0, parameter: str = "") -> bytes:
+    """Return the key of one use: keyed BLAKE2b of (purpose, run, step, parameter), 32 bytes.
+
+    Args:
+        key: 32 secret bytes from ``new_key``, new at every start of a run.
+        purpose: what the stream is for, such as "noise".
+        run: number of the run inside a private selection, whose runs share a key; 0 elsewhere.
+        step: number of the step in the ledger.
+        parameter: name of the parameter, for noise.
+
+    Raises:
+        PrivacyError: the key is not 32 bytes.
+    """
+    if len(key) != KEY_BYTES:
+        raise PrivacyError(f"stream: key of {len(key)} bytes; expected {KEY_BYTES}. Use new_key().")
+    # JSON, because the list can be read back: no two uses give the same text.
+    use = json.dumps([purpose, run, step, parameter]).encode()
+    return hashlib.blake2b(use, key=key, digest_size=KEY_BYTES, person=b"dpvision.stream").digest()
+
+
+def uniforms(word_W: np.ndarray, out_W: np.ndarray, spare_W: np.ndarray) -> None:
+    """Write u = (k + 1/2) 2^-64 of the words k into ``out_W``: float64 in (0, 1], within one unit in the last place.
+
+    Small u keep their relative precision, so that an inverted law is right in its tail: the smallest is 2^-65. Near 1 the spacing is
+    that of float64, 2^-53; the last 2^10 words give 1 itself.
+
+    Args:
+        word_W: int64 words; strided is allowed.
+        spare_W: float64, overwritten.
+    """
+    # As int64, k is k - 2^64 in its upper half: 1 too small after scaling. The conversion of uint64 is ten times slower.
+    np.copyto(out_W, word_W)
+    out_W += 0.5
+    out_W *= 2.0**-64
+    np.floor(out_W, out=spare_W)
+    out_W -= spare_W
+
+
+class Keystream:
+    """Words of one subkey, in order from any block on.
+
+    Args:
+        key: 32 bytes, from ``subkey``.
+        block: number of the first block of 8 words.
+    """
+
+    def __init__(self, key: bytes, block: int = 0) -> None:
+        self._next = block
+        self._cipher = Cipher(algorithms.ChaCha20(key, block.to_bytes(4, "little") + bytes(12)), None).encryptor()
+
+    def fill(self, out_W: np.ndarray) -> None:
+        """Overwrite a contiguous array of 64-bit words, a multiple of 8 of them, with the next words.
+
+        Raises:
+            PrivacyError: the stream has no more words.
+        """
+        num_blocks = len(out_W) // WORDS_PER_BLOCK
+        assert out_W.itemsize == 8 and len(out_W) == WORDS_PER_BLOCK * num_blocks
+        self._next += num_blocks
+        if not self._next <= 2**32:
+            raise PrivacyError(f"stream: block={self._next}; expected at most 2^32, 256 GiB of one key. Use more than one parameter name.")
+        out = memoryview(out_W).cast("B")  # type: ignore[arg-type]
+        for at in range(0, len(out), len(_ZEROS)):
+            part = out[at : at + len(_ZEROS)]
+            self._cipher.update_into(_ZEROS[: len(part)], part)
+
+
+class Stream:
+    """Reader of one subkey's words, and the draws that the guarantee needs beside noise. Each call goes on where the last one ended.
+
+    Args:
+        key: 32 bytes, from ``subkey``.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._keystream = Keystream(key)
+
+    def words(self, count: int) -> np.ndarray:
+        """Return ``count`` uniform uint64 words."""
+        blocks = -(-count // WORDS_PER_BLOCK)
+        word_W = np.empty(blocks * WORDS_PER_BLOCK, dtype="<u8")
+        self._keystream.fill(word_W)
+        return word_W[:count]
+
+    def uniforms(self, count: int) -> np.ndarray:
+        """Return float64 numbers in (0, 1], as the function ``uniforms`` makes them of words."""
+        uniform_W, spare_W = np.empty(count), np.empty(count)
+        uniforms(self.words(count).view("<i8"), uniform_W, spare_W)
+        return uniform_W
+
+    def integer(self, bound: int) -> int:
+        """Return one of 0 to ``bound`` - 1, all equally likely: exact, by rejection. ``bound`` is 1 to 2^64."""
+        assert 1 <= bound <= 2**64
+        usable = 2**64 - 2**64 % bound
+        while (word := int(self.words(1)[0])) >= usable:
+            pass
+        return word % bound
+
+    def gaps(self, rate: float, count: int, longest: int) -> np.ndarray:
+        """Return int64 numbers of coins up to and including the first head, of probability ``rate``: Geometric(rate), cut at ``longest``.
+
+        By inversion: 1 + floor(log(u) / log(1 - rate)). The probability of a head differs from ``rate`` by a relative 1e-14 at most,
+        from the rounding of the logarithms.
+
+        Args:
+            rate: strictly between 0 and 1.
+            longest: at most 2^52.
+        """
+        gap = np.log(self.uniforms(count))
+        gap /= np.log1p(-rate)
+        # Cut before the conversion: tiny rates give gaps beyond int64.
+        np.minimum(gap, longest - 1, out=gap)
+        return gap.astype(np.int64) + 1
+
+    def subset(self, num: int, size: int) -> np.ndarray:
+        """Return ``size`` of the numbers 0 to ``num`` - 1, sorted int64: every subset of that size is equally likely."""
+        while True:
+            word_N = self.words(num)
+            order_N = np.argsort(word_N, kind="stable").astype(np.int64)
+            # A tie at the border would favour the lower number. The event does not depend on the order of the words, so to
+            # draw again leaves the law uniform.
+            if 0 < size < num and word_N[order_N[size - 1]] == word_N[order_N[size]]:
+                continue
+            return np.sort(order_N[:size])

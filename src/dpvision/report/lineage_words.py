@@ -1,0 +1,35 @@
+"""What a lineage entry is, in a sentence: where weights come from and what protects that data."""
+
+from typing import Any
+
+from dpvision.report.words import round_up, short
+
+PROCEDURAL = "Apache-2.0 (procedural)"
+"""Licence of what dpvision draws itself: textures and scenes."""
+
+
+def entry_text(entry: dict[str, Any], *, own: bool) -> str:
+    """One sentence or two about an entry of the statement's lineage.
+
+    Args:
+        own: the entry of the run itself, the last one.
+    """
+    store_id, guarantee = entry["store_id"], entry["guarantee"]
+    kind, _, name = store_id.partition(":")
+    who = "This run" if own else "An earlier run"
+    licence = f" Licence: {entry['licence'] or 'not recorded'}." if entry["visibility"] == "public" else ""
+    if guarantee is not None:
+        return (
+            f"{who}, on {entry['visibility']} store {store_id[:12]}: epsilon {round_up(guarantee['epsilon'], 2)} at delta "
+            f"{short(guarantee['delta'])}, {guarantee['steps']:,} steps.{licence}"
+        )
+    if entry["visibility"] == "public" and entry["licence"] == PROCEDURAL and not entry["declared"]:
+        made = f"{name}, computed by dpvision from textures" if kind == "weights" else f"store {store_id[:12]}, drawn by dpvision"
+        return f"Procedural images: {made}; no private data, so no guarantee is needed.{licence}"
+    if kind == "weights":
+        return f"Published weights {name}.{licence}"
+    if kind == "images":
+        return f"{who}, on {entry['visibility']} images {name}, without a guarantee.{licence}"
+    if entry["visibility"] == "public":
+        return f"{who}, on public store {store_id[:12]}, whose images need no protection.{licence}"
+    return f"{who}, on private store {store_id[:12]}, without a guarantee."

@@ -1,0 +1,306 @@
+"""``verify``: everything that a statement claims and that can be computed again, from the run's files and the store's ledgers.
+
+Each check gives one line: ok, failed, or not checked with the reason. A file that is missing or damaged is a failed check; what is not at
+hand (no run, no store) is not checked. docs/verify.md explains every line.
+"""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from dpvision.checkpoint import find_checkpoint, list_checkpoints, read_manifest
+from dpvision.errors import CheckpointError, DataError, DPVisionError, PrivacyError
+from dpvision.eval.suite import read_scores
+from dpvision.privacy.ledger import LedgerContents, read_ledger, store_account
+from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.store_marks import StoreLedgers
+from dpvision.report.recompute import Check, check_epsilons, check_figures, check_schema, compared, failed, not_checked, ok
+from dpvision.report.statement import read_evidence, statement_of
+from dpvision.train.folder import read_run
+from dpvision.train.versions import code_versions
+from dpvision.weights import lineage_digest, unpack
+
+NO_RUN = "no run at hand: give its folder with --run"
+NO_STORE = "no store at hand: give its folder with --store"
+
+
+def verify_statement(path: str | Path, run_dir: str | Path | None = None, store_dir: str | Path | None = None) -> list[Check]:
+    """Check a statement.
+
+    Args:
+        path: statement.json.
+        run_dir: the run's folder, or what was released of it: run.json, config.json, ledger.jsonl and the checkpoint.
+        store_dir: the store that it was trained on, with its LEDGERS folder beside it.
+
+    Raises:
+        DataError: the statement cannot be read, or there is no such folder.
+    """
+    statement = _read(Path(path))
+    for folder in (run_dir, store_dir):
+        if folder is not None and not Path(folder).is_dir():
+            raise DataError(f"verify: {folder}; expected a folder. Correct the path, or leave it out.")
+    schema = check_schema(statement)
+    if schema.status == "failed":
+        return [schema, not_checked("everything else", "the statement does not fit its schema")]
+    checks = [schema, check_figures(statement), *check_epsilons(statement)]
+    copy = None
+    if run_dir is None:
+        checks.append(not_checked("run, weights, config, code, ledger, lineage, scores", NO_RUN))
+    else:
+        about, found = _run(statement, Path(run_dir))
+        checks += found
+        if about is not None:
+            copy, found = check_ledger(statement, Path(run_dir) / "ledger.jsonl", about)
+            checks += [*found, check_lineage(statement, Path(run_dir), copy), check_scores(statement, Path(run_dir))]
+    if store_dir is None:
+        checks.append(not_checked("store, other runs", NO_STORE))
+    else:
+        checks += check_store(statement, Path(store_dir), copy)
+    if copy is not None and run_dir is not None:
+        checks.append(check_every_word(statement, Path(run_dir), None if store_dir is None else Path(store_dir)))
+    return checks
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"verify: {path}: {error}; expected a statement.json. Correct the path.") from None
+
+
+def _run(statement: dict[str, Any], root: Path) -> tuple[dict[str, Any] | None, list[Check]]:
+    """The run's own files: who it is, its weights, its config, the code that made it."""
+    try:
+        _, _, about = read_run(root)
+    except DPVisionError as error:
+        return None, [failed("run", str(error))]
+    checks = [compared("run", [("run_id", statement["run_id"], about["run_id"])], f"run.json is that of run {about['run_id']}")]
+    folder, found = check_weights(statement, root)
+    checks.append(found)
+    if folder is not None:
+        checks += check_manifest(statement, folder)
+    return about, checks
+
+
+def check_weights(statement: dict[str, Any], root: Path) -> tuple[Path | None, Check]:
+    """The checkpoint whose files have the hashes of the statement."""
+    stated = statement["hashes"]["weights"]
+    try:
+        folders = list_checkpoints(root) or [find_checkpoint(root)]
+    except CheckpointError as error:
+        return None, failed("weights", str(error))
+    wrong = []
+    for folder in reversed(folders):
+        wrong = [name for name, digest in stated.items() if _sha256(folder / name) != digest]
+        if stated and not wrong:
+            return folder, ok("weights", f"files of {folder.name} with the hashes of the statement: {len(stated)}")
+    return folders[-1], failed(
+        "weights", f"{', '.join(wrong) or 'no file named'}: other hashes than the statement's, in every checkpoint of {root}"
+    )
+
+
+def check_manifest(statement: dict[str, Any], folder: Path) -> list[Check]:
+    """Config, steps and code of the checkpoint."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return [failed("checkpoint", str(error))]
+    config = hashlib.sha256(json.dumps(manifest["config"], sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    pairs = [
+        ("hash of the config", statement["hashes"]["config"], config),
+        ("run_id", statement["run_id"], manifest["run_id"]),
+        ("steps_in_weights", statement["history"]["steps_in_weights"], manifest["updates"]),
+        ("hash of the code", statement["hashes"]["code"], manifest["versions"]["code_sha256"]),
+    ]
+    checks = [compared("checkpoint", pairs, f"{folder.name} has the config, the steps and the code that the statement names")]
+    if statement["hashes"]["code"] == code_versions()["code_sha256"]:
+        return [*checks, ok("code", "the dpvision installed here is the code that made the checkpoint")]
+    made = statement["versions"].get("dpvision", "?")
+    return [
+        *checks,
+        not_checked("code", f"made by other code (dpvision {made}) than the dpvision {code_versions()['dpvision']} installed here"),
+    ]
+
+
+def check_ledger(statement: dict[str, Any], path: Path, about: dict[str, Any]) -> tuple[LedgerContents | None, list[Check]]:
+    """The run's copy of the ledger: an unbroken chain, of this run, under this plan, that reaches the line of the statement."""
+    try:
+        ledger = read_ledger(path)
+    except PrivacyError as error:
+        return None, [failed("ledger", str(error))]
+    pairs = [
+        ("run_id", statement["run_id"], ledger.run_id),
+        ("store_id", statement["history"]["lineage"][-1]["store_id"], ledger.store_id),
+        ("store_id of run.json", about["store_id"], ledger.store_id),
+        *_plan_pairs(statement, ledger.plan),
+    ]
+    checks = [compared("ledger", pairs, "an unbroken chain of this run, under the plan of the statement")]
+    checks.append(
+        _reaches("ledger, last line", statement, ledger, "the run's copy ends before the line that the statement names: give the store")
+    )
+    return ledger, checks
+
+
+def _plan_pairs(statement: dict[str, Any], plan: DPPlan) -> list[tuple[str, Any, Any]]:
+    """What the statement says was executed, against the plan in the ledger."""
+    mechanism, scope = statement["mechanism"], statement["scope"]
+    pairs = [
+        ("guaranteed", statement["guaranteed"], plan.guarantee == "dp"),
+        ("sample_rate", mechanism["sample_rate"], plan.sample_rate),
+        ("noise_multiplier", mechanism["noise_multiplier"], plan.noise_multiplier),
+        ("max_grad_norm", mechanism["max_grad_norm"], plan.max_grad_norm),
+        ("divisor", mechanism["divisor"], plan.expected_batch_size),
+        ("max_batch_size", mechanism["max_batch_size"], plan.max_batch_size),
+        ("steps_planned", mechanism["steps_planned"], plan.steps),
+        ("dataset_size", scope["dataset_size"]["value"], plan.dataset_size),
+        ("max_records_per_unit", scope["unit"]["max_records_per_unit"], plan.max_records_per_unit),
+        ("selection", mechanism["selection"] is not None, plan.selection is not None),
+    ]
+    own = statement["history"]["lineage"][-1]["guarantee"]
+    if own is not None:
+        pairs += [("delta", own["delta"], plan.delta), ("the whole plan", own["plan"], json.loads(json.dumps(plan.to_dict())))]
+    return pairs
+
+
+def _reaches(name: str, statement: dict[str, Any], ledger: LedgerContents, otherwise: str) -> Check:
+    """Whether the ledger holds the line whose hash the statement has, after as many steps."""
+    line, steps = statement["hashes"]["ledger"], statement["mechanism"]["steps_executed"]
+    found = ledger.steps if line == ledger.digest else ledger.heads.get(line)
+    if found is None:
+        return (
+            not_checked(name, otherwise) if ledger.steps < steps else failed(name, f"no line has the hash {line[:16]}... of the statement")
+        )
+    if found != steps:
+        return failed(name, f"{found} steps up to the line of the statement, {steps} stated")
+    since = f"; charged since: {ledger.steps - steps}" if ledger.steps > steps else ""
+    return ok(name, f"steps charged up to the line that the statement names: {steps}{since}")
+
+
+def check_lineage(statement: dict[str, Any], root: Path, ledger: LedgerContents | None) -> Check:
+    """What shaped the weights, in four places: the ledger's header, the manifest, the weights files, the statement."""
+    if ledger is None:
+        return not_checked("lineage", "the ledger, whose first line it is bound to, cannot be read")
+    stated = statement["history"]["lineage"]
+    digests: list[tuple[str, Any, Any]] = [
+        ("digest of the ledger's header", statement["hashes"]["lineage"], lineage_digest(ledger.lineage))
+    ]
+    try:
+        folder = find_checkpoint(root)
+        manifest = read_manifest(folder)
+        carried = {name: unpack(folder / name)[1] for name in manifest["tensors"]}
+    except (DPVisionError, OSError) as error:
+        return failed("lineage", str(error))
+    digests.append(("manifest", manifest["lineage"][:-1], ledger.lineage))
+    digests += [(f"{name}", lineage, manifest["lineage"]) for name, lineage in carried.items()]
+    digests += [
+        (
+            "store and run of the manifest's last entry",
+            [manifest["lineage"][-1][k] for k in ("store_id", "run_id")],
+            [ledger.store_id, ledger.run_id],
+        ),
+        ("entries", len(stated), len(manifest["lineage"])),
+    ]
+    for said, found in zip(stated[:-1], ledger.lineage, strict=False):
+        for field in ("store_id", "visibility", "run_id", "guarantee"):
+            digests.append((f"{field} of {str(found['store_id'])[:16]}", said[field], json.loads(json.dumps(found[field]))))
+    wrong = [what for what, one, other in digests if one != other]
+    if wrong:
+        return failed("lineage", f"not the same in ledger, manifest, weights and statement: {', '.join(wrong)}")
+    return ok("lineage", f"the same in ledger, manifest, weights and statement; entries: {len(stated)}")
+
+
+def check_scores(statement: dict[str, Any], root: Path) -> Check:
+    """Scores are those of the run's public file. They are not measured again."""
+    try:
+        found = read_scores(root / "scores.json")
+    except DPVisionError as error:
+        return failed("scores", str(error))
+    missing = [score["name"] for score in statement["scores"] if score not in found]
+    if missing:
+        return failed("scores", f"not in scores.json of the run: {', '.join(missing)}")
+    return ok("scores", f"as in scores.json, not measured again; scores: {len(statement['scores'])}")
+
+
+def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | None) -> Check:
+    """The statement against the one that the same code writes from the same files: every sentence, and the figures not checked so far."""
+    name = "written again"
+    try:
+        evidence = read_evidence(root, store_dir)
+        if statement["hashes"]["code"] != code_versions()["code_sha256"]:
+            return not_checked(name, "the dpvision installed here is not the code that made the checkpoint")
+        if evidence.ledger.digest != statement["hashes"]["ledger"]:
+            return not_checked(name, "the run's ledger, where it can be read, is not at the line that the statement names")
+        again = json.loads(json.dumps(statement_of(evidence, statement["history"]["tuning"]["declared"])))
+    except DPVisionError as error:
+        return failed(name, str(error))
+    other = [where for where in _differences(statement, again, "") if store_dir or not where.startswith(_OF_THE_STORE)]
+    if other:
+        return failed(name, f"not as written from these files: {', '.join(other[:5])}{', ...' if len(other) > 5 else ''}")
+    return ok(name, "the statement that this dpvision writes from these files is the same")
+
+
+_OF_THE_STORE = ("history.other_runs", "history.ledger")
+
+
+def _differences(stated: Any, found: Any, where: str) -> list[str]:
+    if isinstance(stated, dict) and isinstance(found, dict):
+        names = [f"{where}.{key}".lstrip(".") for key in stated.keys() ^ found.keys()]
+        return names + [
+            d for key in stated.keys() & found.keys() for d in _differences(stated[key], found[key], f"{where}.{key}".lstrip("."))
+        ]
+    if isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
+        return [d for i, pair in enumerate(zip(stated, found, strict=True)) for d in _differences(*pair, f"{where}[{i}]")]
+    if isinstance(stated, float) and isinstance(found, float):
+        return [] if math.isclose(stated, found, rel_tol=1e-6, abs_tol=1e-12) else [where]
+    return [] if stated == found and isinstance(stated, bool) == isinstance(found, bool) else [where]
+
+
+def check_store(statement: dict[str, Any], store_dir: Path, copy: LedgerContents | None) -> list[Check]:
+    """The ledgers beside the store: all of them verified and as the store remembers them; this run's, and the others."""
+    store_id, run_id = statement["history"]["lineage"][-1]["store_id"], statement["run_id"]
+    try:
+        ledgers = StoreLedgers.of(store_dir)
+        if ledgers.store_id != store_id:
+            return [failed("store", f"{store_dir} is store {ledgers.store_id[:8]}, the statement is about {store_id[:8]}")]
+        truth = ledgers.read_all().get(run_id)
+    except DPVisionError as error:
+        return [failed("store", str(error))]
+    if truth is None:
+        return [failed("store", f"the store has no ledger of run {run_id}")]
+    if copy is not None and not truth.continues(copy):
+        return [failed("store", "the run's copy of the ledger is no earlier state of the one beside the store")]
+    checks = [
+        compared("store", _plan_pairs(statement, truth.plan), "every ledger beside the store is unbroken and as the store remembers it"),
+        _reaches("store, last line", statement, truth, "the store's ledger ends before the line that the statement names"),
+    ]
+    if checks[-1].status == "not checked":
+        checks[-1] = failed(checks[-1].name, checks[-1].detail)
+    return [*checks, check_other_runs(statement, store_dir)]
+
+
+def check_other_runs(statement: dict[str, Any], store_dir: Path) -> Check:
+    """The runs that the statement names are on the store, with as many steps; and whether the store has others."""
+    others = statement["history"]["other_runs"]
+    if not others["known"]:
+        return not_checked("other runs", "the statement says that it does not know them; `dpvision ledger STORE` lists them")
+    now = {run.run_id: run.spent.steps for run in store_account(store_dir).runs}
+    gone = [run["run_id"] for run in others["runs"] if run["steps"] > now.get(run["run_id"], -1)]
+    if gone:
+        return failed("other runs", f"the store has fewer steps than stated of: {', '.join(gone)}")
+    more = sorted(now.keys() - {run["run_id"] for run in others["runs"]})
+    if more:
+        return not_checked("other runs", f"not named in the statement: {', '.join(more[:3])}; made since, or left out")
+    return ok("other runs", f"every run on the store is named; runs: {len(now)}")
+
+
+def _sha256(path: Path) -> str | None:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError:
+        return None
+    return digest.hexdigest()

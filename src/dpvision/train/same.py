@@ -1,0 +1,150 @@
+"""What the ranks of one run must agree on: compared before anything is charged, at every start, and with every checkpoint.
+
+Ranks that read different stores would train on records that no ledger charges; ranks that hold one store in different orders would take the
+same record twice, and it would move the sum by twice the clipping norm. What is compared is kept in memory only: the digest of the records
+is a function of private data and is never written, logged or shown.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpvision.config import RunConfig, to_dict
+from dpvision.data.store import Store
+from dpvision.errors import PrivacyError
+from dpvision.privacy.plan import DPPlan
+from dpvision.train.distributed import Group, gather_texts
+from dpvision.train.versions import code_versions
+
+_ROWS_AT_ONCE = 1 << 16
+_OF_A_MACHINE = ("data.store", "data.tokenizer", "init_from", "hardware.device", "hardware.workers")
+"""Settings that may differ between ranks. Of paths the contents are compared, and the kind of device where the ranks meet."""
+_COMPUTED = ("epsilon", "epsilon_rdp")
+"""Of a plan: their last digits may differ between machines, and nothing is executed by them."""
+_SHOWN = ("store", "config", "plan", "version", "processor")
+"""Facts whose values an error may show; of all others it says that they differ, and no more."""
+_NAMED_AT_MOST = 4
+_START = "Give all ranks one store (or exact copies of it), one command and one installation."
+_WEIGHTS = "A device, a library or dpvision computes otherwise on that rank: start again from an earlier checkpoint, without it."
+
+
+def check_same_weights(tensors: Mapping[str, Tensor], group: Group) -> None:
+    """Refuse, on every rank, weights that are not the same bits everywhere: each rank adds the same noise to the same sum.
+
+    Raises:
+        PrivacyError: names the tensors and the ranks.
+    """
+    if group.world_size > 1:
+        check_same_everywhere(facts_of_tensors(tensors), group, remedy=_WEIGHTS)
+
+
+def check_same_everywhere(facts: Mapping[str, str], group: Group, remedy: str = _START) -> None:
+    """Refuse, on every rank, a run whose ranks differ in any of ``facts``.
+
+    Args:
+        facts: name -> value, of this rank.
+        remedy: last words of the error.
+
+    Raises:
+        PrivacyError: names what differs and on which ranks.
+    """
+    if group.world_size == 1:
+        return
+    digests = gather_texts(_digest_of_text(json.dumps(sorted(facts.items()))), group)
+    if len(set(digests)) == 1:
+        return
+    ranks = [dict(json.loads(text)) for text in gather_texts(json.dumps(sorted(facts.items())), group)]
+    first, found = ranks[0], []
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        others = [i for i, rank in enumerate(ranks) if rank.get(name) != first.get(name)]
+        if others:
+            shown = f" ({ranks[others[0]].get(name)}; rank 0 has {first.get(name)})" if name.split(".")[0] in _SHOWN else ""
+            found.append(f"{name} on rank {', '.join(map(str, others))}{shown}")
+    more = f", and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
+    raise PrivacyError(f"ranks: these differ from rank 0: {'; '.join(found[:_NAMED_AT_MOST])}{more}; expected the same on all. {remedy}")
+
+
+def facts_of_start(
+    config: RunConfig,
+    plan: DPPlan,
+    store: Store,
+    rows: np.ndarray,
+    tokenizer: bytes | None,
+    lineage: list[dict[str, Any]],
+    tensors: Mapping[str, Tensor],
+    progress: str,
+    device: torch.device,
+) -> dict[str, str]:
+    """What is compared at a start: store, records in their order, settings, plan, code, lineage and weights.
+
+    Args:
+        rows: int64 rows that take part.
+        tensors: of the model, the optimizer and the average, as this start has them.
+        progress: updates and steps of the checkpoint that the run goes on from.
+    """
+    settings = {name: value for name, value in _flat(to_dict(config), "") if name not in _OF_A_MACHINE}
+    versions = code_versions()
+    return {
+        "store": store.store_id,
+        "visibility of the store": store.visibility,
+        "records": _digest_of_records(store, rows),
+        **{f"config.{name}": value for name, value in settings.items()},
+        **{f"plan.{name}": value for name, value in _flat(plan.to_dict(), "") if name not in _COMPUTED},
+        **{f"version.{name}": value for name, value in versions.items()},
+        "processor": _processor(device),
+        "precision of products": torch.get_float32_matmul_precision(),
+        "tokenizer": hashlib.sha256(tokenizer or b"").hexdigest(),
+        "lineage": _digest_of_text(json.dumps(lineage, sort_keys=True)),
+        "checkpoint": progress,
+        **facts_of_tensors(tensors),
+    }
+
+
+def facts_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """A digest of the type, the shape and every bit of each tensor: equal NaN are equal, others are told apart."""
+    return {f"tensor {name}": _digest_of_tensor(value) for name, value in tensors.items()}
+
+
+def _digest_of_tensor(value: Tensor) -> str:
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    digest = hashlib.sha256(f"{value.dtype} {list(value.shape)}".encode())
+    digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _digest_of_records(store: Store, rows: np.ndarray) -> str:
+    """Of ids, units, sizes and labels of ``rows``, in order; of the rows themselves too, for a draw names positions among them."""
+    digest = hashlib.sha256()
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        part = rows[start : start + _ROWS_AT_ONCE]
+        for name in ("id", "unit", "size", "caption_size"):
+            if name == "caption_size" and not isinstance(store.index, np.ndarray):
+                continue  # a store of textures
+            digest.update(np.ascontiguousarray(store.index[name][part]).astype("<i8").tobytes())
+        for part_M in (part, *store.classes(part)):
+            digest.update(len(part_M).to_bytes(8, "little") + np.ascontiguousarray(part_M).astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _processor(device: torch.device) -> str:
+    """What the kernels are chosen by: other instructions round otherwise, and the ranks' weights would drift apart."""
+    if device.type == "cuda":
+        return "cuda {}.{}".format(*torch.cuda.get_device_capability())
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _digest_of_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, json.dumps(value)

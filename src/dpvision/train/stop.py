@@ -1,0 +1,55 @@
+"""Asked to stop: SIGINT (Ctrl-C), SIGTERM and SIGUSR1 let what is in progress be finished and saved; a second SIGINT stops at once.
+
+What a ledger was charged counts whether or not it is saved, so stopping at once has a cost, which is printed.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Self
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """A context in which a signal is a request; ``asked`` says whether one came. In another thread than the main one it does nothing.
+
+    A second SIGINT raises KeyboardInterrupt in the block, and standard error then says what is lost.
+
+    Args:
+        doing: what is finished first, for the message on standard error.
+        lost: steps that are charged and not saved at the moment; 0 on ranks that do not know.
+    """
+
+    def __init__(self, doing: str, lost: Callable[[], int]) -> None:
+        self._doing, self._lost = doing, lost
+        self._asked = threading.Event()
+        self._interrupted = False
+        self._before: dict[int, object] = {}
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has asked to stop."""
+        return self._asked.is_set()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._ask) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and (lost := self._lost()):
+            print(f"\nStopped at once: {lost} charged steps were not saved and are lost. They count in epsilon.", file=sys.stderr)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted |= number == signal.SIGINT
+        self._asked.set()
+        again = "; Ctrl-C again stops at once and loses what is not saved" if number == signal.SIGINT else ""
+        os.write(2, f"\n{self._doing}{again}\n".encode())

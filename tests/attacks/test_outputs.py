@@ -1,0 +1,120 @@
+"""What left with outputs: how many public images have private twins, features and captions of private images, and the key of the ids."""
+
+import json
+import stat
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dpvision.checkpoint import write_json
+from dpvision.cli import main
+from dpvision.config import PrivacyConfig, to_dict
+from dpvision.data.overlap import write_without
+from dpvision.data.split import split_store
+from dpvision.data.store import Store
+from dpvision.data.store_key import KEY_FILE, keyed_hash, read_key
+from dpvision.data.synthetic_store import write_scenes
+from dpvision.privacy.plan import make_plan
+from dpvision.recipes import RECIPES
+from dpvision.report.compared_run import made_of_public_pictures
+from dpvision.train.loop import fit
+from dpvision.train.start import check_store, new_session
+
+from .test_ranks import config_of
+
+TWINS = 7
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Public scenes to learn from and to score on, private ones of which ``TWINS`` are among the latter, and the cleared test store."""
+    folder = tmp_path_factory.mktemp("stores")
+    write_scenes(folder / "train", 40, 16, first=1000)
+    public = write_scenes(folder / "test", 40, 16)
+    private = write_scenes(folder / "mine", 40, 16, first=40 - TWINS, public=False)
+    write_without(public, folder / "clean", np.arange(40 - TWINS, 40), private, ["identical bytes"])
+    return folder
+
+
+def test_scores_on_a_cleared_store_which_show_its_size_stay_confidential(
+    stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were public, with n = 33 of the public store's 40: seven twins, exactly."""
+    argv = ["evaluate", "pixels", "--train", str(stores / "train"), "--test", str(stores / "clean"), "--protocols", "knn", "--json"]
+    assert main([*argv, "--out", str(tmp_path / "scores.json")]) == 2
+    assert "would hold scores of private pictures; expected a folder called confidential" in capsys.readouterr().err
+    (tmp_path / "confidential").mkdir()
+    assert main([*argv, "--out", str(tmp_path / "confidential" / "scores.json")]) == 0
+    scores = json.loads(capsys.readouterr().out)["scores"]
+    assert scores and all(score["visibility"] == "private" and score["n"] == 40 - TWINS for score in scores)
+    argv[3], argv[5] = str(stores / "clean"), str(stores / "test")
+    assert main([*argv, "--out", str(tmp_path / "scores.json")]) == 2, "nor may a probe that learned on it be scored in public"
+    plain = ["evaluate", "pixels", "--train", str(stores / "train"), "--test", str(stores / "test"), "--protocols", "knn", "--json"]
+    capsys.readouterr()
+    assert main([*plain, "--out", str(tmp_path / "scores.json")]) == 0
+    assert json.loads(capsys.readouterr().out)["scores"][0]["visibility"] == "public"
+
+
+def test_the_number_that_a_run_on_a_cleared_store_declares_is_the_public_one(stores: Path) -> None:
+    """Within 1% of what is left it was a coarse count of the twins: 7 of 40 are 17%."""
+    clean = Store.open(stores / "clean")
+    plan = make_plan(PrivacyConfig(40, 8, 2, max_grad_norm=None, guarantee="none"))
+    check_store(plan, clean, clean.num_records)
+    assert "33" not in json.dumps(clean.meta["deduplicated"])
+
+
+def test_sheets_of_a_cleared_store_are_the_operators(stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("clean", "mine"):
+        assert main(["data", "inspect", str(stores / name), "--sheet", str(tmp_path / "sheet.png")]) == 2
+        assert "would hold private images" in capsys.readouterr().err and not (tmp_path / "sheet.png").exists()
+        assert main(["data", "inspect", str(stores / name), "--json"]) == 0
+        assert "confidential" in Path(json.loads(capsys.readouterr().out)["contact_sheet"]).parts
+    assert main(["data", "inspect", str(stores / "mine"), "--sheet", str(tmp_path / "sheet.png"), "--release-private-outputs"]) == 0
+
+
+def test_losses_on_a_cleared_store_are_no_public_figure(tmp_path: Path) -> None:
+    about = {"format": "dpvision-run-1", "run_id": "r", "store_id": "s", "store_visibility": "public", "guarantee": "none"}
+    for name, seen_by in (("clean", "private"), ("whole", "public")):
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / "config.json", to_dict(RECIPES["synthetic.vip_micro"]()))
+        write_json(tmp_path / name / "run.json", about | {"results_visibility": seen_by})
+        assert made_of_public_pictures(tmp_path / name) == (seen_by == "public")
+
+
+def test_no_record_id_is_in_what_leaves_a_run(stores: Path, tmp_path: Path) -> None:
+    config = config_of(stores / "mine")
+    config = replace(config, privacy=replace(config.privacy, dataset_size=40, expected_batch_size=40))
+    with new_session(config, tmp_path / "run") as session:
+        fit(session, quiet=True)
+        ids = session.store.index["id"].tolist()
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and "confidential" not in path.parts]
+    assert {"model.safetensors", "manifest.json", "ledger.jsonl", "run.json"} <= {path.name for path in files}
+    content = b"".join(path.read_bytes() for path in files)
+    for record in ids:
+        forms = [str(record).encode(), f"{record:016x}".encode(), record.to_bytes(8, "little"), record.to_bytes(8, "big")]
+        assert not any(form in content for form in forms)
+    assert read_key(stores / "mine").hex().encode() not in content
+
+
+def test_the_published_id_of_a_store_is_no_key_of_its_hashes(stores: Path, tmp_path: Path) -> None:
+    """With the id from a statement and a leaked list of record ids, membership was decided for 40 of 40 images without a mistake."""
+    store = Store.open(stores / "mine")
+    ids = set(store.index["id"].tolist())
+    inside = [store.read(row) for row in range(40)]
+    outside = [Store.open(stores / "train").read(row) for row in range(40)]
+
+    def guess(image: bytes) -> bool:
+        hashed = blake2b(image, key=bytes.fromhex(store.store_id), digest_size=8).digest()
+        return int.from_bytes(hashed, "little") >> 1 in ids
+
+    assert not any(map(guess, inside + outside))
+    key = read_key(store.path)
+    assert all(keyed_hash(key, image) in ids for image in inside) and not any(keyed_hash(key, image) in ids for image in outside)
+    assert stat.S_IMODE((store.path / KEY_FILE).stat().st_mode) == 0o600
+    leaves = [path.read_bytes() for path in store.path.iterdir() if path.is_file()]
+    assert not any(key.hex().encode() in data or key in data for data in leaves)
+    for half in split_store(store.path, stores / "a", stores / "b", 0.5):
+        assert read_key(half.path) == key and set(half.index["id"].tolist()) < ids

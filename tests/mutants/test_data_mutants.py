@@ -1,0 +1,92 @@
+"""Mistakes with what is read and what follows from it: planted, and caught. The ids are those of docs/pitfalls.md, section "Data"."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from dpvision.data import importer
+from dpvision.data.import_labels import ClassRule, ImportedLabels
+from dpvision.data.importer import import_samples
+from dpvision.data.overlap import write_without
+from dpvision.data.sources import Sample
+from dpvision.data.store import Store
+from dpvision.data.store_key import keyed_hash
+from dpvision.data.synthetic_store import write_scenes
+from dpvision.errors import DataError
+from dpvision.eval.suite import evaluate
+from dpvision.train import same, start
+from dpvision.train.distributed import Group
+
+from .conftest import NewRun
+from .planting import assert_refused, planted
+from .ranks import Ranks
+
+
+def test_ranks_read_other_records(new_run: NewRun) -> None:
+    def check() -> None:
+        with new_run() as first, new_run() as second:
+            second.rows = second.rows[::-1].copy()  # as a copy of the store in another order has them
+
+            def work(group: Group) -> None:
+                session = (first, second)[group.rank]
+                session.group = group
+                start._check_same(session)
+
+            assert_refused(lambda: Ranks(2).run(work), "another order of the records")
+
+    check()
+    with planted(same, "_digest_of_records", lambda store, rows: str(len(rows)), "another order of the records was accepted"):
+        check()
+
+
+def test_classes_from_private_names(tmp_path: Path, scenes: Store) -> None:
+    def samples(extra: bool) -> Iterator[Sample]:
+        for i, name in enumerate(["oak", "birch", "oak", "ash"][: 3 + extra]):
+            yield Sample(str(i), scenes.read(i), {"label": name})
+
+    def numbers(extra: bool, rule: ClassRule | None) -> list[int]:
+        store = import_samples(samples(extra), tmp_path / f"s{len(list(tmp_path.iterdir()))}", classes=rule)
+        return store.labels.tolist()[:3]
+
+    def check() -> None:
+        rule = ClassRule(("birch", "oak"), "unlabelled")
+        assert numbers(False, rule) == numbers(True, rule), "one more record renumbers the others"
+        try:
+            one, two = numbers(False, None), numbers(True, None)
+        except DataError:
+            return
+        assert one == two, "one more record renumbers the others"
+
+    def as_public(*args, private, **options):
+        return ImportedLabels(*args, private=False, **options)
+
+    check()
+    with planted(importer, "ImportedLabels", as_public, "one more record renumbers the others"):
+        check()
+
+
+def test_ids_under_a_published_key(tmp_path: Path) -> None:
+    def check() -> None:
+        store = write_scenes(tmp_path / f"s{len(list(tmp_path.iterdir()))}", 4, 16, public=False)
+        published = [store.store_id.encode(), bytes.fromhex(store.store_id), b""]
+        found = {keyed_hash(key, store.read(row)) for key in published for row in range(4)}
+        assert not found & set(store.index["id"].tolist()), "whoever has an image can test whether it is there"
+
+    check()
+    with planted(importer, "keyed_hash", lambda key, data: keyed_hash(b"", data), "whoever has an image can test"):
+        check()
+
+
+def test_twins_counted_by_a_score(tmp_path: Path) -> None:
+    public, private = write_scenes(tmp_path / "public", 40, 16), write_scenes(tmp_path / "mine", 8, 16, public=False)
+    clean = write_without(public, tmp_path / "clean", np.arange(8), private, ["identical bytes"])
+    train = write_scenes(tmp_path / "train", 40, 16, first=1000)
+
+    def check() -> None:
+        for score in evaluate("pixels", train, clean, protocols=("knn",), against=(), cache=False):
+            assert score.visibility == "private" or score.n == public.num_records, "a public score tells how many twins there are"
+
+    check()
+    with planted(Store, "results_visibility", property(lambda store: store.visibility), "tells how many twins"):
+        check()
