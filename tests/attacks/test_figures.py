@@ -213,7 +213,12 @@ def test_all_that_prints_epsilon_prints_the_total(runs: tuple[Path, Path], plans
     assert f"{expected:.2f}" in meter.text(4) and f"this run {alone:.2f}" in meter.text(4)
     cost, said = spent(plans[1], 4, behind)
     assert (cost["epsilon"], cost["delta"]) == (expected, DELTA) and cost["this_run_epsilon"] == pytest.approx(alone)
-    assert f"epsilon {expected:.4g}" in said and "1 before it on this store" in said and f"this run alone: epsilon {alone:.4g}" in said
+    assert (
+        f"{expected:.4g} for a single image" in said
+        and "1 before it on this store" in said
+        and "this run alone" in said
+        and f"{alone:.4g} for a single image" in said
+    )
     store = runs[1].parent / "store"
     shown = _with_runs_before(store)
     assert shown == {"child": expected} and "weights come from" in _text(store_account(store), shown)
