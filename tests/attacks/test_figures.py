@@ -39,6 +39,7 @@ PARENT = PrivacyConfig(
     noise_multiplier=1.0,
     max_records_per_unit=2,
     num_units=RECORDS // 2,
+    delta=DELTA,
 )
 CHILD = replace(PARENT, sampling="full_batch", expected_batch_size=RECORDS, steps=4, noise_multiplier=8.0)
 FIGURES = ("epsilon", "epsilon_rdp", "epsilon_unamplified", "unit_epsilon")
@@ -78,7 +79,7 @@ def test_every_figure_of_a_child_is_at_least_that_of_each_run_alone(
         assert child["attack"][name] >= value, name
     own = curve(((plans[1], 4),), FPRS)
     assert child["attack"]["coin_accuracy"] > own.coin_accuracy
-    assert child["delta"] == DELTA and child["n_times_delta"] == pytest.approx(0.5)
+    assert child["delta"] == DELTA and child["n_times_delta"] == pytest.approx(RECORDS // 2 * DELTA)
     assert child["this_run"]["epsilon"] == pytest.approx(alone.epsilon)
 
 
@@ -135,30 +136,30 @@ def test_a_further_run_never_lowers_a_figure(plans: tuple[DPPlan, DPPlan]) -> No
 
 
 def test_a_figure_without_accounting_is_null_with_its_reason() -> None:
-    poisson = replace(PARENT, max_records_per_unit=1, noise_multiplier=4.0, steps=2)
+    poisson = replace(PARENT, max_records_per_unit=1, num_units=None, noise_multiplier=4.0, steps=2)
     truncated = make_plan(replace(poisson, sampling="truncated_poisson", max_batch_size=5600))
     parts = parts_of([(truncated, 2), (make_plan(poisson), 2)])
     found = total(parts)
     assert found.epsilon_rdp is None and "truncated Poisson" in found.reasons["epsilon_rdp"]
     assert found.methods["epsilon"] == "basic"
     assert found.epsilon == pytest.approx(sum(total(((plan, steps),)).epsilon for plan, steps in parts), rel=0.1)
-    assert found.unit_epsilon is None and "one record" in found.reasons["unit_epsilon"]
+    assert found.unit_epsilon is None and "belong to one person" in found.reasons["unit_epsilon"]
     pair = curve(parts, FPRS)
     assert pair.profile is None and all(fpr < tpr <= 1 for fpr, tpr in pair.tpr_at_fpr.items())
-    units = replace(truncated, max_records_per_unit=2)  # ``make_plan`` refuses it
+    units = replace(truncated, max_records_per_unit=2, num_units=RECORDS // 2, unit_epsilon=1.0)  # ``make_plan`` refuses it
     assert total(parts_of([(units, 2), (make_plan(poisson), 2)])).reasons["unit_epsilon"].startswith("a run drew truncated")
     assert total(parts, fixed=True).methods["epsilon"] == "pld"
 
 
 def test_units_of_several_sizes_are_composed_each_with_its_own_number(plans: tuple[DPPlan, DPPlan]) -> None:
-    single = make_plan(replace(CHILD, max_records_per_unit=1))
+    single = make_plan(replace(CHILD, max_records_per_unit=1, num_units=None))
     found = total(parts_of([(plans[1], 4), (single, 4)]), fixed=True)
     noise = (4 * 2**2 / 8.0**2 + 4 / 8.0**2) ** -0.5
     assert found.unit_epsilon == pytest.approx(dp_accounting.get_epsilon_gaussian(noise, DELTA))
 
 
 def test_a_private_selection_behind_the_weights_counts() -> None:
-    cfg = replace(CHILD, max_records_per_unit=1, noise_multiplier=40.0)
+    cfg = replace(CHILD, max_records_per_unit=1, num_units=None, noise_multiplier=40.0)
     chosen, plain = make_plan(cfg, ask_selection(cfg)), make_plan(cfg)
     parts = parts_of([(chosen, 1), (plain, 4)])
     for fixed, method in ((False, "filter"), (True, "renyi")):
@@ -207,11 +208,17 @@ def test_all_that_prints_epsilon_prints_the_total(runs: tuple[Path, Path], plans
     behind = runs_on(lineage[:-1], lineage[-1]["store_id"])
     expected, _, _ = total_epsilon(parts_of([*behind, (plans[1], 4)]))
     meter = EpsilonMeter(plans[1], behind)
-    assert meter.entry(4) == {"step": 4, "epsilon_at_most": expected, "this_run_at_most": pytest.approx(alone)}
+    entry = meter.entry(4)
+    assert entry["epsilon_at_most"] == expected and entry["this_run_at_most"] == pytest.approx(alone)
     assert f"{expected:.2f}" in meter.text(4) and f"this run {alone:.2f}" in meter.text(4)
     cost, said = spent(plans[1], 4, behind)
-    assert cost == {"epsilon": expected, "delta": DELTA, "this_run_epsilon": pytest.approx(alone)}
-    assert f"epsilon {expected:.4g}" in said and "1 before it on this store" in said and f"this run alone: epsilon {alone:.4g}" in said
+    assert (cost["epsilon"], cost["delta"]) == (expected, DELTA) and cost["this_run_epsilon"] == pytest.approx(alone)
+    assert (
+        f"{expected:.4g} for a single image" in said
+        and "1 before it on this store" in said
+        and "this run alone" in said
+        and f"{alone:.4g} for a single image" in said
+    )
     store = runs[1].parent / "store"
     shown = _with_runs_before(store)
     assert shown == {"child": expected} and "weights come from" in _text(store_account(store), shown)
@@ -242,15 +249,15 @@ def test_four_generations_have_one_delta(plans: tuple[DPPlan, DPPlan], tmp_path:
         )
         lineage = read_manifest(find_checkpoint(run))["lineage"]
     made = make_statement(run)["guarantee"]
-    assert made["n_times_delta"] == pytest.approx(0.5) and made["composition"]["runs"] == 4
+    assert made["n_times_delta"] == pytest.approx(RECORDS // 2 * DELTA) and made["composition"]["runs"] == 4
 
 
 def test_n_times_delta_over_generations_is_refused_like_that_of_one_run(plans: tuple[DPPlan, DPPlan]) -> None:
     """The larger number of records counts, with the smallest delta: a parent that had none by today's rule is refused."""
-    loose = replace(plans[0], delta=2.0 / RECORDS)
+    loose = replace(plans[0], delta=4.0 / RECORDS)
     check_total(parts_of([(plans[0], 10), (plans[1], 4)]))
     with pytest.raises(PrivacyError, match="dataset_size x delta"):
-        check_total(parts_of([(loose, 10), (replace(plans[1], delta=2.0 / RECORDS), 4)]))
+        check_total(parts_of([(loose, 10), (replace(plans[1], delta=4.0 / RECORDS), 4)]))
 
 
 def test_a_parent_that_its_own_ledger_contradicts_is_refused(tmp_path: Path) -> None:
