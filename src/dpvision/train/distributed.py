@@ -1,6 +1,6 @@
 """The processes of one run under torchrun: who am I, sum of clipped sums, one word from rank 0 to all.
 
-Every rank makes the same number of collective calls in the same order, whatever its part of a batch holds; an empty part
+Every rank makes the same number of collective calls in the same order, whatever its slice of a batch holds; an empty slice
 contributes zeros. One process needs none of this, and the functions then return their argument.
 """
 
