@@ -60,6 +60,7 @@ from torch import Tensor, nn
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import ClippedSum, clipped_sum
+from dpvision.dp.rounding import RESERVE
 from dpvision.errors import DPVisionError
 from dpvision.models import make_model
 from dpvision.recipes import RECIPES
@@ -121,7 +122,7 @@ class Subject:
             return self._non_private_step(self.form["non_private"], compiled=variant.endswith("compiled"), dynamic=dynamic)
         if variant.startswith("opacus"):
             return opacus_variants.make_step(
-                variant, twin(self.model), self.bench.cast(self.forms["plain"]), self.max_grad_norm, self.piece
+                variant, twin(self.model), self.bench.cast(self.forms["plain"]), self.max_grad_norm * (1 - RESERVE), self.piece
             )
         model = twin(self.model)
         if variant == "one_pass_compiled":

@@ -21,7 +21,7 @@ from dpvision.privacy.plan import make_plan
 from dpvision.report.compare_page import make_compare_page, run_colors
 from dpvision.report.compared_run import made_of_public_pictures, read_compared, read_losses
 from dpvision.report.figures import SERIES
-from dpvision.report.words import round_up
+from dpvision.report.numbers import round_up
 
 from .runs import MODEL, PUBLIC_SCORES, make_run, make_store, score_entry
 

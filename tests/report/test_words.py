@@ -6,29 +6,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpvision.privacy.plan import make_plan
-from dpvision.report import words
+from dpvision.report import numbers, words
 
 from .runs import PRIVACY
 
 
 @given(st.floats(0, 1e6), st.integers(0, 4))
 def test_a_rounded_number_is_never_smaller_than_the_number(x: float, digits: int) -> None:
-    shown = float(words.round_up(x, digits).replace(",", ""))
+    shown = float(numbers.round_up(x, digits).replace(",", ""))
     assert x - 1e-9 <= shown <= x + 10**-digits
 
 
 @given(st.floats(0, 1))
 def test_a_percentage_is_never_smaller_than_the_share(share: float) -> None:
-    shown = float(words.percent_up(share).rstrip("%")) / 100
+    shown = float(numbers.percent_up(share).rstrip("%")) / 100
     assert share - 1e-9 <= shown <= min(1.0, share + 0.01)
 
 
 def test_exact_decimals_are_not_rounded_up() -> None:
-    assert (words.round_up(7.99, 2), words.round_up(0.1 + 0.2, 1), words.percent_up(0.07)) == ("7.99", "0.3", "7.0%")
+    assert (numbers.round_up(7.99, 2), numbers.round_up(0.1 + 0.2, 1), numbers.percent_up(0.07)) == ("7.99", "0.3", "7.0%")
 
 
 def test_small_numbers_keep_their_exponent() -> None:
-    assert (words.short(1e-5), words.short(2.1385e-9), words.short(0.25), words.short(0.0)) == ("1e-5", "2.14e-9", "0.25", "0")
+    assert (numbers.short(1e-5), numbers.short(2.1385e-9), numbers.short(0.25), numbers.short(0.0)) == ("1e-5", "2.14e-9", "0.25", "0")
 
 
 def test_words_for_a_person_appear_with_a_contribution_bound() -> None:

@@ -22,8 +22,9 @@ from dpvision.data.decode import BadPicture, decode, extension
 from dpvision.data.import_labels import ClassRule, ImportedLabels
 from dpvision.data.merge import merge_duplicates
 from dpvision.data.ordered import ordered_map
+from dpvision.data.record_lines import append_line, have_captions
 from dpvision.data.sources import Sample, open_source
-from dpvision.data.store import ROW, Store, append_line, have_captions, write_description
+from dpvision.data.store import ROW, Store, write_description
 from dpvision.data.store_key import keyed_hash, new_key
 from dpvision.data.tarindex import TarWriter
 from dpvision.errors import DataError

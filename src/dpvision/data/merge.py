@@ -5,7 +5,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from dpvision.data.store import append_line
+from dpvision.data.record_lines import append_line
 
 
 def merge_duplicates(rows: np.ndarray, text: BinaryIO) -> tuple[np.ndarray, dict[str, int]]:

@@ -19,12 +19,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from dpvision.data.keys import StepKey
 from dpvision.data.multi_label import LabelSets, zero_one
+from dpvision.data.record_lines import captions_of, have_captions
 from dpvision.data.tarindex import BLOCK, member_size
 from dpvision.errors import DataError
 from dpvision.privacy.store_marks import StoreLedgers
@@ -51,7 +52,6 @@ label is the place of the record's set (multi_label.py)."""
 
 _OPEN_SHARDS = 256
 _CHECK_ROWS = 1 << 20
-_LIST_END = 4  # of a line's bytes: the one before `]}` and the line's end
 _REMEDY = "Import the source again, or restore the file."
 
 
@@ -221,7 +221,7 @@ class Store:
             raise DataError(f"store: {self.path}: {error.strerror}; expected readable captions. {_REMEDY}") from None
         if sum(map(len, lines)) != sum(sizes):
             raise DataError(f"store: {self.path}: the captions end early; expected the size they were indexed with. {_REMEDY}")
-        return [_captions(line) for line in lines]
+        return [captions_of(line) for line in lines]
 
     def has_captions(self, rows: np.ndarray) -> np.ndarray:
         """Which of the int64 ``rows`` (B,) have at least one caption: bool (B,). A second for a million, as no line is parsed."""
@@ -329,30 +329,6 @@ def _read_meta(path: Path) -> dict[str, Any]:
     if missing or meta["visibility"] not in ("private", "public"):
         raise DataError(f"store: {file}: incomplete ({sorted(missing)}); expected every field of {FORMAT}. {_REMEDY}")
     return meta
-
-
-def _captions(line: bytes) -> tuple[str, ...]:
-    try:
-        captions = json.loads(line)["captions"]
-    except (ValueError, KeyError, TypeError):
-        return ()
-    return tuple(captions) if isinstance(captions, list) and all(isinstance(c, str) for c in captions) else ()
-
-
-def have_captions(text: Path, offset_B: np.ndarray, size_B: np.ndarray) -> np.ndarray:
-    """Which lines of a records.jsonl hold a caption, by their ends: ``append_line`` closes an empty list with `[]}`, others with `"]}`."""
-    if not len(offset_B):
-        return np.zeros(0, dtype=bool)
-    data = np.memmap(text, dtype=np.uint8, mode="r")
-    return data[offset_B.astype(np.int64) + size_B - _LIST_END] == ord('"')
-
-
-def append_line(text: BinaryIO, key: str, captions: Sequence[str]) -> tuple[int, int]:
-    """Write a record's line at the place of ``text``, an open records.jsonl; returns its offset and size."""
-    line = json.dumps({"key": key, "captions": captions}).encode() + b"\n"
-    position = text.tell()
-    text.write(line)
-    return position, len(line)
 
 
 def write_description(

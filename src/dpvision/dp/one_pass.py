@@ -287,7 +287,8 @@ def _gather(
                 slow_grads[i] = grads
         square = SquareNorms.certain(slow_B) + _square_norms(groups, params, num)
         norms_B = square.value_B.clamp(min=0).sqrt() / loss_scale  # below zero by rounding only; NaN stays NaN
-        highest_B = (square.value_B + square.error_B).sqrt() / ((1 + LOOSE) * loss_scale)
+        loose = LOOSE if next(iter(params.values())).dtype == torch.float32 else 0.0
+        highest_B = (square.value_B + square.error_B).sqrt() / ((1 + loose) * loss_scale)
         slack_B = rounded * square.length_B.sqrt() / loss_scale
         finite_B = torch.isfinite(highest_B)
         factor_B = factors(torch.maximum(norms_B, highest_B) + slack_B, finite_B)

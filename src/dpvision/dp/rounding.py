@@ -27,8 +27,8 @@ LOOSE = 5e-4
 BUDGET = 1.35e-3
 """Proven error, in units of C, of the product for one block of records; a block with more is split (``dp.buckets.blocks``)."""
 ROUNDED = 4e-4
-"""Part of C for rounding in a pass's sum in float32, more than 3 (``MOST_SUMMED`` + 3 ``MOST_ROUNDED``) u: a record can have its pass halved
-in one data set and not in the other."""
+"""Part of C for rounding in a pass's sum in float32, more than 3 (``MOST_SUMMED`` + 3 ``MOST_ROUNDED``) u: a pass can be halved in one
+data set and not in the other."""
 MOST_ROUNDED = 256
 """Records of a pass whose sum is rounded to float32, three times at most; a larger pass gives its sum in float64."""
 MOST_SUMMED = 1200

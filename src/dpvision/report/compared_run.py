@@ -17,7 +17,7 @@ from dpvision.privacy.composition import parts_of, total_epsilon
 from dpvision.privacy.ledger import LedgerContents, read_ledger
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report import words
+from dpvision.report import numbers
 from dpvision.report.curves import size_text
 from dpvision.train.folder import read_run
 from dpvision.train.lineage import runs_on
@@ -65,10 +65,10 @@ class ComparedRun:
             return "simulated" if self.config.privacy.guarantee == "simulated" else "no guarantee"
         if self.epsilon is None or self.this_run_epsilon is None:
             return "ε unknown"
-        total = f"ε {words.round_up(self.epsilon, 2)}"
+        total = f"ε {numbers.round_up(self.epsilon, 2)}"
         if self.epsilon == self.this_run_epsilon:
             return total
-        return f"total {total} (this run {words.round_up(self.this_run_epsilon, 2)})"
+        return f"total {total} (this run {numbers.round_up(self.this_run_epsilon, 2)})"
 
     @property
     def planned_cost(self) -> str:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from dpvision.report.words import round_up
+from dpvision.report.numbers import round_up
 
 # Stand-ins that are replaced by the page's CSS variables in the SVG, so that one figure serves both themes.
 INK, MUTED, GRID, ACCENT, SECOND = "#010203", "#010204", "#010205", "#010206", "#010207"

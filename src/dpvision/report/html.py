@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from dpvision.errors import CheckpointError
 from dpvision.eval.score import printed
-from dpvision.report import words
+from dpvision.report import numbers
 
 
 def setting_rows(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -35,7 +35,7 @@ def render(template: str, **values: Any) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(up=words.round_up, percent=words.percent_up, short=words.short, commas="{:,}".format, printed=printed)
+    environment.filters.update(up=numbers.round_up, percent=numbers.percent_up, short=numbers.short, commas="{:,}".format, printed=printed)
     return environment.get_template(template).render(css=Markup((Path(__file__).parent / "page.css").read_text()), **values)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dpvision.report.words import round_up, short
+from dpvision.report.numbers import round_up, short
 
 PROCEDURAL = "Apache-2.0 (procedural)"
 """Licence of what dpvision draws itself: textures and scenes."""

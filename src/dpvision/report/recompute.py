@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from dpvision.privacy import second_accountant
 from dpvision.privacy.second_accountant import Release, release
+from dpvision.report.numbers import round_up
 from dpvision.report.schema import problems, statement_schema
-from dpvision.report.words import round_up
 
 TOLERANCE = 0.01
 """How far a stated figure may lie below the recomputed one: both are upper bounds on one number."""

@@ -3,7 +3,8 @@
 from typing import Any
 
 from dpvision.privacy.plan import DPPlan
-from dpvision.report.words import factor, one_in, percent_up, round_up, short, tier
+from dpvision.report.numbers import factor, one_in, percent_up, round_up, short
+from dpvision.report.words import tier
 
 
 def summary(plan: DPPlan, guarantee: dict[str, Any]) -> tuple[str, list[str]]:

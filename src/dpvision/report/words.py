@@ -1,6 +1,5 @@
 """The sentences of the statement, in plain English: facts that hold of every run, and those that follow from a plan."""
 
-import math
 from typing import Any, Literal
 
 from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
@@ -8,6 +7,7 @@ from dpvision.dp.rounding import RESERVE, added_bound
 from dpvision.privacy.composition import Method
 from dpvision.privacy.ledger import StoreAccount
 from dpvision.privacy.plan import MAX_DELTA, DPPlan, default_delta
+from dpvision.report.numbers import count, factor, one_in, percent_up, round_up, short
 
 Tuning = Literal["none", "public", "not_covered"]
 
@@ -168,13 +168,13 @@ def delta_rule(plan: DPPlan, num_parents: int) -> str:
     default = "1 / (2 N)" if plan.delta < MAX_DELTA else f"{MAX_DELTA:g}, the largest default"
     rule = default if plan.delta == default_delta(plan.population) else "set explicitly"
     whom = "pictures" if plan.num_units is None else "people"
-    joined = f" With {_count(num_parents, 'earlier run')} in the lineage, every figure holds at the smallest delta." if num_parents else ""
+    joined = f" With {count(num_parents, 'earlier run')} in the lineage, every figure holds at the smallest delta." if num_parents else ""
     return f"{rule}, N being the declared number of {whom}; training is refused when N x delta exceeds 1.5.{joined}"
 
 
 def composition(num_runs: int, method: Method) -> str:
     """How the epsilons of the runs behind the weights were put together."""
-    return f"{_count(num_runs, 'run')} on this store shaped the weights. {COMPOSITION[method]}" if num_runs > 1 else COMPOSITION[method]
+    return f"{count(num_runs, 'run')} on this store shaped the weights. {COMPOSITION[method]}" if num_runs > 1 else COMPOSITION[method]
 
 
 def declared(by: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -365,53 +365,18 @@ def other_runs(account: StoreAccount, run_id: str) -> str:
     others = sum(run.run_id != run_id for run in account.runs)
     if account.unprotected:
         return (
-            f"{_count(len(account.unprotected), 'run')} without a guarantee used the same pictures. Their results are confidential; if "
+            f"{count(len(account.unprotected), 'run')} without a guarantee used the same pictures. Their results are confidential; if "
             "they were released, or chosen by, no total would hold."
         )
     unknown = COPIES_UNKNOWN if not account.moves else f"{COPIES_UNKNOWN} {_moved(account.moves)}"
     if not others:
         return f"None is known: this is the only run in the ledgers beside the store. {unknown}"
     return (
-        f"{_count(others, 'other run')} used the same pictures. All together cost epsilon {round_up(account.epsilon or 0.0, 2)} at delta "
+        f"{count(others, 'other run')} used the same pictures. All together cost epsilon {round_up(account.epsilon or 0.0, 2)} at delta "
         f"{short(account.delta or 0.0)} if their settings were fixed beforehand; epsilon_filter is for settings chosen after seeing "
         f"earlier runs. {unknown}"
     )
 
 
 def _moved(moves: int) -> str:
-    return f"The operator declared {_count(moves, 'time')} that the store was moved and that no copy of it is in use."
-
-
-def round_up(x: float, digits: int) -> str:
-    """Decimal text that is never less than ``x``."""
-    if not math.isfinite(x):
-        return "infinity"
-    # The small term forgives binary rounding: 7.99 must not become 8.00.
-    return f"{math.ceil(x * 10**digits - 1e-9) / 10**digits:,.{digits}f}"
-
-
-def percent_up(share: float) -> str:
-    """A share as a percentage, rounded up, 100% at most."""
-    return f"{min(1.0, share) * 100:.0f}%" if share >= 1 else f"{round_up(share * 100, 0 if share >= 0.1 else 1)}%"
-
-
-def short(x: float) -> str:
-    """A small number in three digits, such as 1e-05 as 0.00001 or 2.14e-9."""
-    if x == 0:
-        return "0"
-    digits, power = f"{x:.2e}".split("e")
-    return f"{float(digits):g}e{int(power)}" if x < 1e-3 else f"{x:.3g}"
-
-
-def factor(epsilon: float) -> str:
-    """e^epsilon, rounded up."""
-    return round_up(math.exp(epsilon), 0 if epsilon > 3 else 2) if epsilon < math.log(1e6) else f"10^{epsilon / math.log(10):.1f}"
-
-
-def one_in(delta: float) -> str:
-    """A small probability as "1 in N"."""
-    return f"1 in {1 / delta:,.0f}"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
+    return f"The operator declared {count(moves, 'time')} that the store was moved and that no copy of it is in use."
