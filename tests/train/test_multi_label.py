@@ -117,7 +117,7 @@ def test_the_clipped_sum_of_a_step_is_that_of_the_vmap_oracle(config: RunConfig,
     assert total.num_records == len(drawn) > 16, "more than one physical batch"
     assert (oracle.norms_B > 0.5).any()
     for name, value in oracle.grads.items():
-        torch.testing.assert_close(total.grads[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(total.grads[name], value.double(), rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_a_record_without_a_list_contributes_exactly_zero(config: RunConfig, halves: tuple[Store, Store]) -> None:

@@ -139,7 +139,7 @@ def test_the_clipped_sum_of_a_step_is_that_of_the_vmap_oracle(supervised: RunCon
     assert total.num_records == len(drawn) > 16, "more than one physical batch"
     assert (oracle.norms_B > 0.5).any()
     for name, value in oracle.grads.items():
-        torch.testing.assert_close(total.grads[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(total.grads[name], value.double(), rtol=1e-4, atol=1e-5, msg=name)
 
 
 class Centred(nn.Module):
