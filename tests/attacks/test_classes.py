@@ -47,12 +47,13 @@ def losses(model: nn.Module, batch: Batch, key: StepKey) -> torch.Tensor:
 
 def sum_of(store: Store) -> torch.Tensor:
     """Clipped sum of a linear classifier over all labelled records, in the order of the store."""
-    (x_BCHW, row_B, label_B) = next(pictures(store, None, 8, DataConfig(), batch_size=1000, workers=1))
+    (x_BCHW, _, label_B) = next(pictures(store, None, 8, DataConfig(), batch_size=1000, workers=1))
     known_B = label_B >= 0
     model = nn.Linear(192, 4)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
-    batch = Batch(row_B[known_B], torch.ones(int(known_B.sum()), dtype=torch.bool), x_BCHW[known_B][:, None], None, label_B[known_B])
+    num = int(known_B.sum())  # ids that both stores give the same record, so that both sums are formed in one order
+    batch = Batch(torch.arange(num), torch.ones(num, dtype=torch.bool), x_BCHW[known_B][:, None], None, label_B[known_B])
     total = clipped_sum(losses, model, batch, StepKey(0, 0), max_grad_norm=C)
     return torch.cat([value.double().flatten() for _, value in sorted(total.grads.items())])
 

@@ -200,8 +200,11 @@ def membership(known: int, dtype: torch.dtype, error: float, seeds: range) -> li
 
 
 def test_the_old_generator_gives_its_state_and_the_new_one_does_not() -> None:
-    """Releases in float64, as heads are: 1,024 known coordinates decide membership at epsilon 0.1, where 0.525 is allowed."""
-    outcomes = membership(1024, torch.float64, 2.0**-51, range(2))
+    """Releases in float64, as heads are: 1,152 known coordinates decide membership at epsilon 0.1, where 0.525 is allowed.
+
+    1,024 leave a bit of the state open for one seed in six.
+    """
+    outcomes = membership(1152, torch.float64, 2.0**-51, range(2))
     assert len({member for *_, member in outcomes}) == 2
     for old, new, member in outcomes:
         assert old is member and new is None

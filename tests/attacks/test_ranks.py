@@ -48,8 +48,8 @@ def full_disk(ledger):
         raise CheckpointError("ledger: No space left on device; expected room to write. Free space, then resume.")
     return append(ledger)
 
-def drifting(*args):  # two weights of rank 1 change places: their sum stays
-    gradient = privatize(*args)
+def drifting(*args, **kwargs):  # two weights of rank 1 change places: their sum stays
+    gradient = privatize(*args, **kwargs)
     if rank == 1:
         name = "mask_token"
         gradient.grads[name].copy_(gradient.grads[name].flip(-1))

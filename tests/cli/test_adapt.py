@@ -332,6 +332,7 @@ def test_the_pages_five_lines_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     lines = [line.removeprefix("    dpvision ") for line in page.splitlines() if line.startswith("    dpvision ")]
     assert len(lines) == 5
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "classes.txt").write_text("".join(f"{digit}\n" for digit in range(10)))
     for line in lines:
         assert main(line.replace("--encoder dictionary", "--encoder pixels").split()) == 0, capsys.readouterr().err
     (score, *_) = json.loads((tmp_path / "runs" / "first" / "scores.json").read_text())

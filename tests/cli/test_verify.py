@@ -245,6 +245,9 @@ def lineage_of(plan_of: Any, steps: int, store_id: str, visibility: str = "priva
 def test_parents_are_composed_and_one_left_out_is_found(tmp_path: Path, tuning: str) -> None:
     store_id = make_store(tmp_path / "store")
     parents = (lineage_of(replace(SMALL, steps=9), 9, store_id), lineage_of(replace(SMALL, noise_multiplier=5.0), 4, "another5706e"))
+    with Ledger.open(tmp_path / "store", "parent", make_plan(replace(SMALL, steps=9)), resume=False, lineage=[]) as ledger:
+        for _ in range(9):
+            ledger.append()
     run = make_run(tmp_path / "run", tmp_path / "store", privacy=SMALL, charged=4, parents=parents)
     path = write_statement(run, tuning=tuning)
     checks = by_name(verify_statement(path, run, tmp_path / "store"))

@@ -144,7 +144,7 @@ def test_private_loss_public_file(tmp_path: Path, plan: DPPlan) -> None:
     def check_log(kind: type[RunLog]) -> None:
         base = fresh()
         (base / "confidential").mkdir()
-        with kind(base, base / "confidential", plan, 0, quiet=True) as written:
+        with kind(base, base / "confidential", plan, 0, quiet=True, private=True) as written:
             written.step(0, SECRETS)
         texts = {p: p.read_text(errors="replace") for p in base.rglob("*") if p.is_file()}
         public = "".join(text for path, text in texts.items() if "confidential" not in path.parts)
