@@ -21,8 +21,9 @@ from torch import Tensor
 from dpvision.privacy.stream import WORDS_PER_BLOCK, Keystream, uniforms
 
 _ANGLE = 2 * math.pi * 2.0**-64
-_BLOCK = 2**15
-"""Normals computed at once: all arrays of a ``Normals`` together fit a core's cache of 1 MiB."""
+_BLOCK = 2**17
+"""Normals computed at once. Larger than a core's own cache: with 2^15, which fits it, two threads spend a third of their time on handing the
+interpreter lock to each other (``benchmarks/noise.py``)."""
 
 
 class Normals:
@@ -53,7 +54,7 @@ class Normals:
             yield max(at, first), normal_W[max(first - at, 0) : end - at]
 
     def box_muller(self, word_W: np.ndarray) -> np.ndarray:
-        """Standard normals of int64 words, an even number of them up to 2^15, in an array that the next call overwrites."""
+        """Standard normals of int64 words, an even number of them up to 2^17, in an array that the next call overwrites."""
         self._word_W[: len(word_W)] = word_W
         return self._box_muller(len(word_W), 1.0)
 
