@@ -22,7 +22,7 @@ from dpvision.privacy.stream import WORDS_PER_BLOCK, Keystream, uniforms
 
 _ANGLE = 2 * math.pi * 2.0**-64
 _BLOCK = 2**17
-"""Normals computed at once. Larger than a core's own cache: with 2^15, which fits it, two threads spend a third of their time on handing the
+"""Normals computed at once. Larger than a core's own cache: with 2^15, which fits it, two threads spend a third of their time handing the
 interpreter lock to each other (``benchmarks/noise.py``)."""
 
 
