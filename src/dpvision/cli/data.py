@@ -259,7 +259,7 @@ def _suggested(store: Store) -> list[dict[str, int]]:
         units = rounded_up(count_units(store, rows))
         size = min(rounded_up(len(rows)), k * units)
         if found and size == found[-1]["dataset_size"]:
-            break  # nobody has more
+            break  # no unit has more
         found.append({"max_records_per_unit": k, "num_units": units, "dataset_size": size})
     return found
 
