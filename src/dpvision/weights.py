@@ -63,8 +63,8 @@ def read_lineage(path: Path) -> Lineage | None:
 def contents(tensors: Iterable[Tensor]) -> dict[str, int]:
     """Digests by which tensors are recognised under other names, in other shapes or in a wider type -> how many numbers each has.
 
-    Left out are tensors of fewer than ``FEWEST_NUMBERS`` numbers, and those whose numbers are all the same (zeros, ones): they are
-    anybody's.
+    Left out are tensors of fewer than ``FEWEST_NUMBERS`` numbers, and those whose numbers are all the same (zeros, ones): any
+    model may have them.
     """
     found = {}
     for tensor in tensors:

@@ -2,7 +2,7 @@
 
 A lineage is a list of entries, oldest first, one for each run that shaped the weights, or for weights that came without a lineage:
 
-    store_id, visibility ("private", "public", or "undeclared": weights of which nobody has said anything yet), licence, run_id,
+    store_id, visibility ("private", "public", or "undeclared": weights without a lineage or a declaration), licence, run_id,
     guarantee: None, or {epsilon, epsilon_rdp, delta, steps, plan, total}: of the run, with its plan, so that runs can be composed; total is
         that of all runs up to it on the same store,
     declared: of weights without a lineage, who called them public, and where they come from.
