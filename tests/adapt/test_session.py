@@ -227,7 +227,7 @@ def test_bad_settings_are_refused_before_anything_is_charged(private: Store, tmp
     nothing = replace(good.model.encoder, spec=None)
     cases: list[tuple[RunConfig, type[Exception], str]] = [
         (replace(good, data=replace(good.data, store=None)), ConfigError, "--data STORE"),
-        (with_model(encoder=nothing), ConfigError, "no encoder.*--encoder dictionary"),
+        (with_model(encoder=nothing), ConfigError, "no encoder.*--encoder patches"),
         (with_model(num_classes=None), ConfigError, "num_classes is not declared.*--num-classes"),
         (with_model(num_classes=9), DataError, "label=9.*outside"),
         (with_model(encoder=replace(good.model.encoder, spec="timm:resnet18")), ConfigError, "has no weights here.*@FILE"),

@@ -255,7 +255,7 @@ def _lines(path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("entry", "says", "never"),
     [
-        ({"store_id": "weights:dictionary", "visibility": "public", "licence": PROCEDURAL}, "no private data", "ublished|earlier run"),
+        ({"store_id": "weights:patches", "visibility": "public", "licence": PROCEDURAL}, "no private data", "ublished|earlier run"),
         ({"store_id": "ab" * 16, "visibility": "public", "licence": PROCEDURAL}, "no private data", "ublished|earlier run"),
         ({"store_id": "weights:timm:vit", "visibility": "public", "licence": "MIT"}, "Published weights timm:vit", "procedural|no private"),
         ({"store_id": "cd" * 16, "visibility": "public", "licence": None}, "public store cdcdcdcdcdcd", "procedural|Published"),

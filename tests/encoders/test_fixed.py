@@ -1,5 +1,4 @@
 import io
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,23 +8,14 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from dpvision.encoders import fixed
 from dpvision.encoders.base import FrozenEncoder
-from dpvision.encoders.dictionary import DictionarySettings
-from dpvision.encoders.fixed import fixed_encoder, raw_pixels
+from dpvision.encoders.fixed import FIXED, fixed_encoder, raw_pixels
 from dpvision.encoders.open import open_encoder
 from dpvision.errors import ConfigError
 from dpvision.eval.ridge import fit_ridge
 
-NAMES = ["pixels", "hog", "scattering", "dictionary"]
+NAMES = list(FIXED)
 CIFAR = Path(__file__).parents[2].parent / "shared" / "data" / "cifar10"
-
-
-@pytest.fixture
-def small_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dictionary that is learned in a moment, in a cache of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(fixed, "DictionarySettings", partial(DictionarySettings, num_atoms=40, num_pictures=100, num_patches=5000))
 
 
 def _features(encoder: FrozenEncoder, x_BCHW: Tensor) -> Tensor:
@@ -35,27 +25,28 @@ def _features(encoder: FrozenEncoder, x_BCHW: Tensor) -> Tensor:
         return torch.cat([next(iter(encoder.poolings((part - mean) / std).values())) for part in x_BCHW.split(200)])
 
 
-@pytest.mark.usefixtures("small_dictionary")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [16, 28, 32, 50, 64])
 def test_each_gives_finite_features_for_every_size_and_each_picture_on_its_own(name: str, size: int) -> None:
     encoder = fixed_encoder(name, size)
-    assert (encoder.name, encoder.image_size, encoder.family, encoder.backbone, encoder.confidential) == (name, size, "fixed", None, False)
-    x = torch.rand(5, 3, size, size, generator=torch.Generator().manual_seed(0))
+    assert (encoder.name, encoder.family, encoder.backbone, encoder.confidential) == (name, "fixed", None, False)
+    assert encoder.image_size == (size if not name.startswith("patches") else max(s for s in (32, 64) if s <= max(size, 32)))
+    x = torch.rand(5, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0))
     feature = _features(encoder, x)
     assert feature.dtype == torch.float32 and feature.ndim == 2 and feature.isfinite().all()
     torch.testing.assert_close(_features(encoder, x[2:3]), feature[2:3], atol=1e-4, rtol=1e-4)
     assert feature.std(dim=0).max() > 0
 
 
-@pytest.mark.usefixtures("small_dictionary")
-@pytest.mark.parametrize(("name", "width"), [("pixels", 768), ("hog", 7 * 7 * 36), ("scattering", 3 * 81 * 16), ("dictionary", 4 * 40)])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [("pixels", 768), ("hog", 7 * 7 * 36), ("scattering", 3 * 81 * 16), ("patches", 14_400), ("patches+scattering", 22_176)],
+)
 def test_widths_at_thirty_two_pixels_are_those_of_the_documentation(name: str, width: int) -> None:
     assert _features(fixed_encoder(name, 32), torch.rand(2, 3, 32, 32)).shape == (2, width)
 
 
-@pytest.mark.usefixtures("small_dictionary")
-@pytest.mark.parametrize("name", ["scattering", "dictionary"])
+@pytest.mark.parametrize("name", ["scattering"])
 def test_a_larger_picture_of_the_same_thing_has_nearly_the_same_features(name: str) -> None:
     line = torch.linspace(0, 1, 96)
     large = (0.5 + 0.4 * (6 * line[:, None] + 9 * line).sin()).expand(1, 3, 96, 96)
@@ -64,22 +55,12 @@ def test_a_larger_picture_of_the_same_thing_has_nearly_the_same_features(name: s
     assert (a - b).norm() < 0.1 * b.norm()
 
 
-@pytest.mark.usefixtures("small_dictionary")
-def test_the_same_dictionary_is_found_again(capsys: pytest.CaptureFixture[str]) -> None:
-    x = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    first = _features(fixed_encoder("dictionary", 32), x)
-    assert "learning 40 atoms" in capsys.readouterr().err
-    assert torch.equal(_features(open_encoder("dictionary"), x), first)
-    assert capsys.readouterr().err == ""
-
-
 def test_pixels_are_those_of_the_baseline_of_every_score() -> None:
     x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     assert torch.equal(open_encoder("pixels").poolings(x)["pixels"], raw_pixels(x)["pixels"])
 
 
-@pytest.mark.usefixtures("small_dictionary")
-@pytest.mark.parametrize("name", ["hog", "scattering", "dictionary"])
+@pytest.mark.parametrize("name", ["hog", "scattering"])
 def test_edges_help_to_read_digits_from_few_examples(name: str) -> None:
     digits = load_digits()
     x = torch.from_numpy(digits.images[:800] / 16).float()[:, None].expand(-1, 3, -1, -1)
@@ -94,20 +75,19 @@ def test_edges_help_to_read_digits_from_few_examples(name: str) -> None:
 
 
 def test_unknown_names_and_tiny_pictures_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'sift'; expected one of \['pixels', 'hog', 'scattering', 'dictionary'\]"):
+    with pytest.raises(ConfigError, match=r"'sift'; expected one of \['pixels', 'hog', 'scattering', 'patches', 'patches\+scattering'\]"):
         fixed_encoder("sift", 32)
     with pytest.raises(ConfigError, match=r"image_size=7; expected 8 px or more for hog\. Enlarge"):
         fixed_encoder("hog", 7)
-    with pytest.raises(ConfigError, match=r"side_px=8 with 2 scales; expected a multiple of 4 above 8"):
+    with pytest.raises(ConfigError, match=r"image_size=8; expected 12 px or more for scattering"):
         fixed_encoder("scattering", 8)
 
 
 @pytest.mark.slow
-def test_the_dictionary_reads_photographs_far_better_than_pixels_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patches_read_photographs_far_better_than_pixels_do() -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     if not CIFAR.exists():
         pytest.skip(f"no CIFAR-10 in {CIFAR}")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def read(part: str, num: int) -> tuple[Tensor, np.ndarray]:
         table = parquet.read_table(CIFAR / f"{part}.parquet").slice(0, num)
@@ -117,8 +97,8 @@ def test_the_dictionary_reads_photographs_far_better_than_pixels_do(tmp_path: Pa
 
     (train_x, train_label), (test_x, test_label) = read("train", 5000), read("test", 2000)
     accuracy = {}
-    for name in ("pixels", "dictionary"):
+    for name in ("pixels", "patches+scattering"):
         encoder = fixed_encoder(name, 32)
         probe = fit_ridge(_features(encoder, train_x).numpy(), train_label)
         accuracy[name] = float((probe.predict(_features(encoder, test_x).numpy()) == test_label).mean())
-    assert accuracy["dictionary"] > 0.56 > accuracy["pixels"] + 0.15
+    assert accuracy["patches+scattering"] > 0.6 > accuracy["pixels"] + 0.15

@@ -49,7 +49,7 @@ def test_no_signal_figure_without_noise() -> None:
 
 def test_few_records_and_weak_signals_get_an_honest_word() -> None:
     small = what_if(PrivacyConfig(dataset_size=50_000, expected_batch_size=5000, steps=200, noise_multiplier=1.13))
-    assert "50,000 records are few" in small["advice"] and "dictionary" in small["advice"]
+    assert "50,000 records are few" in small["advice"] and "patches+scattering" in small["advice"]
     paper = PrivacyConfig(dataset_size=233_804_767, expected_batch_size=98304, steps=6100, noise_multiplier=0.48)
     assert what_if(paper, num_parameters=99_000_000)["advice"] is None
     drowned = what_if(PrivacyConfig(dataset_size=2_000_000, expected_batch_size=2000, steps=10, noise_multiplier=2.0), num_parameters=10**9)

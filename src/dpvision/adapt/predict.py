@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from dpvision.data.transform import Preprocess, preprocess
+from dpvision.data.transform import Preprocess
 from dpvision.encoders.headed import HeadedEncoder, open_headed
 
 
@@ -32,4 +32,4 @@ def load_classifier(
         ConfigError: the run is of another kind. CheckpointError: there is none, it was altered, its encoder is not there or is another.
     """
     classifier, _ = open_headed(run_or_checkpoint, encoder=encoder, ema=ema, device=device)
-    return classifier, preprocess(classifier.encoder.image_size, classifier.encoder.mean, classifier.encoder.std)
+    return classifier, classifier.encoder.preprocess

@@ -201,8 +201,8 @@ def _check_asked(config: RunConfig) -> HeadConfig:
         raise ConfigError("data: store=None; expected a folder made by `dpvision data import`. Say --data STORE.")
     if model.encoder.spec is None:
         raise ConfigError(
-            "adapt: no encoder; expected a public one: a run folder, timm:NAME@FILE, dictionary, ... Say --encoder dictionary, which needs "
-            "no file."
+            "adapt: no encoder; expected a public one: a run folder, timm:NAME@FILE, patches+scattering, ... Use --encoder "
+            "patches+scattering, which needs no file."
         )
     if model.num_classes is None:
         raise ConfigError(

@@ -37,13 +37,13 @@ The default keeps the encoder as it is. Every picture's features are computed on
 them with differential privacy, in seconds. Three numbers are yours to declare, and public: records, classes, epsilon.
 
   dpvision data import PICTURES stores/mine
-  dpvision adapt --data stores/mine --encoder dictionary --num-classes 10 --dataset-size 20000 --epsilon 1 --dry-run
-  dpvision adapt --data stores/mine --encoder dictionary --num-classes 10 --dataset-size 20000 --epsilon 1 --name first
+  dpvision adapt --data stores/mine --encoder patches+scattering --num-classes 10 --dataset-size 20000 --epsilon 1 --dry-run
+  dpvision adapt --data stores/mine --encoder patches+scattering --num-classes 10 --dataset-size 20000 --epsilon 1 --name first
   dpvision evaluate runs/first --test stores/test
   dpvision report runs/first
 
 An ENCODER is a run folder of ours, timm:NAME (weights of timm's cache) or timm:NAME@FILE, torchvision:NAME@FILE, vip:FILE, mae:FILE,
-simclr:FILE, tan:FILE, or one that needs no file: dictionary, scattering, hog, pixels. Nothing is downloaded.
+simclr:FILE, tan:FILE, or one that needs no file: patches+scattering (the default), patches, scattering, hog, pixels. Nothing is downloaded.
 
 Which head? --head auto (the default) chooses by the declared numbers and says why; docs/heads.md has the rules. To adapt the network
 itself, name a recipe that trains it (dpvision adapt --help lists them): those go the way of `dpvision train`, from --encoder's weights.
@@ -59,7 +59,7 @@ class _What:
     data: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
     """Store with labels, made by `dpvision data import`."""
     encoder: Annotated[str | None, tyro.conf.arg(metavar="ENCODER")] = None
-    """The public encoder."""
+    """The public encoder; patches+scattering, which needs no file, if left out."""
     num_classes: int | None = None
     """Number of classes, declared: labels are 0 to K - 1."""
     dataset_size: int | None = None
@@ -106,7 +106,7 @@ class _EarlyPrivacy:
 def run(argv: Sequence[str]) -> None:
     """Parse and run."""
     if not argv:
-        print(f"usage: dpvision adapt [RECIPE] --data STORE --encoder ENCODER --num-classes K --dataset-size N --epsilon E\n\n{_DOC}")
+        print(f"usage: dpvision adapt [RECIPE] --data STORE [--encoder ENCODER] --num-classes K --dataset-size N --epsilon E\n\n{_DOC}")
         sys.exit(2)
     asks = any(a in ("-h", "--help") for a in argv)
     recipe = argv[0] if not argv[0].startswith("-") else None

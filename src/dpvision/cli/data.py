@@ -241,7 +241,7 @@ def _said(store: Store, as_json: bool, more: dict[str, Any] | None = None) -> No
     if summary.get("without_label", 1) == 0:
         several = "--model.multi-label " if store.multi_label else ""
         declared = f"{several}--num-classes K --dataset-size {size}{units} --epsilon 1 --dry-run"
-        lines.append(f"  or, with the labels: dpvision adapt --data {store.path} --encoder dictionary {declared}")
+        lines.append(f"  or, with the labels: dpvision adapt --data {store.path} --encoder patches+scattering {declared}")
     emit(result, as_json, "\n".join(lines))
 
 

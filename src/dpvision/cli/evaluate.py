@@ -67,7 +67,7 @@ def evaluate(
     """Score encoders on labelled pictures, with random weights and raw pixels beside them.
 
     An ENCODER is a run folder, random:RUN, timm:NAME or torchvision:NAME (@FILE for weights), vip:FILE, mae:FILE, simclr:FILE, tan:FILE,
-    pixels, hog, scattering or dictionary.
+    pixels, hog, scattering, patches or patches+scattering.
 
       dpvision evaluate runs/first --train stores/pets-train --test stores/pets-test
       dpvision evaluate runs/a runs/b hog --train stores/pets --protocols ridge,few_shot_probe --shots 5 10 --out scores.json

@@ -13,7 +13,7 @@ class FrozenEncoderConfig:
 
     kind: Literal["frozen"] = "frozen"
     spec: str | None = None
-    """What ``encoders.open.open_encoder`` takes: a run folder, timm:NAME@FILE, dictionary, ... May be a path: never in a statement."""
+    """What ``encoders.open.open_encoder`` takes: a run folder, timm:NAME@FILE, patches, ... May be a path: never in a statement."""
     pooling: str | None = None
     """Which of the encoder's features: mean, 2x2, cls, ...; None for its default."""
     image_size: int = 0

@@ -31,6 +31,9 @@ class DataConfig:
     the whole picture, and with "centre" that of training."""
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
+    own_sizes: tuple[int, ...] = ()
+    """Of frozen features: resolutions at which an image may be seen, px, in ascending order (``transform.own_size``); the encoder's. Empty:
+    every image is brought to the encoder's one size."""
     views: int = 1
     """Augmented views of a record whose losses are averaged before the clip; each has a caption of its own where there are several."""
     tokenizer: str | None = None
@@ -41,6 +44,8 @@ class DataConfig:
         lo, hi = self.crop_scale
         require(0 < lo <= hi <= 1, "data", "crop_scale", self.crop_scale, "0 < low <= high <= 1", "ViP: (0.2, 1.0).")
         require(self.views >= 1, "data", "views", self.views, "at least 1", "Use 1.")
+        ascending = list(self.own_sizes) == sorted({s for s in self.own_sizes if s >= 1})
+        require(ascending, "data", "own_sizes", self.own_sizes, "sizes in ascending order", "Leave it out: the encoder sets it.")
         if self.resize is not None:
             require(self.resize >= 1, "data", "resize", self.resize, "at least 1", "Transfer: 448 for random crops of 384.")
         scale = "Pixels run from 0 to 1 here: divide constants for 0 to 255 by 255, or leave the ImageNet ones."

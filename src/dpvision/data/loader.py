@@ -24,7 +24,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.ordered import ordered_map
 from dpvision.data.store import Store
 from dpvision.data.texture_store import TextureStore
-from dpvision.data.transform import CROP_NUMBERS, cut, evaluation_box, normalise, training_box
+from dpvision.data.transform import CROP_NUMBERS, cut, evaluation_view, normalise, normalised_canvas, training_box
 from dpvision.errors import DataError
 
 _CHUNK = 64
@@ -99,7 +99,8 @@ def physical_batches(
 def pictures(
     store: Store, rows: np.ndarray | None, image_size: int, data: DataConfig, *, batch_size: int, workers: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Pictures as they are for evaluation: ``transform.evaluation_box`` resized to ``image_size`` (bicubic), normalised.
+    """Pictures as they are for evaluation: ``transform.evaluation_box`` resized to ``image_size`` (bicubic), normalised; with
+    ``data.own_sizes`` at their own resolution on a canvas of ``image_size`` (``transform.evaluation_view``).
 
     Args:
         rows: int64 positions in the store; None: all of them.
@@ -201,12 +202,14 @@ def _views(
 
 def _centre(store: Store, rows: np.ndarray, data: DataConfig, image_size: int) -> _Arrays:
     pixels = np.zeros((len(rows), image_size, image_size, 3), dtype=np.uint8)
-    valid = np.zeros(len(rows), dtype=bool)
+    valid, side = np.zeros(len(rows), dtype=bool), np.full(len(rows), image_size)
     for b, image in enumerate(_decoded(store, rows)):
         if image is not None:
             valid[b] = True
-            pixels[b] = cut(image, evaluation_box(*image.size, image_size, data), image_size)
-    return rows, valid, _normalised(pixels, valid, data)
+            pixels[b], side[b] = evaluation_view(image, image_size, data)
+    x_BCHW = normalised_canvas(pixels, side, data.mean, data.std)
+    x_BCHW[~valid] = 0
+    return rows, valid, x_BCHW
 
 
 def _normalised(pixels: np.ndarray, valid: np.ndarray, data: DataConfig) -> np.ndarray:

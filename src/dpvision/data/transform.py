@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from dpvision.config import DataConfig
 from dpvision.data.decode import upright_rgb
@@ -19,6 +20,8 @@ from dpvision.errors import DataError
 
 CROP_RATIO = (3 / 4, 4 / 3)
 CROP_TRIES = 10
+ENLARGEMENT = 1.25
+"""Of ``own_size``: 28 px count as 32, 56 px as 64."""
 CROP_NUMBERS = 2 * CROP_TRIES + 2
 """Uniform numbers that one crop consumes: an area and a shape for each try, then a place."""
 
@@ -117,9 +120,40 @@ def to_uint8(x_CHW: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> 
     return np.moveaxis((x * scale + shift) * 255, -3, -1).round().clip(0, 255).astype(np.uint8)
 
 
+def evaluation_view(image: Image.Image, image_size: int, data: DataConfig) -> tuple[np.ndarray, int]:
+    """``evaluation_box`` of an RGB image, uint8 (image_size, image_size, 3), and the side of what it fills, px."""
+    side = own_size(*image.size, data.own_sizes) if data.own_sizes else image_size
+    pixels = cut(image, evaluation_box(*image.size, side, data), side)
+    margin = image_size - side
+    return np.pad(pixels, ((0, margin), (0, margin), (0, 0))) if margin else pixels, side
+
+
+def own_size(width: int, height: int, sizes: Sequence[int]) -> int:
+    """The resolution at which an image is seen: the largest of ``sizes`` (ascending) that enlarges its shorter side by at most a quarter,
+    or the smallest. A function of this image alone."""
+    return max((size for size in sizes if size <= ENLARGEMENT * min(width, height)), default=sizes[0])
+
+
+def normalised_canvas(pixels_BHWC: np.ndarray, side_B: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """float32 (B, 3, H, W) of uint8 images that fill the upper left ``side_B`` pixels of each canvas; the rest is blank, NaN."""
+    x_BCHW = np.empty((len(pixels_BHWC), 3, *pixels_BHWC.shape[1:3]), dtype=np.float32)
+    normalise(pixels_BHWC, mean, std, x_BCHW)
+    for x_CHW, side in zip(x_BCHW, side_B.tolist(), strict=True):
+        x_CHW[:, side:], x_CHW[:, :, side:] = np.nan, np.nan
+    return x_BCHW
+
+
+def blank_margin(x_BCHW: Tensor) -> Tensor:
+    """Blank columns of each canvas: int64 (B,)."""
+    return x_BCHW[:, 0, 0].isnan().sum(dim=1)
+
+
 @dataclass(frozen=True)
 class Preprocess:
-    """The evaluation transform: ``evaluation_box`` brought to ``image_size``, normalised. Made by ``preprocess`` or ``preprocess_of``."""
+    """The evaluation transform: ``evaluation_box`` brought to ``image_size``, normalised. Made by ``preprocess`` or ``preprocess_of``.
+
+    With ``data.own_sizes`` the image keeps its own resolution, in the upper left corner of a canvas of ``image_size``.
+    """
 
     image_size: int
     mean: tuple[float, ...]
@@ -139,15 +173,13 @@ class Preprocess:
                 raise DataError(f"preprocess: picture={got}; expected uint8 of shape (H, W, 3). Convert it, or pass a PIL image.")
             picture = Image.fromarray(picture)
         image = upright_rgb(picture)
-        x_CHW = np.empty((3, self.image_size, self.image_size), dtype=np.float32)
-        box = evaluation_box(*image.size, self.image_size, self.data)
-        normalise(cut(image, box, self.image_size), self.mean, self.std, x_CHW)
-        return x_CHW
+        pixels_HWC, side = evaluation_view(image, self.image_size, self.data)
+        return normalised_canvas(pixels_HWC[None], np.array([side]), self.mean, self.std)[0]
 
 
-def preprocess(image_size: int, mean: Sequence[float], std: Sequence[float]) -> Preprocess:
+def preprocess(image_size: int, mean: Sequence[float], std: Sequence[float], own_sizes: tuple[int, ...] = ()) -> Preprocess:
     """The evaluation transform of a model as a function of one picture: shorter side to ``image_size``, centre crop, normalised."""
-    return Preprocess(image_size, tuple(mean), tuple(std))
+    return Preprocess(image_size, tuple(mean), tuple(std), DataConfig(own_sizes=own_sizes))
 
 
 def preprocess_of(image_size: int, data: DataConfig) -> Preprocess:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from dpvision.config import DataConfig
+from dpvision.data.transform import Preprocess, preprocess
 from dpvision.features import FeatureFunction
 from dpvision.train.lineage import shaped_in_confidence
 
@@ -37,8 +39,22 @@ class FrozenEncoder:
     """What shaped its weights (``train.lineage``); empty for random weights, and for features without weights."""
     weights: Literal["trained", "random", "none"] = "trained"
     """"random": an architecture whose weights nobody trained; "none": features without weights."""
+    own_sizes: tuple[int, ...] = ()
+    """Resolutions that it takes, px, ascending up to ``image_size``: each image is seen at its own. Empty: at ``image_size`` alone."""
+    centred: bool = False
+    """Whether a public point is taken off its features already: a head then takes off none (``centre``)."""
     licence: str | None = None
     """Of published weights, as their library states it; None where nothing is stated, and for runs, whose manifests say."""
+
+    @property
+    def data(self) -> DataConfig:
+        """How its images are prepared."""
+        return DataConfig(mean=self.mean, std=self.std, own_sizes=self.own_sizes)
+
+    @property
+    def preprocess(self) -> Preprocess:
+        """The same as a function of one image."""
+        return preprocess(self.image_size, self.mean, self.std, self.own_sizes)
 
     def tensors(self) -> Iterator[Tensor]:
         """Its weights, on the CPU; none for features without weights. Nothing is copied before the first is asked for."""

@@ -14,7 +14,7 @@ from dpvision.synthetic.textures import textures
 
 NUM_TEXTURES = 256
 _FIRST = 1_000_000
-"""Beyond those that the default dictionary is learned on."""
+"""Beyond those that patches are drawn from."""
 _BATCH = 32
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from dpvision.config import DataConfig
 from dpvision.data.loader import pictures
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
@@ -96,9 +95,7 @@ def _blocks(
     done = first
     if progress is not None:
         progress(done)
-    found = pictures(
-        store, rows[first:], encoder.image_size, DataConfig(mean=encoder.mean, std=encoder.std), batch_size=batch_size, workers=workers
-    )  # fmt: skip
+    found = pictures(store, rows[first:], encoder.image_size, encoder.data, batch_size=batch_size, workers=workers)
     for x_BCHW, row_B, _ in found:
         missing = batch_size - len(x_BCHW)
         padded = torch.cat([x_BCHW, x_BCHW.new_zeros(missing, *x_BCHW.shape[1:])]) if missing else x_BCHW

@@ -1,8 +1,8 @@
-"""Encoders that no private picture has shaped and that cost no budget: pixels, HOG, scattering, and a dictionary learned on textures.
+"""Encoders that no private image has shaped and that cost no budget: pixels, HOG, scattering, and whitened patches of textures.
 
-They are the bar for everything trained with privacy (docs/features_free.md): all of epsilon is then left for the head.
+They are the baseline for everything trained with privacy (docs/features_free.md): all of epsilon is then left for the head.
 
-Legend: B pictures, C channels, H height, W width, D numbers of a feature.
+Legend: B images, C channels, H height, W width, D feature dimensions.
 """
 
 from collections.abc import Callable
@@ -13,53 +13,59 @@ from torch.nn import functional as F
 
 from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
 from dpvision.encoders.base import FrozenEncoder
-from dpvision.encoders.dictionary import DictionarySettings, default_dictionary
 from dpvision.encoders.hog import hog
+from dpvision.encoders.patch_constants import SIZES
+from dpvision.encoders.patch_features import patch_features
 from dpvision.encoders.scattering import make_scattering
 from dpvision.errors import ConfigError
 from dpvision.features import FeatureFunction
 from dpvision.train.lineage import public_weights
 
+DEFAULT_RESOLUTION = 128
+"""Highest resolution of patches where none is declared, px."""
 PIXEL_SIDE = 16
 _CELLS = 8
 _MOST_SIDE = 32
 _FEWEST_SIDE = 8
-_LICENCE = "Apache-2.0 (procedural)"  # of the dictionary
-_SCATTERING_CHUNK = 16  # pictures at once: 40 MiB of wavelets
+_LICENCE = "Apache-2.0 (procedural)"  # of the constants that textures give
+_SCATTERING_CHUNK = 16  # images at once: 40 MiB of wavelets
 
 
-def fixed_encoder(name: str, image_size: int, device: str | torch.device = "cpu") -> FrozenEncoder:
+FIXED = ("pixels", "hog", "scattering", "patches", "patches+scattering")
+"""Names of the encoders without training."""
+
+
+def fixed_encoder(name: str, image_size: int | None = None, device: str | torch.device = "cpu") -> FrozenEncoder:
     """Features without training.
 
     ``pixels``: see ``raw_pixels``. ``hog``: ``hog.hog`` with eight cells on a side. ``scattering``: two scales and eight directions of the
-    picture at up to 32 px, averaged to 4 x 4 places (3888 numbers); ``scattering.make_scattering`` gives all 8 x 8. ``dictionary``: 400
-    atoms on the picture at up to 32 px, so that a patch grows with the picture; the first use learns it and keeps it in the cache folder.
+    image at up to 32 px, averaged to 4 x 4 places (3,888 dimensions). ``patches`` and ``patches+scattering``: ``patch_features`` (14,400
+    and 22,176 dimensions), each image at its own resolution.
 
     Args:
-        name: "pixels", "hog", "scattering" or "dictionary".
-        image_size: side of the pictures, 8 px or more (scattering: 12).
+        name: one of ``FIXED``.
+        image_size: side of the images, 8 px or more (scattering: 12), 32 if left out; of patches the highest resolution, 128 if left out,
+            brought down to one of ``patch_features.SIZES``.
 
     Raises:
-        ConfigError: unknown name, or the pictures are too small.
+        ConfigError: unknown name, or the images are too small.
     """
-    makers: dict[str, Callable[[int, str | torch.device], FeatureFunction]] = {
-        "pixels": lambda size, device: raw_pixels,
-        "hog": _hog,
-        "scattering": _scattering,
-        "dictionary": _dictionary,
-    }
-    if name not in makers:
-        raise ConfigError(f"encoder: {name!r}; expected one of {list(makers)}. Correct it.")
-    if not image_size >= _FEWEST_SIDE:
-        raise ConfigError(f"encoder: image_size={image_size}; expected {_FEWEST_SIDE} px or more for {name}. Enlarge the pictures.")
+    if name not in FIXED:
+        raise ConfigError(f"encoder: {name!r}; expected one of {list(FIXED)}. Correct it.")
+    least = 12 if name == "scattering" else _FEWEST_SIDE
+    if image_size is not None and not image_size >= least:
+        raise ConfigError(f"encoder: image_size={image_size}; expected {least} px or more for {name}. Enlarge the images.")
+    if name.startswith("patches"):
+        return _patches(name, image_size or DEFAULT_RESOLUTION, device)
+    size = image_size or 32
     # Pixels as every run sees them; the others take 0 to 1, which their own normalisations count on.
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if name == "pixels" else ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    learned = name == "dictionary"
-    return FrozenEncoder(
-        name, image_size, mean, std, makers[name](image_size, device), "fixed",
-        weights="trained" if learned else "none", licence=_LICENCE if learned else None,
-        lineage=(public_weights(name, _LICENCE),) if learned else (),
-    )  # fmt: skip
+    makers: dict[str, Callable[[], FeatureFunction]] = {
+        "pixels": lambda: raw_pixels,
+        "hog": lambda: _hog(size),
+        "scattering": lambda: _scattering(size, device),
+    }
+    return FrozenEncoder(name, size, mean, std, makers[name](), "fixed", weights="none")
 
 
 def raw_pixels(x_BCHW: Tensor) -> dict[str, Tensor]:
@@ -75,9 +81,18 @@ def raw_pixels(x_BCHW: Tensor) -> dict[str, Tensor]:
     return {"pixels": x_BCHW.flatten(1)}
 
 
-def _hog(image_size: int, device: str | torch.device) -> FeatureFunction:
+def _hog(image_size: int) -> FeatureFunction:
     cell_px = max(2, image_size // _CELLS)
     return lambda x_BCHW: {"hog": hog(x_BCHW, cell_px)}
+
+
+def _patches(name: str, image_size: int, device: str | torch.device) -> FrozenEncoder:
+    sizes = tuple(side for side in SIZES if side <= max(image_size, SIZES[0]))
+    features = patch_features(scattering="scattering" in name, most_px=sizes[-1], device=device)
+    return FrozenEncoder(
+        name, sizes[-1], (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), lambda x_BCHW: {"3x3": features(x_BCHW)}, "fixed",
+        weights="trained", own_sizes=sizes, centred=True, licence=_LICENCE, lineage=(public_weights(name, _LICENCE),),
+    )  # fmt: skip
 
 
 def _scattering(image_size: int, device: str | torch.device) -> FeatureFunction:
@@ -89,15 +104,6 @@ def _scattering(image_size: int, device: str | torch.device) -> FeatureFunction:
         return {"4x4": torch.cat([F.adaptive_avg_pool2d(transform(part).flatten(1, 2), 4).flatten(1) for part in parts])}
 
     return poolings
-
-
-def _dictionary(image_size: int, device: str | torch.device) -> FeatureFunction:
-    # Pictures below 32 px have smaller patches; those are learned on textures of that size.
-    side = min(_MOST_SIDE, image_size)
-    plain = DictionarySettings()
-    settings = DictionarySettings(patch_px=max(3, round(plain.patch_px * side / plain.picture_px)), picture_px=side)
-    dictionary = default_dictionary(settings).to(device)
-    return lambda x_BCHW: {"2x2": dictionary.encode(_resized(x_BCHW, side))}
 
 
 def _resized(x_BCHW: Tensor, side: int) -> Tensor:

@@ -11,13 +11,16 @@ import torch
 from dpvision.checkpoint import load_checkpoint
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.fixed import FIXED, fixed_encoder
 from dpvision.errors import ConfigError
 from dpvision.features import Encoder, initial_encoder, load_encoder
 from dpvision.models.packaged import TimmEncoder
 from dpvision.models.vit import ViT
 from dpvision.train.unprotected import runs_with_these_weights
 
-_FORMS = "a run folder, random:RUN, {timm,torchvision}:NAME, {vip,mae,simclr,tan}:FILE, pixels, hog, scattering or dictionary"
+_FORMS = (
+    "a run folder, random:RUN, {timm,torchvision}:NAME, {vip,mae,simclr,tan}:FILE, pixels, hog, scattering, patches or patches+scattering"
+)
 
 
 def open_encoder(spec: str, *, ema: bool = False, device: str | torch.device = "cpu", image_size: int | None = None) -> FrozenEncoder:
@@ -26,9 +29,10 @@ def open_encoder(spec: str, *, ema: bool = False, device: str | torch.device = "
     Args:
         spec: a run or checkpoint folder; ``random:RUN``, its architecture with its initial weights; ``timm:NAME`` or
             ``torchvision:NAME``, with ``@FILE`` for weights of a file; ``vip:FILE``, ``mae:FILE``, ``simclr:FILE``, ``tan:FILE``, released
-            checkpoints; ``pixels``, ``hog``, ``scattering``, ``dictionary``.
+            checkpoints; ``pixels``, ``hog``, ``scattering``, ``patches``, ``patches+scattering``.
         ema: a run's averaged weights.
-        image_size: for what takes pictures of any size (pixels, hog, scattering, dictionary; most convnets); others keep their own.
+        image_size: for what takes images of any size (pixels, hog, scattering; most convnets), and the highest resolution of patches;
+            others keep their own.
 
     Raises:
         ConfigError: no such form. CheckpointError: the file or the run cannot be read, or does not fit.
@@ -43,10 +47,8 @@ def open_encoder(spec: str, *, ema: bool = False, device: str | torch.device = "
         from dpvision.encoders.released import released_encoder
 
         return released_encoder(kind, Path(rest), device=device)
-    if spec in ("pixels", "hog", "scattering", "dictionary"):
-        from dpvision.encoders.fixed import fixed_encoder
-
-        return fixed_encoder(spec, image_size or 32, device=device)
+    if spec in FIXED:
+        return fixed_encoder(spec, image_size, device=device)
     if kind == "random" and rest:
         return run_encoder(rest, untrained=True, device=device)
     if spec and Path(spec).exists():  # an empty text would be the working directory

@@ -33,6 +33,8 @@ class Scattering:
     num_directions: int
     low_RS: tuple[Tensor, ...]
     """Fourier transform of phi along one axis (a Gaussian is the same along both) at each resolution r: float32 (S / 2^r,)."""
+    centred: bool
+    """Whether averages are taken in the middle of each square of 2^J pixels, where the mirror image has its own; else at its first."""
     waves_LSS: dict[tuple[int, int], Tensor]
     """Of the wavelets of scale j used at resolution r, by (j, r), all directions: real values as complex64 (L, S / 2^r, S / 2^r)."""
 
@@ -75,14 +77,19 @@ class Scattering:
 
     def _average(self, u: Tensor, resolution: int) -> Tensor:
         """Convolution with phi at every 2^J-th pixel of the picture itself: (..., H / 2^J, W / 2^J)."""
-        kernel_S = torch.fft.ifft(self.low_RS[resolution]).real
-        step, pad = (1 << self.num_scales) >> resolution, self.pad_px >> resolution
-        place = pad + step * torch.arange(self.side_px >> self.num_scales, device=u.device)
-        matrix_HS = kernel_S[(place[:, None] - torch.arange(len(kernel_S), device=u.device)) % len(kernel_S)]
+        low_S = self.low_RS[resolution]
+        step, count = 1 << self.num_scales, len(low_S)
+        place_H = self.pad_px + step * torch.arange(self.side_px // step, device=u.device) + (step - 1) / 2 * self.centred
+        # phi between the pixels of a coarser grid: its Fourier series, which is real and even.
+        freq_S = torch.fft.fftfreq(count, 1 / count, device=u.device)
+        offset_HS = place_H[:, None] / 2**resolution - torch.arange(count, device=u.device)
+        matrix_HS = (2 * math.pi / count * offset_HS[..., None] * freq_S).cos() @ low_S / count
         return matrix_HS @ u @ matrix_HS.T
 
 
-def make_scattering(side_px: int, num_scales: int = 2, num_directions: int = 8, device: str | torch.device = "cpu") -> Scattering:
+def make_scattering(
+    side_px: int, num_scales: int = 2, num_directions: int = 8, device: str | torch.device = "cpu", *, centred: bool = False
+) -> Scattering:
     """Filters for square pictures of ``side_px`` pixels.
 
     Args:
@@ -117,6 +124,7 @@ def make_scattering(side_px: int, num_scales: int = 2, num_directions: int = 8, 
         num_scales,
         num_directions,
         tuple(low_S.float().to(device) for low_S in low),
+        centred,
         {key: (math.sqrt(room) * wave_LSS).to(device, torch.complex64) for key, wave_LSS in waves.items()},
     )
 

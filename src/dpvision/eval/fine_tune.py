@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
-from dpvision.config import DataConfig
 from dpvision.data.decode import BadPicture, decode
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import pictures
@@ -220,7 +219,7 @@ class _Job:
     def predict(self, model: Tuned, store: Store, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Predicted and true labels of the rows that can be read, and those rows."""
         model.eval()
-        data = DataConfig(mean=self.encoder.mean, std=self.encoder.std)
+        data = self.encoder.data
         predicted, truth, read = [], [], []
         for x_BCHW, row_B, label_B in pictures(
             store, rows, self.encoder.image_size, data, batch_size=self.batch_size, workers=self.workers

@@ -134,7 +134,7 @@ def _open(checkpoint: Checkpoint, ema: bool, device: str | torch.device) -> tupl
     if is_head(checkpoint):
         headed, config = open_headed(checkpoint, ema=ema, device=device)
         encoder = headed.encoder
-        return headed, config, DataConfig(mean=encoder.mean, std=encoder.std), encoder.image_size
+        return headed, config, encoder.data, encoder.image_size
     model, config = load_model(checkpoint, ema=ema)
     if not isinstance(config.model, ClassifierConfig):
         raise ConfigError(

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpvision.config import DataConfig
 from dpvision.data import decode, loader, transform
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
@@ -102,7 +101,9 @@ def evaluate(
         encoders.append(open_encoder(f"random:{spec}", device=device))
     if "pixels" in against:
         name, none = "raw pixels", None
-        encoders.append(replace(encoder, name=name, poolings=raw_pixels, family="fixed", backbone=none, blocks=none, lineage=()))
+        encoders.append(
+            replace(encoder, name=name, poolings=raw_pixels, family="fixed", backbone=none, blocks=none, lineage=(), own_sizes=())
+        )
     private = encoder.confidential or "private" in (train_store.results_visibility, scored_store.results_visibility)
     bench = _Bench(
         (train_store, train_rows), (scored_store, test_rows), settings, "private" if private else "public",
@@ -202,15 +203,15 @@ class _Bench:
         found = {(e.name, pooling): x for e in encoders for pooling, x in (kept.get(e.name) or {}).items() if pooling != _ROW}
         row_N = next((tensors[_ROW] for tensors in kept.values() if tensors is not None), None)
         new = [e for e in encoders if kept.get(e.name) is None]
-        if new:
-            first = new[0]
+        for data in dict.fromkeys(e.data for e in new):  # one pass for all encoders whose images are prepared alike
+            alike = [e for e in new if e.data == data]
             computed, _, row_N = collect_features(
-                {e.name: e.poolings for e in new}, store, DataConfig(mean=first.mean, std=first.std), first.image_size, rows=rows,
+                {e.name: e.poolings for e in alike}, store, data, alike[0].image_size, rows=rows,
                 batch_size=self.batch_size, workers=self.workers, device=self.device,
                 progress=lambda n: self.say(f"features of {name} pictures: {n:,} of {len(rows):,}"),
             )  # fmt: skip
             found |= computed
-            for e in new:
+            for e in alike:
                 if e.name in keys:
                     own = {pooling: x for (encoder, pooling), x in computed.items() if encoder == e.name}
                     cache.save(keys[e.name], own | {_ROW: row_N})
@@ -239,9 +240,8 @@ class _Bench:
             return scores
         tokens: lars_probe.Tokens = "cls" if protocol == "linear_cls" else "blocks"
         feature_of, what = token_features(encoder, tokens, self.settings.lars.num_blocks)
-        data = DataConfig(mean=encoder.mean, std=encoder.std)
         lars = self.settings.lars
-        probed = lars_probe.lars_probe(feature_of, self.train, self.test, unit_N, data, encoder.image_size, lars, **shared)
+        probed = lars_probe.lars_probe(feature_of, self.train, self.test, unit_N, encoder.data, encoder.image_size, lars, **shared)
         how = f"{titled('LARS probe', self.metric)}, {lars.words(len(self.train[1]))}, {what}"
         return [self._drawn(encoder, [probed.predicted_M], probed.label_M, probed.row_M, how)]
 

@@ -81,7 +81,7 @@ def advice(plan: DPPlan, strength: dict[str, float] | None) -> str | None:
         return None
     return (
         f"Honestly: {', and '.join(reasons)}. At this size private pre-training is not known to beat features that cost no budget: compare "
-        "with `dpvision evaluate dictionary`, and spend epsilon on a head."
+        "with `dpvision evaluate patches+scattering`, and spend epsilon on a head."
     )
 
 

@@ -1,12 +1,12 @@
 """Private heads on frozen features of a public encoder: the cheap way of DP transfer (Mehta et al. 2022; docs/adapt.md, docs/heads.md).
 
-    dpvision adapt --data stores/mine --encoder dictionary --num-classes 10 --dataset-size 20000 --epsilon 1
+    dpvision adapt --data stores/mine --num-classes 10 --dataset-size 20000 --epsilon 1
 
 The number of records and of classes are a person's to declare: dataset_size=1 stands for a number that is not declared yet, and is refused.
 Full batches: every record takes part in every release, so that nothing is gained or lost by more of them.
 """
 
-from dpvision.config import DataConfig, HardwareConfig, HeadConfig, PrivacyConfig, RunConfig
+from dpvision.config import DataConfig, FrozenEncoderConfig, HardwareConfig, HeadConfig, PrivacyConfig, RunConfig
 from dpvision.config.head_presets import HeadName, with_head
 
 UNDECLARED = 1
@@ -19,7 +19,7 @@ def auto() -> RunConfig:
         privacy=PrivacyConfig(
             dataset_size=UNDECLARED, expected_batch_size=UNDECLARED, steps=1, max_grad_norm=1.0, target_epsilon=1.0, sampling="full_batch"
         ),
-        model=HeadConfig(),
+        model=HeadConfig(encoder=FrozenEncoderConfig(spec="patches+scattering")),
         data=DataConfig(crop_scale=(1.0, 1.0), horizontal_flip=False),
         hardware=HardwareConfig(physical_batch_size=256),
     )

@@ -157,7 +157,7 @@ def named_weights(name: str, licence: str | None) -> dict[str, Any]:
 
 
 def public_weights(name: str, licence: str | None) -> dict[str, Any]:
-    """Lineage entry of weights that dpvision makes itself from public data, such as the default dictionary."""
+    """Lineage entry of weights that dpvision makes itself from public data, such as the constants of patches."""
     return _weights_entry(name, "public", licence)
 
 

@@ -1,0 +1,151 @@
+"""The constants of ``patch_features``: computed from procedural textures by ``learn_constants``, and shipped with the package.
+
+    python -m dpvision.encoders.patch_constants        computes the shipped files anew (about half an hour on one core)
+
+Shipping them makes features the same everywhere, to the last digits, and spares the first run the minutes that they take.
+
+Legend: N textures, B images, C channels, H height, W width, P paths.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from dpvision.encoders.patches import PatchBank, learn_bank, with_mirror_images
+from dpvision.encoders.scattering import Scattering, make_scattering
+from dpvision.encoders.whitening import Whitening, fit_whitening
+from dpvision.errors import CheckpointError
+from dpvision.synthetic.textures import textures
+
+SIZES = (32, 64, 128, 224)
+"""Resolutions at which an image may be seen, px."""
+SCATTERING_CAP = 64
+"""Larger images are brought to this side before scattering, px: four times the area would take four times as long."""
+FOLDER = Path(__file__).parent / "constants"
+_SCATTERING_CELLS = 8
+_BATCH = 16
+
+
+@dataclass(frozen=True)
+class PatchSettings:
+    """Everything that decides the constants of one size; chosen on CIFAR-10's and EuroSAT's training images (docs/patches.md)."""
+
+    side_px: int
+    stride: int
+    num_textures: int
+    num_atoms: int = 800
+    patch_px: int = 6
+    cells: int = 3
+    floor: float = 0.2
+    """w of the patches' whitening."""
+    scattering_floor: float = 0.3
+
+
+SETTINGS = {
+    # Strides that leave about 30 places on a side, and an even number of pixels outside of them.
+    32: PatchSettings(32, stride=1, num_textures=4000),
+    64: PatchSettings(64, stride=2, num_textures=4000),
+    128: PatchSettings(128, stride=4, num_textures=3000),
+    224: PatchSettings(224, stride=6, num_textures=2000),
+}
+
+
+@dataclass(frozen=True)
+class SizeConstants:
+    """What the textures of one size give."""
+
+    bank: PatchBank
+    patches: Whitening
+    scattering: Whitening
+
+    def to(self, device: str | torch.device) -> "SizeConstants":
+        """The same on another device."""
+        return SizeConstants(self.bank.to(device), self.patches.to(device), self.scattering.to(device))
+
+
+@torch.inference_mode()
+def learn_constants(settings: PatchSettings) -> SizeConstants:
+    """Bank and whitening from procedural textures of the settings' size."""
+    texture_NCHW = textures(torch.arange(settings.num_textures), settings.side_px)
+    bank = learn_bank(texture_NCHW, settings.num_atoms, settings.patch_px, settings.stride, settings.cells)
+    transform = make_scattering(min(settings.side_px, SCATTERING_CAP), centred=True)
+    patches = fit_whitening(_over(bank, texture_NCHW), settings.floor)
+    scattered_NCQ = _over(partial(scattering_channels, transform), texture_NCHW)
+    return SizeConstants(bank, patches, fit_whitening(scattered_NCQ, settings.scattering_floor, mirror_channels(transform)))
+
+
+def scattering_channels(transform: Scattering, x_BCHW: Tensor) -> Tensor:
+    """log S on 8 x 8 cells, averaged with the mirror image: float32 (B, C P, 8 x 4), the left half; the other columns mirror them."""
+    if x_BCHW.shape[-1] != transform.side_px:
+        x_BCHW = F.interpolate(x_BCHW, (transform.side_px,) * 2, mode="bilinear", antialias=True)
+    s_BCHW = transform(x_BCHW, log=True).flatten(1, 2)
+    mirrored_BCHW = s_BCHW[:, mirror_channels(transform).to(x_BCHW.device)].flip(-1)
+    s_BCHW = F.adaptive_avg_pool2d((s_BCHW + mirrored_BCHW) / 2, _SCATTERING_CELLS)
+    return s_BCHW[..., : _SCATTERING_CELLS // 2].flatten(2)
+
+
+def mirror_channels(transform: Scattering) -> Tensor:
+    """The channel that shows of the mirror image what each channel shows of the image: direction pi - angle. int64 (3 P,)."""
+    scales, count = transform.num_scales, transform.num_directions
+    back = [(count - direction) % count for direction in range(count)]
+    paths = [0, *(1 + scale * count + direction for scale in range(scales) for direction in back)]
+    for first in range(scales - 1):
+        deeper, start = scales - 1 - first, len(paths)
+        paths += [start + (one * deeper + scale) * count + two for one in back for scale in range(deeper) for two in back]
+    path_P = torch.tensor(paths)
+    return torch.cat([path_P + colour * len(paths) for colour in range(3)])
+
+
+def save_constants(constants: SizeConstants, path: Path) -> None:
+    """Write a safetensors file: lower triangles as float16, the mirror images of the atoms left out."""
+    tensors = {"weight": constants.bank.weight_PK[:, : constants.bank.num_atoms], "bias": constants.bank.bias_K[: constants.bank.num_atoms]}
+    for name, whitening in (("patches", constants.patches), ("scattering", constants.scattering)):
+        tensors[f"{name}.mean"] = whitening.mean_CQ
+        tensors[f"{name}.matrix"] = whitening.matrix_CC[_triangle(len(whitening.matrix_CC))].half()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def load_constants(side_px: int, folder: Path = FOLDER) -> SizeConstants:
+    """The constants of one of ``SIZES``.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    path, settings = folder / f"patches-{side_px}px.safetensors", SETTINGS[side_px]
+    try:
+        found = load_file(path)
+        weight_PK, bias_K = with_mirror_images(found["weight"], found["bias"], settings.patch_px)
+        bank = PatchBank(weight_PK, bias_K, settings.patch_px, settings.stride, settings.cells)
+        return SizeConstants(bank, _whitening(found, "patches"), _whitening(found, "scattering"))
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"patches: {path} cannot be read ({error}); expected a file of this package. Install it again.") from None
+
+
+def _whitening(found: dict[str, Tensor], name: str) -> Whitening:
+    mean_CQ = found[f"{name}.mean"]
+    matrix_CC = torch.zeros(len(mean_CQ), len(mean_CQ))
+    matrix_CC[_triangle(len(mean_CQ))] = found[f"{name}.matrix"].float()
+    return Whitening(mean_CQ, matrix_CC)
+
+
+def _triangle(side: int) -> tuple[Tensor, Tensor]:
+    row, column = torch.tril_indices(side, side)
+    return row, column
+
+
+def _over(function: Callable[[Tensor], Tensor], texture_NCHW: Tensor) -> Tensor:
+    return torch.cat([function(part.float() / 255) for part in texture_NCHW.split(_BATCH)])
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for size, chosen in SETTINGS.items():
+        save_constants(learn_constants(chosen), FOLDER / f"patches-{size}px.safetensors")
+        print(f"{size} px: {FOLDER / f'patches-{size}px.safetensors'}", flush=True)

@@ -1,0 +1,62 @@
+"""Features for small data: whitened patches, alone or beside a scattering transform, from constants that procedural textures gave.
+
+    row = [patches / |patches|, 0.7 scattering / |scattering|] / sqrt(1.49),   each block whitened (``whitening``)
+
+No photograph shaped them and no run has to be paid for: all of epsilon is left for the head. An image is seen at its own resolution:
+at the largest of 32, 64, 128 and 224 px that is at most 1.25 times its shorter side, up to a declared cap.
+
+Legend: B images, C channels, H height, W width, P paths, Q cells, D feature dimensions.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dpvision.data.transform import blank_margin
+from dpvision.encoders.patch_constants import SCATTERING_CAP, SIZES, SizeConstants, load_constants, scattering_channels
+from dpvision.encoders.scattering import make_scattering
+
+SCATTERING_WEIGHT = 0.7
+_CHUNK = 16
+
+
+class PatchFeatures:
+    """x_BCHW in [0, 1] -> rows of length 1, float32 (B, D)."""
+
+    def __init__(self, constants: dict[int, SizeConstants], *, scattering: bool, device: str | torch.device = "cpu") -> None:
+        self.constants = {side: found.to(device) for side, found in constants.items()}
+        sides = {min(side, SCATTERING_CAP) for side in constants} if scattering else set()
+        self.transforms = {side: make_scattering(side, device=device, centred=True) for side in sides}
+
+    def __call__(self, x_BCHW: Tensor) -> Tensor:
+        """Features of images of one of the sizes, or of smaller ones in the upper left corner of a canvas of NaN (``data.transform``)."""
+        side_B = x_BCHW.shape[-1] - blank_margin(x_BCHW)
+        out: Tensor | None = None
+        for side in sorted(set(side_B.tolist())):
+            index_B = (side_B == side).nonzero()[:, 0]
+            row_BD = self._rows(x_BCHW[index_B, :, :side, :side], self.constants[side])
+            if out is None:
+                out = row_BD.new_empty(len(x_BCHW), row_BD.shape[1])
+            out[index_B] = row_BD
+        assert out is not None
+        return out
+
+    def _rows(self, x_BCHW: Tensor, constants: SizeConstants) -> Tensor:
+        parts = []
+        for part in x_BCHW.split(_CHUNK):
+            # A product of another number of rows could round otherwise: every chunk is padded to one size.
+            padded = F.pad(part, (0, 0, 0, 0, 0, 0, 0, _CHUNK - len(part)))
+            row_BD = constants.patches(constants.bank(padded))
+            if self.transforms:
+                transform = self.transforms[min(part.shape[-1], SCATTERING_CAP)]
+                other_BD = constants.scattering(scattering_channels(transform, padded))
+                row_BD = torch.cat([row_BD, SCATTERING_WEIGHT * other_BD], dim=1) / math.hypot(1, SCATTERING_WEIGHT)
+            parts.append(row_BD[: len(part)])
+        return torch.cat(parts)
+
+
+def patch_features(*, scattering: bool, most_px: int = 128, device: str | torch.device = "cpu") -> PatchFeatures:
+    """The features with the constants of this package, at resolutions up to ``most_px``, one of ``SIZES``."""
+    return PatchFeatures({side: load_constants(side) for side in SIZES if side <= most_px}, scattering=scattering, device=device)

@@ -1,0 +1,128 @@
+"""Whitened patches against a fixed bank of atoms (after Coates, Ng & Lee 2011, "An analysis of single-layer networks in unsupervised
+feature learning"): the atoms are patches of procedural textures, so that the bank costs no budget and holds no photograph.
+
+    p = (patch - its mean) / sqrt(its variance + 10 / 255^2),   q = W (p - m),   W = (covariance of texture patches + I)^(-1/2)   (ZCA)
+    z_k = atom_k . q,   f_k = mean over the places of a cell of max(0, z_k - 1), and of max(0, -z_k - 1)
+
+The mean over the cells of a 3 x 3 grid, its square root, and the average with the mirror image's make 2 x 9 dimensions of an atom. The
+mirror image needs no second pass over the patches: its responses are those of the mirrored atoms, in the mirrored cells.
+
+Legend: N or B images, C channels, H height, W width, P pixels of a patch, K atoms, L places of a patch, G cells on a side.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+VARIANCE_FLOOR = 10 / 255**2
+THRESHOLD = 1.0
+EIGENVALUE_FLOOR = 1.0
+"""Added to the eigenvalues of the patches' covariance, in which a pixel has variance about 1."""
+_PATCHES = 100_000
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class PatchBank:
+    """Filters of one image size; tensors are float32."""
+
+    weight_PK: Tensor
+    """Applied to contrast-normalised patches: W atom_k, of K atoms and then of their mirror images, (P, 2 K)."""
+    bias_K: Tensor
+    """- weight^T m, (2 K,)."""
+    patch_px: int
+    stride: int
+    cells: int
+    """G: cells on a side."""
+
+    @property
+    def num_atoms(self) -> int:
+        """K, without the mirror images."""
+        return len(self.bias_K) // 2
+
+    def to(self, device: str | torch.device) -> "PatchBank":
+        """The same on another device."""
+        return PatchBank(self.weight_PK.to(device), self.bias_K.to(device), self.patch_px, self.stride, self.cells)
+
+    def __call__(self, x_BCHW: Tensor) -> Tensor:
+        """Features float32 (B, 2 K, G^2), cells row by row.
+
+        On the CPU images are taken one by one, and so their features have the same bits whatever images stand beside them.
+
+        Args:
+            x_BCHW: pixels from 0 to 1, square.
+        """
+        step = 1 if x_BCHW.device.type == "cpu" else 16
+        return torch.cat([self._features(part) for part in x_BCHW.split(step)])
+
+    def _features(self, x_BCHW: Tensor) -> Tensor:
+        patch, stride, grid = self.patch_px, self.stride, self.cells
+        # The same number of pixels is left out on both sides, so that the mirror image has the same patches.
+        spare = (x_BCHW.shape[-1] - patch) % stride
+        assert spare % 2 == 0, "this side and stride leave one side a pixel more"
+        x_BCHW = x_BCHW[..., spare // 2 : x_BCHW.shape[-2] - spare // 2, spare // 2 : x_BCHW.shape[-1] - spare // 2]
+        side = (x_BCHW.shape[-1] - patch) // stride + 1
+        patch_BPL = F.unfold(x_BCHW, patch, stride=stride)
+        patch_BPL = patch_BPL - patch_BPL.mean(dim=1, keepdim=True)
+        patch_BPL = patch_BPL * (patch_BPL.square().mean(dim=1, keepdim=True) + VARIANCE_FLOOR).rsqrt()
+        patch_BHWP = patch_BPL.transpose(1, 2).unflatten(1, (side, side))
+        edge = [round(i * side / grid) for i in range(grid + 1)]
+        out_BQSK = x_BCHW.new_empty(len(x_BCHW), grid * grid, 2, 2 * self.num_atoms)
+        for row in range(grid):
+            for column in range(grid):
+                part = patch_BHWP[:, edge[row] : edge[row + 1], edge[column] : edge[column + 1]].reshape(
+                    len(x_BCHW), -1, len(self.weight_PK)
+                )
+                z_BLK = part @ self.weight_PK
+                z_BLK += self.bias_K
+                # sum of max(0, z - 1) = sum of max(z, 1), less one a place: half the passes over z
+                over_BK = z_BLK.clamp(min=THRESHOLD).mean(dim=1)
+                under_BK = z_BLK.clamp_(max=-THRESHOLD).mean(dim=1)
+                out_BQSK[:, row * grid + column, 0] = over_BK - THRESHOLD
+                out_BQSK[:, row * grid + column, 1] = -THRESHOLD - under_BK
+        root = out_BQSK.clamp_(min=0).sqrt_().unflatten(1, (grid, grid))
+        plain, mirrored = root.split(self.num_atoms, dim=-1)
+        f_BHWSK = (plain + mirrored.flip(2)) / 2
+        return f_BHWSK.flatten(3).flatten(1, 2).transpose(1, 2)
+
+
+def learn_bank(texture_NCHW: Tensor, num_atoms: int, patch_px: int, stride: int, cells: int) -> PatchBank:
+    """The bank of public images: ZCA of 100,000 random patches, and the first ``num_atoms`` of them, whitened, as atoms of length 1.
+
+    Args:
+        texture_NCHW: uint8, on the CPU.
+    """
+    patch_MP = _contrast_normalised(_draw_patches(texture_NCHW, patch_px)).double()
+    mean_P = patch_MP.mean(dim=0)
+    value_P, basis_PP = torch.linalg.eigh((patch_MP - mean_P).T @ (patch_MP - mean_P) / len(patch_MP))
+    whiten_PP = (basis_PP / (value_P.clamp(min=0) + EIGENVALUE_FLOOR).sqrt()) @ basis_PP.T
+    atom_KP = (patch_MP[:num_atoms] - mean_P) @ whiten_PP
+    atom_KP = atom_KP / torch.linalg.vector_norm(atom_KP, dim=1, keepdim=True)
+    plain_PK = whiten_PP @ atom_KP.T
+    weight_PK, bias_K = with_mirror_images(plain_PK.float(), (-mean_P @ plain_PK).float(), patch_px)
+    return PatchBank(weight_PK, bias_K, patch_px, stride, cells)
+
+
+def with_mirror_images(weight_PK: Tensor, bias_K: Tensor, patch_px: int) -> tuple[Tensor, Tensor]:
+    """Filters and biases, and after them their mirror images, whose responses are those of the filters to a mirrored patch."""
+    mirrored_PK = weight_PK.unflatten(0, (-1, patch_px, patch_px)).flip(2).flatten(0, 2)
+    return torch.cat([weight_PK, mirrored_PK], dim=1).contiguous(), bias_K.repeat(2)
+
+
+def _draw_patches(image_NCHW: Tensor, patch_px: int) -> Tensor:
+    """Random places of random images, float32 (M, P) from 0 to 1, each patch channel by channel as ``F.unfold`` orders it."""
+    rng = np.random.Generator(np.random.PCG64(_SEED))
+    count, _, height, width = image_NCHW.shape
+    drawn = (rng.integers(0, n, _PATCHES) for n in (count, height - patch_px + 1, width - patch_px + 1))
+    image_M, top_M, left_M = (torch.from_numpy(place) for place in drawn)
+    side = torch.arange(patch_px)
+    rows, columns = (top_M[:, None] + side)[:, :, None], (left_M[:, None] + side)[:, None, :]
+    return image_NCHW[image_M[:, None, None], :, rows, columns].permute(0, 3, 1, 2).flatten(1).float() / 255
+
+
+def _contrast_normalised(patch_MP: Tensor) -> Tensor:
+    patch_MP = patch_MP - patch_MP.mean(dim=1, keepdim=True)
+    return patch_MP * (patch_MP.square().mean(dim=1, keepdim=True) + VARIANCE_FLOOR).rsqrt()

@@ -1,0 +1,58 @@
+"""Whitening of features by public images: fitted on procedural textures once, applied to every image as a fixed linear map.
+
+    y = R (f - mean) / std,   R (C + w I) R^T = I   (Cholesky)
+
+``mean`` is the textures' mean of each dimension, ``std`` their standard deviation of each channel over all cells, C the covariance of the
+channels over textures and cells. One matrix serves all cells.
+
+Legend: N textures, B images, C channels, Q cells.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """Public constants; float32."""
+
+    mean_CQ: Tensor
+    matrix_CC: Tensor
+    """R / std."""
+
+    def to(self, device: str | torch.device) -> "Whitening":
+        """The same on another device."""
+        return Whitening(self.mean_CQ.to(device), self.matrix_CC.to(device))
+
+    def __call__(self, f_BCQ: Tensor) -> Tensor:
+        """Rows of length 1, float32 (B, C x Q), cell by cell; a row of zeros stays."""
+        y_BQC = (f_BCQ - self.mean_CQ).transpose(1, 2) @ self.matrix_CC.T
+        y_BD = y_BQC.flatten(1)
+        return y_BD / torch.linalg.vector_norm(y_BD, dim=1, keepdim=True).clamp(min=1e-12)
+
+
+def fit_whitening(f_NCQ: Tensor, floor: float, mirror_C: Tensor | None = None) -> Whitening:
+    """The whitening of public features.
+
+    Args:
+        f_NCQ: float32, features of textures.
+        floor: w, above 0, where a channel has variance 1: small directions are enlarged by at most 1 / sqrt(w).
+        mirror_C: the channel that each one becomes in the mirror image, int64: then the constants are those of the textures and their
+            mirror images, whose remaining cells are not in f_NCQ.
+    """
+    mean_CQ = f_NCQ.double().mean(dim=0)
+    total_CC = f_NCQ.new_zeros(f_NCQ.shape[1], f_NCQ.shape[1], dtype=torch.float64)
+    for part_BCQ in f_NCQ.split(256):
+        centred_MC = (part_BCQ - mean_CQ).transpose(1, 2).flatten(0, 1)
+        total_CC += centred_MC.T @ centred_MC
+    cov_CC = total_CC / (len(f_NCQ) * f_NCQ.shape[2])
+    if mirror_C is not None:
+        cov_CC = (cov_CC + cov_CC[mirror_C][:, mirror_C]) / 2
+    std_C = cov_CC.diagonal().sqrt().clamp(min=1e-6)
+    cov_CC = cov_CC / std_C[:, None] / std_C
+    cov_CC.diagonal().add_(floor)
+    root_CC = torch.linalg.cholesky(cov_CC)
+    matrix_CC = torch.linalg.solve_triangular(root_CC, torch.eye(len(root_CC), dtype=torch.float64), upper=False)
+    return Whitening(mean_CQ.float(), (matrix_CC / std_C).float().contiguous())
