@@ -188,7 +188,7 @@ def test_every_image_that_can_be_decoded_has_finite_features() -> None:
 
 def test_the_encoder_says_what_it_is_made_of() -> None:
     encoder = fixed_encoder("patches", 100)
-    assert (encoder.own_sizes, encoder.image_size, encoder.centred, encoder.family) == ((32, 64), 64, True, "fixed")
+    assert (encoder.own_sizes, encoder.image_size, encoder.standard_rows, encoder.family) == ((32, 64), 64, True, "fixed")
     assert encoder.lineage[0]["visibility"] == "public" and encoder.weights == "trained"
     assert fixed_encoder("patches").own_sizes == (32, 64, 128)
     with pytest.raises(ConfigError, match=r"image_size=7; expected 8 px or more for patches"):

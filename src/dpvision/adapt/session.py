@@ -189,7 +189,7 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
         made.encoder, cfg.encoder.pooling, cfg.encoder.width, made.store, made.row_N, dataset_size=made.plan.dataset_size, keep=keep,
         batch_size=hardware.physical_batch_size, workers=hardware.workers, device=made.device, progress=progress,
     )  # fmt: skip
-    needs_centre = cfg.centre == "textures" and not made.encoder.centred
+    needs_centre = cfg.centre == "textures" and not made.encoder.standard_rows
     centre_D = texture_centre(made.encoder, cfg.encoder.pooling, made.device) if needs_centre else None
     return FeatureStream(feature_ND, made.label, cfg.num_classes, centre_D=centre_D, unit=cfg.unit, constant=cfg.constant)
 

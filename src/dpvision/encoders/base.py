@@ -41,8 +41,9 @@ class FrozenEncoder:
     """"random": an architecture whose weights nobody trained; "none": features without weights."""
     own_sizes: tuple[int, ...] = ()
     """Resolutions that it takes, px, ascending up to ``image_size``: each image is seen at its own. Empty: at ``image_size`` alone."""
-    centred: bool = False
-    """Whether a public point is taken off its features already: a head then takes off none (``centre``)."""
+    standard_rows: bool = False
+    """Whether its features have a public point taken off and length 1: a head then takes off no other (``centre``), and they are kept as
+    float16, which rounds a number by at most one part in 2,048."""
     licence: str | None = None
     """Of published weights, as their library states it; None where nothing is stated, and for runs, whose manifests say."""
 

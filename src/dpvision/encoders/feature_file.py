@@ -3,9 +3,9 @@
 Row i belongs to record ``rows[i]``. A record that does not decode has a row of NaN: it stays in its place and contributes zero to whatever
 is computed (guarantee.md, rule 2). Batches are padded to one size, so that a record's features are the same numbers whoever is beside it.
 
-Where the features of the declared number of records take more than 2 GiB they are kept as float16: half the disk and half the reading,
-which is what an hour of many steps waits for. Rounding is a function of the record alone; it moves a feature by one part in 2048, far below
-the noise of a million records.
+Rows of length 1, and features of which the declared number of records takes more than 2 GiB, are kept as float16: half the disk and half
+the reading, which is what many steps wait for. Rounding is a function of the record alone; it moves a feature by one part in 2048, far
+below the noise of a million records.
 Numbers above 65504 do not fit, and take their record out like any other that is not finite.
 
 Legend: N records, B pictures of a batch, D numbers of a feature, C channels, H height, W width.
@@ -54,7 +54,8 @@ def feature_array(
     Raises:
         DataError: a shard cannot be read, or there is no room for the features.
     """
-    dtype = np.dtype(np.float32 if 4 * (dataset_size or len(rows)) * width <= _WHOLE_BYTES else np.float16)
+    whole = 4 * (dataset_size or len(rows)) * width <= _WHOLE_BYTES and not encoder.standard_rows
+    dtype = np.dtype(np.float32 if whole else np.float16)
     shape = (len(rows), width)
 
     def blocks_from(first: int) -> Iterator[np.ndarray]:

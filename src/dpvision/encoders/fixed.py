@@ -91,7 +91,7 @@ def _patches(name: str, image_size: int, device: str | torch.device) -> FrozenEn
     features = patch_features(scattering="scattering" in name, most_px=sizes[-1], device=device)
     return FrozenEncoder(
         name, sizes[-1], (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), lambda x_BCHW: {"3x3": features(x_BCHW)}, "fixed",
-        weights="trained", own_sizes=sizes, centred=True, licence=_LICENCE, lineage=(public_weights(name, _LICENCE),),
+        weights="trained", own_sizes=sizes, standard_rows=True, licence=_LICENCE, lineage=(public_weights(name, _LICENCE),),
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ _BATCH = 16
 
 @dataclass(frozen=True)
 class PatchSettings:
-    """Everything that decides the constants of one size; chosen on CIFAR-10's and EuroSAT's training images (docs/patches.md)."""
+    """Everything that decides the constants of one size; chosen on CIFAR-10's and EuroSAT's training images (docs/features_free.md)."""
 
     side_px: int
     stride: int

@@ -3,7 +3,7 @@
 Legend: B pictures of a batch, N pictures, K classes.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,7 @@ from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import ClassifierConfig, DataConfig, HeadConfig, RunConfig
 from dpvision.data.loader import pictures
 from dpvision.data.store import Store
+from dpvision.encoders.feature_file import feature_array
 from dpvision.encoders.headed import is_head, open_headed
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.metric import chance_level, measure, titled
@@ -23,8 +24,7 @@ from dpvision.eval.score import Score
 from dpvision.eval.several_labels import SeveralLabels, several_score
 from dpvision.features import Progress, load_model, trained_in_confidence
 
-_Classifier = Callable[[Tensor], Tensor]
-"""x_BCHW -> scores_BK."""
+_BLOCK = 1024
 
 
 @torch.inference_mode()
@@ -60,23 +60,16 @@ def score_own_head(
             the reverse, other classes than the training store's, or pictures that the run was trained on.
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
-    classifier, config, data, image_size = _open(checkpoint, ema, device)
+    scores_of = _scores_of_head if is_head(checkpoint) else _scores_of_network
+    hardware = _Hardware(batch_size, workers, device, progress)
+    config, rows, score_NK = scores_of(checkpoint, test_store, several_labels is not None, ema, hardware)
     assert isinstance(config.model, ClassifierConfig | HeadConfig) and config.model.num_classes is not None
-    rows = check_scorable(config, test_store, any_is_right=several_labels is not None)
-    scored, kept = [torch.empty(0, config.model.num_classes)], [np.empty(0, dtype=np.int64)]
-    done = 0
-    for x_BCHW, row_B, _ in pictures(test_store, rows, image_size, data, batch_size=batch_size, workers=workers):
-        score_BK = classifier(x_BCHW.to(device))
-        if not torch.isfinite(score_BK).all():
-            raise DataError("own_head: logits that are not finite; expected numbers. The run has diverged: train again at a lower rate.")
-        scored.append(score_BK.float().cpu())
-        kept.append(row_B.numpy())
-        done += len(row_B)
-        if progress is not None:
-            progress(done)
-    score_NK, row_N = torch.cat(scored), np.concatenate(kept)
+    readable_N = ~torch.isnan(score_NK).all(dim=1)
+    score_NK, row_N = score_NK[readable_N], rows[readable_N.numpy()]
     if len(row_N) == 0:
         raise DataError(f"own_head: {test_store.path} has no readable picture with a label; expected one or more. Import the source again.")
+    if not torch.isfinite(score_NK).all():
+        raise DataError("own_head: logits that are not finite; expected numbers. The run has diverged: train again at a lower rate.")
     private = test_store.results_visibility == "private" or trained_in_confidence(checkpoint.manifest)
     visibility: Literal["private", "public"] = "private" if private else "public"
     name = "own head, averaged weights" if ema else "own head"
@@ -129,18 +122,54 @@ def _threshold(model: ClassifierConfig | HeadConfig) -> float | None:
     return {"least_squares": 0.5, "many_steps": 0.0, "feature_covariance": 0.0}.get(model.head)
 
 
-def _open(checkpoint: Checkpoint, ema: bool, device: str | torch.device) -> tuple[_Classifier, RunConfig, DataConfig, int]:
-    """The classifier of a run, its config, and how its pictures are prepared."""
-    if is_head(checkpoint):
-        headed, config = open_headed(checkpoint, ema=ema, device=device)
-        encoder = headed.encoder
-        return headed, config, encoder.data, encoder.image_size
+@dataclass(frozen=True)
+class _Hardware:
+    """Hardware settings of one scoring."""
+
+    batch_size: int
+    workers: int
+    device: str | torch.device
+    progress: Progress | None
+
+
+def _scores_of_head(
+    checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: _Hardware
+) -> tuple[RunConfig, np.ndarray, Tensor]:
+    """Config, rows, and scores float32 (N, K), from features that are kept beside the store: NaN for what cannot be read."""
+    headed, config = open_headed(checkpoint, ema=ema, device=hardware.device)
+    assert isinstance(config.model, HeadConfig)
+    rows = check_scorable(config, store, any_is_right=any_is_right)
+    feature_ND = feature_array(
+        headed.encoder, headed.pooling, config.model.encoder.width, store, rows,
+        keep=not headed.encoder.confidential or store.visibility == "private",
+        batch_size=hardware.batch_size, workers=hardware.workers, device=hardware.device, progress=hardware.progress,
+    )  # fmt: skip
+    parts = [torch.from_numpy(np.array(feature_ND[i : i + _BLOCK])) for i in range(0, len(rows), _BLOCK)]
+    scored = [headed.head(x_BD.to(hardware.device).float()).cpu() for x_BD in parts]
+    return config, rows, torch.cat([torch.empty(0, config.model.num_classes or 0), *scored])
+
+
+def _scores_of_network(
+    checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: _Hardware
+) -> tuple[RunConfig, np.ndarray, Tensor]:
+    """As ``_scores_of_head``, of a classifier that was trained as a whole."""
     model, config = load_model(checkpoint, ema=ema)
     if not isinstance(config.model, ClassifierConfig):
         raise ConfigError(
             f"own_head: {checkpoint.path} is of model kind {config.model.kind!r}; expected 'classifier'. Use --protocols knn, linear."
         )
-    return model.to(device).eval(), config, config.data, config.model.encoder.image_size
+    model = model.to(hardware.device).eval()
+    rows = check_scorable(config, store, any_is_right=any_is_right)
+    score_NK, done = torch.full((len(rows), config.model.num_classes or 0), torch.nan), 0
+    size = config.model.encoder.image_size
+    for x_BCHW, row_B, _ in pictures(store, rows, size, config.data, batch_size=hardware.batch_size, workers=hardware.workers):
+        score_BK = model(x_BCHW.to(hardware.device)).float().cpu()
+        # An image that was read has scores, if only infinite ones.
+        score_NK[np.searchsorted(rows, row_B.numpy())] = score_BK.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        done += len(row_B)
+        if hardware.progress is not None:
+            hardware.progress(done)
+    return config, rows, score_NK
 
 
 def has_own_head(run_or_checkpoint: str | Path) -> bool:
