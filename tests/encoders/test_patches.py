@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy import fft
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,7 +28,7 @@ from dpvision.encoders.patch_constants import (
 from dpvision.encoders.patch_features import PatchFeatures
 from dpvision.encoders.patches import VARIANCE_FLOOR, PatchBank, learn_bank
 from dpvision.encoders.scattering import make_scattering
-from dpvision.encoders.whitening import fit_whitening
+from dpvision.encoders.whitening import cell_frequencies, fit_whitening
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.synthetic.textures import textures
 
@@ -102,6 +103,18 @@ def test_whitening_makes_the_covariance_of_textures_what_it_says() -> None:
     )
     row_BD = whitening(f_NCQ[:9])
     torch.testing.assert_close(torch.linalg.vector_norm(row_BD, dim=1), torch.ones(9))
+
+
+def test_cell_frequencies_are_an_orthogonal_transform_whose_constant_is_what_cells_have_in_common() -> None:
+    plain_QQ, scaled_QQ = cell_frequencies(3, [1.0]), cell_frequencies(3, [4.0, 2.0, 1.0, 0.5])
+    torch.testing.assert_close(plain_QQ @ plain_QQ.T, torch.eye(9), atol=1e-6, rtol=0)
+    torch.testing.assert_close(plain_QQ @ torch.ones(9), torch.tensor([3.0] + [0.0] * 8), atol=1e-6, rtol=0)
+    energy = scaled_QQ.square().sum(1).unflatten(0, (3, 3))
+    torch.testing.assert_close(energy, torch.tensor([[4.0, 2.0, 1.0], [2.0, 1.0, 0.5], [1.0, 0.5, 0.5]]))
+    # Against SciPy's transform of one square.
+    square = torch.rand(3, 3, generator=torch.Generator().manual_seed(0))
+    expected = fft.dctn(square.numpy(), norm="ortho")
+    np.testing.assert_allclose((plain_QQ @ square.flatten()).unflatten(0, (3, 3)).numpy(), expected, atol=1e-6)
 
 
 def test_half_of_the_scattering_stands_for_the_whole(texture_NCHW: Tensor) -> None:

@@ -8,7 +8,7 @@ Legend: N textures, B images, C channels, H height, W width, P paths.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from dpvision.encoders.patches import PatchBank, learn_bank, with_mirror_images
 from dpvision.encoders.scattering import Scattering, make_scattering
-from dpvision.encoders.whitening import Whitening, fit_whitening
+from dpvision.encoders.whitening import Whitening, cell_frequencies, fit_whitening
 from dpvision.errors import CheckpointError
 from dpvision.synthetic.textures import textures
 
@@ -35,7 +35,7 @@ _BATCH = 16
 
 @dataclass(frozen=True)
 class PatchSettings:
-    """Everything that decides the constants of one size; chosen on CIFAR-10's and EuroSAT's training images (docs/features_free.md)."""
+    """Everything that decides the constants of one size; chosen on training images of CIFAR-10 and EuroSAT (docs/features_free.md)."""
 
     side_px: int
     stride: int
@@ -45,6 +45,8 @@ class PatchSettings:
     cells: int = 3
     floor: float = 0.2
     """w of the patches' whitening."""
+    energy: tuple[float, ...] = (4.0, 2.0, 1.0, 0.5)
+    """Of the patches' frequencies over the cells (``whitening.cell_frequencies``)."""
     scattering_floor: float = 0.3
 
 
@@ -77,6 +79,7 @@ def learn_constants(settings: PatchSettings) -> SizeConstants:
     bank = learn_bank(texture_NCHW, settings.num_atoms, settings.patch_px, settings.stride, settings.cells)
     transform = make_scattering(min(settings.side_px, SCATTERING_CAP), centred=True)
     patches = fit_whitening(_over(bank, texture_NCHW), settings.floor)
+    patches = replace(patches, cells_QQ=cell_frequencies(settings.cells, settings.energy))
     scattered_NCQ = _over(partial(scattering_channels, transform), texture_NCHW)
     return SizeConstants(bank, patches, fit_whitening(scattered_NCQ, settings.scattering_floor, mirror_channels(transform)))
 
@@ -123,7 +126,8 @@ def load_constants(side_px: int, folder: Path = FOLDER) -> SizeConstants:
         found = load_file(path)
         weight_PK, bias_K = with_mirror_images(found["weight"], found["bias"], settings.patch_px)
         bank = PatchBank(weight_PK, bias_K, settings.patch_px, settings.stride, settings.cells)
-        return SizeConstants(bank, _whitening(found, "patches"), _whitening(found, "scattering"))
+        patches = replace(_whitening(found, "patches"), cells_QQ=cell_frequencies(settings.cells, settings.energy))
+        return SizeConstants(bank, patches, _whitening(found, "scattering"))
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"patches: {path} cannot be read ({error}); expected a file of this package. Install it again.") from None
 

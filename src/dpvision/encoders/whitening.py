@@ -1,13 +1,15 @@
 """Whitening of features by public images: fitted on procedural textures once, applied to every image as a fixed linear map.
 
-    y = R (f - mean) / std,   R (C + w I) R^T = I   (Cholesky)
+    y = G R (f - mean) / std,   R (C + w I) R^T = I   (Cholesky)
 
 ``mean`` is the textures' mean of each dimension, ``std`` their standard deviation of each channel over all cells, C the covariance of the
-channels over textures and cells. One matrix serves all cells.
+channels over textures and cells. One matrix R serves all cells; G works on the cells of each channel (``cell_frequencies``).
 
 Legend: N textures, B images, C channels, Q cells.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,14 +23,19 @@ class Whitening:
     mean_CQ: Tensor
     matrix_CC: Tensor
     """R / std."""
+    cells_QQ: Tensor | None = None
+    """G; None for the identity."""
 
     def to(self, device: str | torch.device) -> "Whitening":
         """The same on another device."""
-        return Whitening(self.mean_CQ.to(device), self.matrix_CC.to(device))
+        cells_QQ = None if self.cells_QQ is None else self.cells_QQ.to(device)
+        return Whitening(self.mean_CQ.to(device), self.matrix_CC.to(device), cells_QQ)
 
     def __call__(self, f_BCQ: Tensor) -> Tensor:
         """Rows of length 1, float32 (B, C x Q), cell by cell; a row of zeros stays."""
         y_BQC = (f_BCQ - self.mean_CQ).transpose(1, 2) @ self.matrix_CC.T
+        if self.cells_QQ is not None:
+            y_BQC = self.cells_QQ @ y_BQC
         y_BD = y_BQC.flatten(1)
         return y_BD / torch.linalg.vector_norm(y_BD, dim=1, keepdim=True).clamp(min=1e-12)
 
@@ -56,3 +63,20 @@ def fit_whitening(f_NCQ: Tensor, floor: float, mirror_C: Tensor | None = None) -
     root_CC = torch.linalg.cholesky(cov_CC)
     matrix_CC = torch.linalg.solve_triangular(root_CC, torch.eye(len(root_CC), dtype=torch.float64), upper=False)
     return Whitening(mean_CQ.float(), (matrix_CC / std_C).float().contiguous())
+
+
+def cell_frequencies(side: int, energy: Sequence[float]) -> Tensor:
+    """G: the cosine transform over a square of cells, its frequencies (u, v) scaled by the root of ``energy[u + v]``, float32 (Q, Q).
+
+    Noise of a private head is the same in every direction, so a longer direction is one in which the head learns faster: what all cells
+    have in common comes first.
+
+    Args:
+        energy: of u + v = 0, 1, ...; the last one holds for all higher ones.
+    """
+    place = (torch.arange(side, dtype=torch.float64) + 0.5) * math.pi / side
+    wave = (torch.arange(side, dtype=torch.float64)[:, None] * place).cos() * math.sqrt(2 / side)
+    wave[0] /= math.sqrt(2)
+    order = torch.arange(side)[:, None] + torch.arange(side)
+    scale = torch.tensor(energy, dtype=torch.float64)[order.clamp(max=len(energy) - 1)].sqrt()
+    return (scale.flatten()[:, None] * torch.kron(wave, wave)).float()
