@@ -190,7 +190,7 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
         batch_size=hardware.physical_batch_size, workers=hardware.workers, device=made.device, progress=progress,
     )  # fmt: skip
     centre_D = texture_centre(made.encoder, cfg.encoder.pooling, made.device) if cfg.centre == "textures" else None
-    return FeatureStream(feature_ND, made.label, cfg.num_classes, centre_D=centre_D, unit=cfg.unit, constant=cfg.constant)
+    return FeatureStream(feature_ND, made.label, cfg.num_classes, centre_D=centre_D, unit=cfg.unit)
 
 
 def save(session: HeadSession, config: RunConfig, fitted: Fitted, chosen: dict[str, Any] | None) -> Path:
