@@ -6,7 +6,7 @@ A row is rounded to 8 bits (16 where it is narrow) relative to its own largest e
 
 Weights and residuals are rounded to four such digits. Products of int8 matrices with int32 results are exact. So a logit depends on its
 record and the weights only, a block's sum depends neither on the order of its records nor on who stands beside them, and what a record adds
-is known before it is added (docs/privacy.md, "Rounding in heads"). It is fast, too: 8 bits are half of a float16 feature to read.
+is known before it is added (docs/heads.md, "Rounding"). It is fast, too: 8 bits are half of a float16 feature to read.
 
 The constant, which is far larger than the entries of a wide row, stays a number of its own.
 
