@@ -97,12 +97,13 @@ def one_step(feature, label, num_classes):
 def one_step_dense(feature, label, num_classes):
     import torch
 
-    from dpvision.adapt.gradient import head_sum
+    from dpvision.adapt.gradient import gradient_sum
+    from dpvision.adapt.integer_rows import IntegerStream
     from dpvision.adapt.stream import FeatureStream
 
-    stream, releases = FeatureStream(feature, label, num_classes), _releases(len(label))
-    weight, bias = torch.full((num_classes, stream.width), 1e-3), torch.full((num_classes,), -10.0)
-    return lambda: releases.release(stream, lambda blocks: head_sum(blocks, weight, bias, "sigmoid", releases.plan))[1].grads["weight"]
+    stream, releases = IntegerStream(FeatureStream(feature, label, num_classes)), _releases(len(label))
+    weight, bias = torch.full((num_classes, feature.shape[1]), 1e-3), torch.full((num_classes,), -10.0)
+    return lambda: releases.release(stream, lambda blocks: gradient_sum(blocks, weight, bias, "sigmoid", releases.plan))[1].grads["weight"]
 
 
 def non_private(feature, label, num_classes):

@@ -4,7 +4,11 @@ import itertools
 from collections.abc import Callable
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from dpvision.adapt.gradient import gradient_sum
+from dpvision.adapt.integer_rows import IntegerStream
 from dpvision.adapt.release import Releases, full_batch_plan
 from dpvision.adapt.stream import FeatureStream
 from dpvision.config import PrivacyConfig
@@ -38,6 +42,22 @@ def joined(stream: FeatureStream, x_D: np.ndarray, label: object) -> FeatureStre
     feature_ND = np.concatenate([stream.feature_ND, x_D.astype(stream.feature_ND.dtype)[None]])
     labels = np.concatenate([stream.label, np.asarray(label, dtype=stream.label.dtype)[None]])
     return FeatureStream(feature_ND, labels, stream.num_classes, **settings)  # type: ignore[arg-type]
+
+
+def integer_rows(stream: FeatureStream) -> Tensor:
+    """The rows that gradient steps see, float64 (N, E): the stream's, rounded."""
+    parts = [torch.zeros(0, stream.width, dtype=torch.float64)]
+    for block in IntegerStream(stream).blocks():
+        q_BE = sum(digit_BE.double() * 256**d for d, digit_BE in enumerate(block.digit_BE))
+        x_BE = q_BE * block.scale_B[:, None]
+        extra = stream.width - x_BE.shape[1]
+        parts.append(torch.cat([x_BE, x_BE.new_full((len(x_BE), extra), block.constant)], dim=1))
+    return torch.cat(parts)
+
+
+def gradient_of(stream: FeatureStream, weight_KE: Tensor, bias_K: Tensor, loss: str, plan: DPPlan) -> ClippedSum:
+    """The gradient's clipped sum over all records, on integers."""
+    return gradient_sum(IntegerStream(stream).blocks(), weight_KE, bias_K, loss, plan)  # type: ignore[arg-type]
 
 
 def no_noise(count: int, *, steps: int = 1, max_grad_norm: float | None = None, **settings: object) -> DPPlan:

@@ -1,20 +1,21 @@
 """What each head releases: equal to the slow way, at most C for each record, exactly zero for a broken one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from feature_sets import flat, joined, no_noise, several_labels, stream_of
+from feature_sets import flat, gradient_of, integer_rows, joined, no_noise, several_labels, stream_of
 from torch import nn
 from torch.nn import functional as F
 
 from dpvision.adapt import stream as stream_module
-from dpvision.adapt.gradient import head_sum
+from dpvision.adapt.gradient import Loss, gradient_sum, sum_at_zero
+from dpvision.adapt.integer_rows import IntegerStream
 from dpvision.adapt.moments import moment_of, moment_sum
 from dpvision.adapt.prototypes import prototype_sum
 from dpvision.adapt.release import full_batch_plan
-from dpvision.adapt.stream import Block, FeatureStream
+from dpvision.adapt.stream import FeatureStream
 from dpvision.config import PrivacyConfig
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
@@ -28,23 +29,19 @@ WEIGHT = torch.randn(4, 13, generator=torch.Generator().manual_seed(3))
 BIAS = torch.linspace(-2, 1, 4)
 
 
-def gradient(blocks: Iterator[Block], width: int, plan: DPPlan, loss: str = "sigmoid", weight: torch.Tensor = WEIGHT) -> ClippedSum:
-    return head_sum(blocks, weight[:, :width], BIAS, loss, plan)  # type: ignore[arg-type]
-
-
-SUMS: dict[str, Callable[[Iterator[Block], int, DPPlan], ClippedSum]] = {
-    "sigmoid": gradient,
-    "softmax": lambda blocks, width, plan: gradient(blocks, width, plan, "softmax"),
-    "sigmoid at zero": lambda blocks, width, plan: gradient(blocks, width, plan, "sigmoid", 0 * WEIGHT),
-    "softmax at zero": lambda blocks, width, plan: gradient(blocks, width, plan, "softmax", 0 * WEIGHT),
-    "moments": lambda blocks, width, plan: moment_sum(blocks, width, 4, 1.5, 0.6, plan),
-    "covariance": lambda blocks, width, plan: moment_sum(blocks, width, 4, 1.5, 0.0, plan),
-    "prototypes": lambda blocks, width, plan: prototype_sum(blocks, width, 4, 1.5, 0.3, plan),
+SUMS: dict[str, Callable[[FeatureStream, DPPlan], ClippedSum]] = {
+    "sigmoid": lambda stream, plan: gradient_of(stream, WEIGHT[:, : stream.width], BIAS, "sigmoid", plan),
+    "softmax": lambda stream, plan: gradient_of(stream, WEIGHT[:, : stream.width], BIAS, "softmax", plan),
+    "sigmoid at zero": lambda stream, plan: sum_at_zero(stream.blocks(), stream.width, BIAS, "sigmoid", plan),
+    "softmax at zero": lambda stream, plan: sum_at_zero(stream.blocks(), stream.width, BIAS, "softmax", plan),
+    "moments": lambda stream, plan: moment_sum(stream.blocks(), stream.width, 4, 1.5, 0.6, plan),
+    "covariance": lambda stream, plan: moment_sum(stream.blocks(), stream.width, 4, 1.5, 0.0, plan),
+    "prototypes": lambda stream, plan: prototype_sum(stream.blocks(), stream.width, 4, 1.5, 0.3, plan),
 }
 
 
 def total_of(stream: FeatureStream, name: str, plan: DPPlan = PLAN) -> np.ndarray:
-    return flat(SUMS[name](stream.blocks(), stream.width, plan))
+    return flat(SUMS[name](stream, plan))
 
 
 @pytest.mark.parametrize("at_zero", [False, True])
@@ -57,7 +54,7 @@ def test_the_closed_form_is_the_clipped_sum_of_autograd(loss: str, at_zero: bool
     with torch.no_grad():
         model.weight.copy_(weight)
         model.bias.copy_(BIAS).requires_grad_(False)
-    x_BE = torch.cat([torch.from_numpy(stream.feature_ND).double(), torch.ones(60, 1).double()], dim=1)
+    x_BE = torch.cat([torch.from_numpy(stream.feature_ND).double(), torch.ones(60, 1).double()], dim=1) if at_zero else integer_rows(stream)
     label = torch.from_numpy(stream.label)
 
     def losses(model: nn.Module, batch: Batch, key: StepKey) -> torch.Tensor:
@@ -70,7 +67,8 @@ def test_the_closed_form_is_the_clipped_sum_of_autograd(loss: str, at_zero: bool
     batch = Batch(torch.arange(60), torch.ones(60, dtype=torch.bool), x_BE, None, None)
     slow = clipped_sum(losses, model, batch, StepKey(0, 0), max_grad_norm=5.0, method="vmap")
     plan = full_batch_plan(60, 8.0, max_grad_norm=5.0)
-    fast = head_sum(stream.blocks(), weight, BIAS, "softmax" if loss == "softmax" else "sigmoid", plan)
+    kind: Loss = "softmax" if loss == "softmax" else "sigmoid"
+    fast = sum_at_zero(stream.blocks(), 13, BIAS, kind, plan) if at_zero else gradient_of(stream, weight, BIAS, kind, plan)
     assert 0 < (slow.norms_B > 5.0).sum() < 60
     torch.testing.assert_close(fast.grads["weight"], slow.grads["weight"], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(fast.norms_B, slow.norms_B, rtol=1e-5, atol=1e-5)
@@ -134,7 +132,7 @@ def test_the_plans_rule_of_clipping_is_kept(name: str, rule: str) -> None:
     )  # fmt: skip
     record = joined(stream_of(0), np.full(12, 0.01), 2)
     length = float(np.linalg.norm(total_of(record, name, plan)))
-    n = float(SUMS[name](record.blocks(), record.width, plan).norms_B[0])
+    n = float(SUMS[name](record, plan).norms_B[0])
     assert 0 < n < 1e3
     assert length == pytest.approx(n if rule == "hard" else 1e3 * n / (n + 0.01), rel=1e-4)
 
@@ -169,7 +167,8 @@ def test_logits_that_overflow_contribute_zero() -> None:
     stream = stream_of()
     record = joined(stream, np.full(12, 1e14), 0)
     huge = torch.full((4, 12), 1e30)
-    assert np.isfinite(flat(head_sum(record.blocks(), huge, BIAS, "softmax", PLAN))).all()
+    for weight in (huge, torch.full((4, 12), float("inf")), torch.full((4, 12), float("nan"))):
+        assert np.isfinite(flat(gradient_of(record, weight, BIAS, "softmax", PLAN))).all()
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -190,8 +189,9 @@ def test_only_the_drawn_rows_are_read() -> None:
     stream = stream_of()
     rows = np.array([3, 4, 50])
     some = FeatureStream(stream.feature_ND[rows], stream.label[rows], 4)
-    assert np.array_equal(flat(gradient(stream.blocks(rows), 12, PLAN)), flat(gradient(some.blocks(), 12, PLAN)))
-    assert not flat(gradient(stream.blocks(np.zeros(0, dtype=np.int64)), 12, PLAN)).any()
+    drawn, none = (flat(gradient_sum(IntegerStream(stream).blocks(r), WEIGHT[:, :12], BIAS, "softmax", PLAN)) for r in (rows, rows[:0]))
+    assert np.array_equal(drawn, total_of(some, "softmax"))
+    assert not none.any()
 
 
 def test_without_a_clip_norm_the_sum_is_the_plain_one() -> None:

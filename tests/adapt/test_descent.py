@@ -145,7 +145,7 @@ def test_several_labels_are_learned_by_the_sigmoid_loss() -> None:
     x, _ = clusters(3000, width=12)
     label_NK = (x[:, :4] > 0).astype(np.uint8)
     stream = FeatureStream(x, label_NK, 4, constant=1.0)
-    trained = many_steps(stream, private(3000, 4.0, steps=10), bias=0.0, optim=replace(SGD, learning_rate=5.0, momentum=0.0))
+    trained = many_steps(stream, private(3000, 4.0, steps=10), loss="sigmoid", optim=replace(SGD, learning_rate=5.0, momentum=0.0))
     test_x, _ = clusters(500, width=12, seed=5)
     right = (trained.last.scores(torch.from_numpy(test_x)).numpy() > 0) == (test_x[:, :4] > 0)
     assert right.mean() > 0.85

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from feature_sets import clusters, flat, joined, private, releases_of, stream_of
+from feature_sets import clusters, flat, gradient_of, joined, private, releases_of, stream_of
 
 from dpvision.adapt import stream as stream_module
-from dpvision.adapt.descent import MANY_STEPS, many_steps, one_step
+from dpvision.adapt.descent import many_steps, one_step
 from dpvision.adapt.feature_covariance import feature_covariance
-from dpvision.adapt.gradient import head_sum
+from dpvision.adapt.gradient import sum_at_zero
 from dpvision.adapt.least_squares import least_squares
 from dpvision.adapt.moments import moment_sum
 from dpvision.adapt.prototypes import prototype_sum, prototypes
@@ -29,7 +29,7 @@ from dpvision.dp.noise import privatize
 
 HEADS: dict[str, Callable[[FeatureStream, Releases], Head]] = {
     "one_step": lambda stream, releases: one_step(stream, replace(releases, plan=full_batch_plan(releases.plan.dataset_size, 4.0))),
-    "many_steps": lambda stream, releases: many_steps(stream, releases, optim=replace(MANY_STEPS, name="sgd", momentum=0.9)).last,
+    "many_steps": lambda stream, releases: many_steps(stream, releases).last,
     "least_squares": least_squares,
     "feature_covariance": lambda stream, releases: feature_covariance(stream, releases).last,
     "prototypes": prototypes,
@@ -43,8 +43,8 @@ def sums(stream: FeatureStream) -> dict[str, ClippedSum]:
     bias_K, width, classes = torch.full((stream.num_classes,), -1.0), stream.width, stream.num_classes
     weight_KE = torch.randn(classes, width, generator=torch.Generator().manual_seed(0))
     return {
-        "at zero": head_sum(stream.blocks(), 0 * weight_KE, bias_K, "sigmoid", plan),
-        "gradient": head_sum(stream.blocks(), weight_KE, bias_K, "softmax", plan),
+        "at zero": sum_at_zero(stream.blocks(), width, bias_K, "sigmoid", plan),
+        "gradient": gradient_of(stream, weight_KE, bias_K, "softmax", plan),
         "moments": moment_sum(stream.blocks(), width, classes, 1.0, 0.6, plan),
         "prototypes": prototype_sum(stream.blocks(), width, classes, 1.0, 0.3, plan),
     }
@@ -132,25 +132,6 @@ def test_neither_the_order_of_records_nor_the_size_of_blocks_changes_a_predictio
         torch.testing.assert_close(again.weight_KD, head.weight_KD, rtol=1e-3, atol=1e-4 * float(head.weight_KD.abs().max()))
         assert torch.equal(again.predict(X), head.predict(X))
     assert len(head.predict(X).unique()) == 4
-
-
-def test_rows_that_are_kept_are_those_that_are_read_again() -> None:
-    """Bit for bit, with a broken record among them; and nothing is read before the first block is asked for."""
-    stream = joined(stream_of(50, unit=True, constant=0.5), np.full(12, np.nan), 0)
-    kept = stream.kept()
-    assert kept.keep is not None and kept.keep.value is None
-    for rows in (None, np.array([0, 3, 50]), np.zeros(0, dtype=np.int64)):
-        for _ in range(2):
-            for a, b in zip(stream.blocks(rows), kept.blocks(rows), strict=True):
-                assert torch.equal(a.x_BE, b.x_BE) and torch.equal(a.norm_B, b.norm_B) and torch.equal(a.label_B, b.label_B)  # type: ignore[arg-type]
-    assert kept.keep.value is not None
-    (mapped,), (plain,) = kept.mapped(torch.eye(13) * 2).blocks(), stream.blocks()
-    assert torch.equal(mapped.x_BE, 2 * plain.x_BE)
-
-
-def test_rows_too_large_to_keep_are_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "_KEEP_BYTES", 4 * 12 * 50)
-    assert stream_of(50).kept().keep is not None and stream_of(51).kept().keep is None
 
 
 RANK_SCRIPT = """

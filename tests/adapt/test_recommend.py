@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dpvision.adapt.recommend import covariance_noise, recommend_head
+from dpvision.adapt.recommend import covariance_noise, mean_noise, recommend_head
 from dpvision.errors import ConfigError
 
 ORDER = ["prototypes", "many_steps", "feature_covariance"]
@@ -22,11 +22,11 @@ def test_more_records_and_more_budget_never_lead_to_a_coarser_head() -> None:
     assert {0, 1, 2} == {r for row in table for r in row}
 
 
-def test_wider_features_are_noisier() -> None:
+def test_a_covariance_of_more_dimensions_is_noisier() -> None:
     assert covariance_noise(10_000, 1.0, 2048) == pytest.approx(2 * covariance_noise(10_000, 1.0, 512))
-    assert [rank(10_000, 10, 1.0, width) for width in (32, 512, 8192)] == sorted(
-        [rank(10_000, 10, 1.0, width) for width in (32, 512, 8192)], reverse=True
-    )
+    assert covariance_noise(10_000, 1.0, 2) == pytest.approx(2 * mean_noise(10_000, 1.0))
+    ranks = [rank(100_000, 10, 1.0, width) for width in (32, 512, 8192, 20_000)]
+    assert ranks == sorted(ranks, reverse=True) and ranks[0] == 2 and ranks[-1] == 1
 
 
 def test_few_records_of_a_class_get_prototypes_whatever_the_budget() -> None:
@@ -34,9 +34,9 @@ def test_few_records_of_a_class_get_prototypes_whatever_the_budget() -> None:
     assert name == "prototypes" and "4 records" in reason
 
 
-def test_features_too_wide_for_a_covariance_get_one_step() -> None:
+def test_features_too_wide_for_a_covariance_get_gradient_steps() -> None:
     name, reason = recommend_head(1_000_000, 1000, 8.0, 20_000)
-    assert name == "one_step" and "20000" in reason
+    assert name == "many_steps" and "20,000" in reason
 
 
 def test_without_a_guarantee_there_is_no_noise() -> None:

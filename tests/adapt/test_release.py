@@ -12,7 +12,8 @@ from feature_sets import KEYS, no_noise, private, releases_of, stream_of
 from scipy import optimize, stats
 
 from dpvision.adapt import release as release_module
-from dpvision.adapt.gradient import head_sum
+from dpvision.adapt.gradient import gradient_sum, sum_at_zero
+from dpvision.adapt.integer_rows import IntegerStream
 from dpvision.adapt.least_squares import least_squares
 from dpvision.adapt.moments import moment_of, moment_sum, noise_edge
 from dpvision.adapt.prototypes import prototypes
@@ -74,9 +75,9 @@ def nothing(width: int = 30, num_classes: int = 20) -> FeatureStream:
 def noise_TKE(steps: int, keys: tuple[bytes, bytes] = KEYS) -> np.ndarray:
     """The noise of gradients, in units of its deviation."""
     stream, releases = nothing(), private(1000, 1.0, steps, keys=keys)
-    zero_KE, bias_K = torch.zeros(20, 30), torch.zeros(20)
+    bias_K = torch.zeros(20)
     drawn = [
-        releases.release(stream, lambda blocks: head_sum(blocks, zero_KE, bias_K, "softmax", releases.plan))[1].grads["weight"]
+        releases.release(stream, lambda blocks: sum_at_zero(blocks, 30, bias_K, "softmax", releases.plan))[1].grads["weight"]
         for _ in range(steps)
     ]
     return torch.stack(drawn).numpy() / releases.entry_std()
@@ -121,10 +122,10 @@ def test_the_noise_of_a_moment_is_a_symmetric_gaussian_matrix() -> None:
 
 def test_simulated_ranks_add_the_noise_once_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks sum their slices; of the total, each then releases its share with the noise that one process alone would add there."""
-    stream, weight_KE, bias_K = stream_of(61), torch.randn(4, 12), torch.zeros(4)
+    stream, weight_KE, bias_K = IntegerStream(stream_of(61)), torch.randn(4, 12), torch.zeros(4)
 
     def gradient_of(releases: Releases) -> torch.Tensor:
-        return releases.release(stream, lambda blocks: head_sum(blocks, weight_KE, bias_K, "softmax", releases.plan))[1].grads["weight"]
+        return releases.release(stream, lambda blocks: gradient_sum(blocks, weight_KE, bias_K, "softmax", releases.plan))[1].grads["weight"]
 
     alone = gradient_of(private(61))
     groups = [Group(rank, 2, torch.device("cpu")) for rank in range(2)]

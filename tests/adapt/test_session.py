@@ -236,7 +236,7 @@ def test_bad_settings_are_refused_before_anything_is_charged(private: Store, tmp
         (with_model(iterate="ema"), ConfigError, "iterate='ema' without a decay"),
         (with_size(1), DataError, "operator only: 1200 can take part.*--dataset-size 1200"),
         (with_size(1300), DataError, "declared dataset_size=1300"),
-        (with_model(head="one_step"), ConfigError, "steps=10; expected 1"),
+        (with_model(head="one_step"), ConfigError, "steps=60; expected 1"),
     ]  # fmt: skip
     for config, kind, said in cases:
         with pytest.raises(kind, match=said):
@@ -269,7 +269,7 @@ def test_auto_goes_by_declared_numbers_alone_and_says_why(private: Store) -> Non
 
 def test_presets_are_the_heads_own_defaults() -> None:
     assert PRESETS["one_step"].optim == descent.ONE_STEP and PRESETS["many_steps"].optim == descent.MANY_STEPS
-    assert PRESETS["one_step"].bias == PRESETS["many_steps"].bias == descent.BIAS
+    assert PRESETS["one_step"].bias == descent.BIAS
     assert PRESETS["feature_covariance"].optim == feature_covariance.OPTIM
 
 

@@ -16,7 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dpvision.adapt.gradient import Loss, head_sum
+from dpvision.adapt.gradient import Loss, gradient_sum, sum_at_zero
+from dpvision.adapt.integer_rows import IntegerStream
+from dpvision.adapt.rate import with_rate
 from dpvision.adapt.release import Releases
 from dpvision.adapt.stream import FeatureStream, Head
 from dpvision.config import OptimConfig
@@ -29,7 +31,7 @@ BIAS = -10.0
 """The paper's fixed bias: at first no class is likely, which is where most of many classes belong."""
 ONE_STEP = OptimConfig(name="lamb", learning_rate=1e-3, eps=1e-12, weight_decay=0.0, schedule="constant")
 """Adam's eps is far below any noisy gradient, so that the step is the sign of each number."""
-MANY_STEPS = OptimConfig(name="lamb", learning_rate=0.5, betas=(0.9, 0.999), eps=1e-12, weight_decay=0.0, schedule="linear")
+MANY_STEPS = OptimConfig(name="sgd", learning_rate=None, momentum=0.9, weight_decay=0.0, schedule="constant")
 
 Init = Literal["zero", "lecun"]
 
@@ -67,9 +69,9 @@ def many_steps(
     stream: FeatureStream,
     releases: Releases,
     *,
-    loss: Loss = "sigmoid",
+    loss: Loss = "softmax",
     optim: OptimConfig = MANY_STEPS,
-    bias: float = BIAS,
+    bias: float = 0.0,
     init: Init = "zero",
     init_scale: float = 1.0,
     seed: int = 0,
@@ -77,7 +79,7 @@ def many_steps(
     """All steps that are left in the plan: DP-SGD with momentum, DP-Adam or DP-LAMB by ``optim.name``.
 
     Args:
-        optim: ``learning_rate`` of ``optim.schedule`` over the steps left here.
+        optim: ``learning_rate`` of ``optim.schedule`` over the steps left here; None for the rule's (``rate.steps_rate``).
         bias: fixed, the same for all classes; a trained one comes with ``stream.constant``.
         init: zero weights, or LeCun's, normal of variance 1 / E, times ``init_scale``.
         seed: of the initial weights; public.
@@ -89,19 +91,21 @@ def many_steps(
     steps = releases.left
     if steps < 1:
         raise ConfigError("adapt: steps=0; expected at least one step that is left in the plan. Plan more steps.")
+    optim = with_rate(optim, releases.plan)
     head = _Weight(_initial(stream, init, init_scale, seed))
     bias_K = torch.full((stream.num_classes,), bias)
     optimizer = Optimizer(optim, head)
     ema = make_ema(head) if optim.ema_decay is not None else None
     mean_KE = torch.zeros(head.weight.shape, dtype=torch.float64)
-    done = 0
-    if steps > 1:
-        stream = stream.kept()
+    done, rows = 0, IntegerStream(stream)
     while releases.left:
         # By the steps left, not by those taken here: steps that were charged and lost in a crash shorten the schedule.
         at = steps - releases.left
         weight_KE = head.weight.detach()
-        _, gradient = releases.release(stream, lambda blocks: head_sum(blocks, weight_KE, bias_K, loss, releases.plan))  # noqa: B023
+        if steps == 1 and not weight_KE.any():
+            _, gradient = releases.release(stream, lambda blocks: sum_at_zero(blocks, stream.width, bias_K, loss, releases.plan))
+        else:
+            _, gradient = releases.release(rows, lambda blocks: gradient_sum(blocks, weight_KE, bias_K, loss, releases.plan))  # noqa: B023
         optimizer.step(gradient, learning_rate(optim, at, steps))
         mean_KE += head.weight.detach()
         if ema is not None and optim.ema_decay is not None:

@@ -71,7 +71,7 @@ def feature_covariance(
     covariance_EE = moment_of(released.grads["moment"], bound, 0.0, plan)
     edge = noise_edge(releases.entry_std(count), width, bound, 0.0, plan)
     map_EE, dimension = whitener(covariance_EE, max(strength * edge, 1e-6 * bound**2))
-    rate = optim.learning_rate * stream.num_classes * dimension / releases.left
+    rate = optim.rate * stream.num_classes * dimension / releases.left
     return many_steps(stream.mapped(map_EE.float()), releases, loss=loss, optim=replace(optim, learning_rate=rate), bias=bias)
 
 

@@ -1,13 +1,14 @@
 """The head that a config asks for, from a stream of features and the releases of a plan."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from dpvision.adapt.descent import Trained, many_steps, one_step
 from dpvision.adapt.feature_covariance import feature_covariance
 from dpvision.adapt.least_squares import least_squares
 from dpvision.adapt.prototypes import prototypes
+from dpvision.adapt.rate import with_rate
 from dpvision.adapt.release import Releases
 from dpvision.adapt.select import Candidate, Selected, select_head
 from dpvision.adapt.stream import FeatureStream, Head
@@ -32,8 +33,10 @@ def fit_head(config: RunConfig, stream: FeatureStream, releases: Releases) -> Fi
         ConfigError: too few releases are left for this head.
         PrivacyError: a release is refused.
     """
-    cfg = config.model
-    assert isinstance(cfg, HeadConfig)
+    assert isinstance(config.model, HeadConfig)
+    cfg = config.model.settled()
+    assert cfg.loss != "auto" and cfg.bias is not None
+    stream = replace(stream, constant=cfg.constant)
     match cfg.head:
         case "one_step":
             return Fitted(one_step(stream, releases, loss=cfg.loss, optim=config.optim, bias=cfg.bias))
@@ -74,7 +77,11 @@ def choose_head(config: RunConfig, stream: FeatureStream, plan: DPPlan, charge: 
         PrivacyError: the secret number of runs was 0 (Poisson only): nothing is released, and it has cost the same.
     """
     assert isinstance(config.model, HeadConfig)
-    asked: dict[str, RunConfig] = {name: with_candidate(config, name) for name in config.model.candidates}
+    asked: dict[str, RunConfig] = {}
+    for name in config.model.candidates:
+        candidate = with_candidate(config, name)
+        assert isinstance(candidate.model, HeadConfig)
+        asked[name] = replace(candidate, model=candidate.model.settled(), optim=with_rate(candidate.optim, plan.run_plans()[0]))
     candidates = [Candidate(name, partial(_fit_last, candidate)) for name, candidate in asked.items()]
     selected = select_head(stream, candidates, plan, charge)
     if selected is None:

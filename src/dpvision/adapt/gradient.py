@@ -4,8 +4,15 @@ The gradient of one record's loss with respect to the weight is the outer produc
 
     g_i = (p_i - y_i) x_i^T,    ||g_i|| = ||p_i - y_i|| ||x_i||,    p = softmax(W x + b) or sigmoid(W x + b)
 
-so the clipped sum over a block is one matrix product, sum_i f_i g_i = R^T diag(f) X. At a head of zeros p is the same for all records
-and known, and the sum needs no product at all: p (sum_i f_i x_i)^T - Y^T diag(f) X, where Y^T X are sums by class.
+so the clipped sum over a block is one matrix product, sum_i f_i g_i = R^T diag(f) X. ``gradient_sum`` takes it on integers, exactly: the
+scaled residuals a_i = f_i scale_i (p_i - y_i) are cut off, towards zero, to multiples of a public grid h, and
+
+    sum_i f_i g_i = h sum_i k_i q_i^T,    |k_i| h <= |a_i|
+
+so a record adds k_i q_i^T h, of norm at most f_i ||g_i|| <= C, and no rounding follows but that of float64 totals over blocks.
+
+At a head of zeros p is the same for all records and known, and the sum needs no product at all: p (sum_i f_i x_i)^T - Y^T diag(f) X, where
+Y^T X are sums by class (``sum_at_zero``).
 
 Legend: B records of a block, E numbers of a row (``stream``), K classes.
 """
@@ -16,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dpvision.adapt.integer_rows import DIGITS, IntegerBlock, largest, product, split
 from dpvision.adapt.release import Contributions
 from dpvision.adapt.stream import Block
 from dpvision.dp.clip import ClippedSum
@@ -25,41 +33,91 @@ Loss = Literal["softmax", "sigmoid"]
 """Cross-entropy over the classes, or the sum over the classes of binary cross-entropies, as the paper has it."""
 
 
-def head_sum(blocks: Iterator[Block], weight_KE: Tensor, bias_K: Tensor, loss: Loss, plan: DPPlan) -> ClippedSum:
+def gradient_sum(blocks: Iterator[IntegerBlock], weight_KE: Tensor, bias_K: Tensor, loss: Loss, plan: DPPlan) -> ClippedSum:
     """Clipped sum of the gradients with respect to the weight, under the name "weight": float64 (K, E).
 
     Args:
-        weight_KE: float32; public or released.
+        weight_KE: float32; public or released. The products have it rounded to 31 bits, relative to each class's largest weight.
         bias_K: fixed bias, float32.
     """
-    if weight_KE.any():
-        return _dense(blocks, weight_KE, bias_K, loss, plan)
-    return _at_zero(blocks, weight_KE.shape[1], bias_K, loss, plan)
-
-
-def probabilities(logit_BK: Tensor, loss: Loss) -> Tensor:
-    """What the loss takes for the probability of each class."""
-    return logit_BK.softmax(dim=-1) if loss == "softmax" else logit_BK.sigmoid()
-
-
-def _dense(blocks: Iterator[Block], weight_KE: Tensor, bias_K: Tensor, loss: Loss, plan: DPPlan) -> ClippedSum:
     total = Contributions(plan, {"weight": tuple(weight_KE.shape)})
+    weight = _Weight(weight_KE, bias_K)
     for block in blocks:
-        residual_BK = probabilities(torch.addmm(bias_K, block.x_BE, weight_KE.T), loss)
+        residual_BK = probabilities(weight.logits(block), loss)
         if block.label_B is None:
             assert block.target_BK is not None
             residual_BK -= block.target_BK
         else:
             residual_BK[torch.arange(len(block.label_B)), block.label_B] -= 1
-        norm_B = torch.linalg.vector_norm(residual_BK, dim=1, dtype=torch.float64) * block.norm_B
-        factor_B = total.factors(norm_B)
-        if not torch.isfinite(norm_B).all():  # logits of a huge row overflow; 0 x NaN is NaN
+        norm_B = torch.linalg.vector_norm(residual_BK, dim=1) * block.norm_B
+        residual_BK *= total.factors(norm_B).double()[:, None]
+        if not torch.isfinite(norm_B).all():  # weights that are not finite: 0 x NaN is NaN
             residual_BK = residual_BK.masked_fill(~torch.isfinite(norm_B)[:, None], 0.0)
-        total.add("weight", residual_BK.mul_(factor_B[:, None]).double().T @ block.x_BE.double())
+        total.add("weight", _outer(block, residual_BK, weight_KE.shape[1], plan.max_grad_norm))
     return total.sum()
 
 
-def _at_zero(blocks: Iterator[Block], width: int, bias_K: Tensor, loss: Loss, plan: DPPlan) -> ClippedSum:
+def probabilities(logit_BK: Tensor, loss: Loss) -> Tensor:
+    """What the loss takes for the probability of each class; every row's bits are its own, wherever it stands.
+
+    torch's sigmoid has other last bits at the end of a tensor than inside; its exp has not.
+    """
+    return logit_BK.softmax(dim=-1) if loss == "softmax" else 1 / (1 + (-logit_BK).exp())
+
+
+class _Weight:
+    """A head's weight as int8 digits, each class relative to its own largest entry."""
+
+    def __init__(self, weight_KE: Tensor, bias_K: Tensor) -> None:
+        self._weight_KE, self._bias_K = weight_KE.double(), bias_K.double()
+        self._digits: tuple[int, Tensor, Tensor] | None = None
+
+    def logits(self, block: IntegerBlock) -> Tensor:
+        """float64 (B, K)."""
+        width = block.digit_BE[0].shape[1]
+        right_EM, scale_K = self._split(width)
+        part_BDK = product(block.digit_BE, right_EM).unflatten(1, (DIGITS, -1))
+        sum_BK = sum(part_BDK[:, d] * 256**d for d in range(DIGITS))
+        offset_K = self._bias_K + block.constant * self._weight_KE[:, width:].sum(dim=1)
+        return sum_BK * scale_K * block.scale_B[:, None] + offset_K
+
+    def _split(self, width: int) -> tuple[Tensor, Tensor]:
+        if self._digits is None:
+            weight_KE = self._weight_KE[:, :width]
+            peak_K = weight_KE.abs().amax(dim=1)
+            scale_K = torch.where(peak_K > 0, peak_K, 1.0) / largest(DIGITS)
+            whole_KE = torch.nan_to_num(weight_KE / scale_K[:, None], 0.0, 0.0, 0.0).round().to(torch.int64)
+            self._digits = width, torch.cat(split(whole_KE, DIGITS)).T, scale_K
+        return self._digits[1:]
+
+
+def _outer(block: IntegerBlock, residual_BK: Tensor, width: int, max_grad_norm: float | None) -> Tensor:
+    """sum_i residual_i x_i^T of clipped residuals, float64 (K, E)."""
+    scaled_BK = residual_BK * block.scale_B[:, None]
+    if max_grad_norm is None:
+        grid = max(float(scaled_BK.abs().max()) if scaled_BK.numel() else 0.0, 1e-300) / largest(DIGITS)
+    else:
+        # |a_i| <= C / ||q_i||, and the largest entry of a row q_i that is not zero is largest(digits).
+        grid = max_grad_norm / (largest(len(block.digit_BE)) * largest(DIGITS))
+    most = largest(DIGITS)
+    whole_BK = (scaled_BK / grid).trunc_().clamp_(-most, most).to(torch.int64)
+    left_MB = torch.cat(split(whole_BK, DIGITS), dim=1).T
+    num_classes = residual_BK.shape[1]
+    total_KE = residual_BK.new_zeros(num_classes, width)
+    for e, digit_BE in enumerate(block.digit_BE):
+        part_ME = product((left_MB,), digit_BE)
+        for d in range(DIGITS):
+            total_KE[:, : digit_BE.shape[1]].add_(part_ME[d * num_classes : (d + 1) * num_classes], alpha=grid * 256 ** (d + e))
+    total_KE[:, block.digit_BE[0].shape[1] :] = block.constant * residual_BK.sum(dim=0)[:, None]
+    return total_KE
+
+
+def sum_at_zero(blocks: Iterator[Block], width: int, bias_K: Tensor, loss: Loss, plan: DPPlan) -> ClippedSum:
+    """As ``gradient_sum`` at a weight of zeros, on the float32 rows: sums by class, no matrix product.
+
+    Args:
+        width: E.
+    """
     num_classes = len(bias_K)
     p_K = probabilities(bias_K.double(), loss)
     total = Contributions(plan, {"weight": (num_classes, width)})

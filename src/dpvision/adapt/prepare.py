@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dpvision.adapt.rate import with_rate
 from dpvision.adapt.recommend import WIDEST, recommend_head
 from dpvision.adapt.release import full_batch_noise
 from dpvision.checkpoint import load_checkpoint
@@ -87,6 +88,8 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     pooling, width = check_alone(encoder, model.encoder.pooling, device)
     config = settled(config, encoder, pooling, width)
     plan = plan or head_plan(config)
+    if not model.candidates:
+        config = replace(config, optim=with_rate(config.optim, plan))
     check_store(plan, store, row_N)
     check_labels(store, row_N, model.num_classes, multi_label=model.multi_label)
     label = store.targets(row_N, model.num_classes) if model.multi_label else store.labels[row_N]
@@ -119,8 +122,10 @@ def settled(config: RunConfig, encoder: FrozenEncoder, pooling: str, width: int)
             epsilon = draft_plan(privacy).epsilon or math.inf
         head, reason = recommend_head(privacy.dataset_size, config.model.num_classes, epsilon, width, _delta(privacy))
         if config.model.multi_label and head == "feature_covariance":
-            head, reason = "least_squares", f"{reason}; those steps are for one label a record, and here are several"
+            head, reason = "many_steps", f"{reason}; but that head is for one label a record, and here are several"
         config = with_head(config, head, reason)
+    assert isinstance(config.model, HeadConfig)
+    config = replace(config, model=config.model.settled())
     _check_head(config, width)
     return config
 

@@ -1,9 +1,9 @@
 """Which head: from public numbers only, by rules that were calibrated on public pictures (docs/heads.md has the figures).
 
-    noise = sqrt(2 D) sigma / N,    sigma = noise multiplier of one release at (epsilon, delta)
+    s = sigma / N,    sigma = noise multiplier of one release at (epsilon, delta)
 
-is the largest eigenvalue of the noise in a covariance of records of length 1, whose own eigenvalues add up to 1: what lies below it
-cannot be told from noise.
+is the noise in a mean over all records, in each coordinate, of contributions of length 1; and s sqrt(2 D) is the largest eigenvalue of the
+noise in a covariance of rows of length 1, whose own eigenvalues add up to 1: what lies below it cannot be told from noise.
 """
 
 import math
@@ -14,8 +14,10 @@ from dpvision.config.head_presets import HeadName
 from dpvision.errors import ConfigError
 from dpvision.privacy.plan import default_delta
 
-MOST_NOISE_FOR_COVARIANCE = 0.03
-MOST_NOISE_FOR_STEPS = 0.6
+MOST_NOISE_FOR_COVARIANCE = 0.002
+"""Of s sqrt(2 D)."""
+MOST_NOISE_FOR_STEPS = 1 / 500
+"""Of s."""
 FEWEST_RECORDS_OF_A_CLASS = 5.0
 WIDEST = 8192
 """Numbers of a feature beyond which a covariance (D x D in float64, its eigenvectors) is too large for an ordinary machine."""
@@ -39,31 +41,32 @@ def recommend_head(
     if not (num_records >= 1 and num_classes >= 2 and feature_width >= 1 and epsilon > 0):
         raise ConfigError(
             f"adapt: num_records={num_records}, num_classes={num_classes}, feature_width={feature_width}, epsilon={epsilon}; expected at "
-            "least one record, two classes and one number, and a positive epsilon. Declare them."
+            "least one record, two classes and one feature dimension, and a positive epsilon. Declare them."
         )
-    noise = covariance_noise(num_records, epsilon, feature_width, delta)
+    noise = mean_noise(num_records, epsilon, delta)
+    edge = covariance_noise(num_records, epsilon, feature_width, delta)
     per_class = num_records / num_classes
-    if feature_width > WIDEST:
-        return "one_step", (
-            f"features of {feature_width} numbers are too wide for a covariance (at most {WIDEST}); "
-            "one step needs none, and nothing about it is to be chosen"
-        )
     if noise > MOST_NOISE_FOR_STEPS or per_class < FEWEST_RECORDS_OF_A_CLASS:
         return "prototypes", (
-            f"{per_class:.3g} records a class, and noise of {noise:.2g} in a covariance whose eigenvalues add up to 1: "
+            f"{per_class:.3g} records a class, and noise of {noise:.2g} in each coordinate of a mean over all records: "
             "only class means are worth measuring"
         )
-    if noise > MOST_NOISE_FOR_COVARIANCE:
-        return "many_steps", (
-            f"noise of {noise:.2g} in a covariance whose eigenvalues add up to 1: too much to measure one; gradient steps need none"
-        )
-    return "feature_covariance", f"noise of {noise:.2g} in the covariance: it can be measured, and steps after it correct the closed form"
+    if feature_width <= WIDEST and edge <= MOST_NOISE_FOR_COVARIANCE:
+        return "feature_covariance", f"noise of {edge:.2g} in a covariance whose eigenvalues add up to 1: it can be measured"
+    return "many_steps", (
+        f"{num_records:,} records and noise of {noise:.2g} in each coordinate of their mean gradient: "
+        f"enough for gradient steps; a covariance of {feature_width:,} dimensions would cost more than it gives"
+    )
+
+
+def mean_noise(num_records: int, epsilon: float, delta: float | None = None) -> float:
+    """sigma / N; 0 without a guarantee."""
+    if math.isinf(epsilon):
+        return 0.0
+    delta = default_delta(num_records) if delta is None else delta
+    return float(gaussian_mechanism.get_sigma_gaussian(epsilon, delta)) / num_records
 
 
 def covariance_noise(num_records: int, epsilon: float, feature_width: int, delta: float | None = None) -> float:
     """sqrt(2 D) sigma / N; 0 without a guarantee."""
-    if math.isinf(epsilon):
-        return 0.0
-    delta = default_delta(num_records) if delta is None else delta
-    sigma = gaussian_mechanism.get_sigma_gaussian(epsilon, delta)
-    return math.sqrt(2 * feature_width) * sigma / num_records
+    return math.sqrt(2 * feature_width) * mean_noise(num_records, epsilon, delta)

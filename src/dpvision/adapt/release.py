@@ -12,13 +12,13 @@ Legend: B records of a block.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from dp_accounting import gaussian_mechanism
 from torch import Tensor
 
-from dpvision.adapt.stream import Block, FeatureStream
 from dpvision.config import PrivacyConfig
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient, privatize
@@ -75,7 +75,21 @@ class Contributions:
         return ClippedSum(self._totals, len(norms_B), norms_B, torch.zeros(0), self._plan.max_grad_norm)
 
 
-SumOf = Callable[[Iterator[Block]], ClippedSum]
+BlockT = TypeVar("BlockT", covariant=True)
+
+
+class Records(Protocol[BlockT]):
+    """What releases are made of: ``stream.FeatureStream``, or ``integer_rows.IntegerStream``."""
+
+    @property
+    def num_records(self) -> int: ...
+
+    def blocks(self, rows: np.ndarray | None = None) -> Iterator[BlockT]:
+        """The valid records, or those among ``rows`` (sorted int64)."""
+
+
+T = TypeVar("T")
+SumOf = Callable[[Iterator[T]], ClippedSum]
 """Blocks of the drawn records -> their clipped sum."""
 
 
@@ -100,7 +114,7 @@ class Releases:
         """Steps of the plan that are not charged yet, as far as this object has seen."""
         return self.plan.steps - self._next
 
-    def release(self, stream: FeatureStream, sum_of: SumOf) -> tuple[int, DPGradient]:
+    def release(self, stream: Records[T], sum_of: SumOf[T]) -> tuple[int, DPGradient]:
         """One release.
 
         Returns:
@@ -112,7 +126,7 @@ class Releases:
         step = self._charge()
         return step, self._privatize(self._sum(stream, sum_of, step), step)
 
-    def average(self, stream: FeatureStream, sum_of: SumOf, count: int) -> DPGradient:
+    def average(self, stream: Records[T], sum_of: SumOf[T], count: int) -> DPGradient:
         """Mean of ``count`` releases of the same function of the records; in full batches the sum is computed once."""
         totals: dict[str, Tensor] = {}
         total: ClippedSum | None = None
@@ -138,7 +152,7 @@ class Releases:
         self._next = step + 1
         return step
 
-    def _sum(self, stream: FeatureStream, sum_of: SumOf, step: int) -> ClippedSum:
+    def _sum(self, stream: Records[T], sum_of: SumOf[T], step: int) -> ClippedSum:
         drawn: np.ndarray | None = None
         if self.plan.sampling != "full_batch" or self.group.world_size > 1:
             drawn = self.plan.draw(step, stream.num_records, derive_rng(self.draw_key, step))

@@ -134,4 +134,4 @@ def _rehearse(stream: FeatureStream, candidates: Sequence[Candidate], run_plan: 
     shape = (_REHEARSAL_RECORDS, stream.num_classes) if stream.multi_label else _REHEARSAL_RECORDS
     label = rng.integers(0, 2 if stream.multi_label else stream.num_classes, shape)
     for candidate in candidates:
-        _run(replace(stream, feature_ND=feature_ND, label=label, keep=None), candidate, run_plan, score_plan, new_key(), 0)
+        _run(replace(stream, feature_ND=feature_ND, label=label), candidate, run_plan, score_plan, new_key(), 0)

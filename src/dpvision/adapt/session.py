@@ -191,7 +191,7 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
     )  # fmt: skip
     needs_centre = cfg.centre == "textures" and not made.encoder.standard_rows
     centre_D = texture_centre(made.encoder, cfg.encoder.pooling, made.device) if needs_centre else None
-    return FeatureStream(feature_ND, made.label, cfg.num_classes, centre_D=centre_D, unit=cfg.unit, constant=cfg.constant)
+    return FeatureStream(feature_ND, made.label, cfg.num_classes, centre_D=centre_D, unit=cfg.unit)
 
 
 def save(session: HeadSession, config: RunConfig, fitted: Fitted, chosen: dict[str, Any] | None) -> Path:

@@ -12,7 +12,7 @@ Legend: N records, B records of a block, D numbers of a feature, E numbers after
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,12 +24,11 @@ from dpvision.errors import DataError
 LARGEST_NORM = 1e15
 """Rows longer than this count as not finite: beyond it, products of float32 numbers with the clip factor could leave the range."""
 _BLOCK_BYTES = 1 << 26
-_KEEP_BYTES = 1 << 30
 _PIECE = 16
 
 
 class Block(NamedTuple):
-    """Valid records only, so that B is secret. To be read only: a stream that keeps its rows hands them out again."""
+    """Valid records only, so that B is secret."""
 
     x_BE: Tensor
     """float32."""
@@ -39,6 +38,8 @@ class Block(NamedTuple):
     """int64 in [0, K); None with targets."""
     target_BK: Tensor | None
     """float32, 0 or 1; None with labels."""
+    row_B: np.ndarray
+    """int64 positions of the records in the stream."""
 
     def class_sum(self, x_BE: Tensor, num_classes: int) -> Tensor:
         """Rows of ``x_BE`` added up by class in float64, (K, E): Y^T X, without the matrix Y where each record has one label."""
@@ -53,12 +54,6 @@ class Block(NamedTuple):
         if self.target_BK is None:
             return torch.ones(len(self.x_BE), dtype=torch.float64)
         return self.target_BK.double().sum(1)
-
-
-class _Rows:
-    """Rows of all records and their lengths, worked out at their first use: no record is read before the first charge."""
-
-    value: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +74,6 @@ class FeatureStream:
     """Appended to every record, so that the head has a trained bias; 0: nothing is appended."""
     map_EE: Tensor | None = None
     """Linear map made of public or released numbers, float32; applied to the row as x @ map^T."""
-    keep: _Rows | None = field(default=None, repr=False)
-    """Set by ``kept``."""
 
     def __post_init__(self) -> None:
         feature, label = self.feature_ND, self.label
@@ -119,49 +112,34 @@ class FeatureStream:
     def mapped(self, map_EE: Tensor) -> "FeatureStream":
         """The same records with one more linear map."""
         both_EE = map_EE if self.map_EE is None else map_EE.double() @ self.map_EE.double()
-        return replace(self, map_EE=both_EE.float(), keep=None)
+        return replace(self, map_EE=both_EE.float())
 
-    def kept(self) -> "FeatureStream":
-        """The same records, whose rows are worked out once and kept where they take at most 1 GiB: for what reads them many times."""
-        return self if 4 * self.num_records * self.width > _KEEP_BYTES else replace(self, keep=self.keep or _Rows())
+    def blocks(self, rows: np.ndarray | None = None, num_bytes: int | None = None) -> Iterator[Block]:
+        """The records, or those of ``rows`` (sorted int64), in order.
 
-    def blocks(self, rows: np.ndarray | None = None) -> Iterator[Block]:
-        """The records, or those of ``rows`` (sorted int64), in order."""
-        for part in self._parts(self.num_records if rows is None else len(rows)):
-            here = part if rows is None else rows[part]
-            yield self._block(*self._rows_of(here), self.label[here])
+        Args:
+            num_bytes: of a block's rows; None for about 64 MiB.
+        """
+        count = self.num_records if rows is None else len(rows)
+        step = max(1, (num_bytes or _BLOCK_BYTES) // (4 * max(self.width, self.num_classes)))
+        for start in range(0, count, step):
+            row_B = np.arange(start, min(start + step, count)) if rows is None else rows[start : start + step]
+            yield self._block(slice(start, start + step) if rows is None else row_B, row_B)
 
-    def _parts(self, count: int) -> list[slice]:
-        step = max(1, _BLOCK_BYTES // (4 * max(self.width, self.num_classes)))
-        return [slice(start, min(start + step, count)) for start in range(0, count, step)]
-
-    def _rows_of(self, here: slice | np.ndarray) -> tuple[Tensor, Tensor]:
-        if self.keep is None:
-            return self._read(here)
-        if self.keep.value is None:
-            x_NE, norm_N = torch.empty(self.num_records, self.width), torch.empty(self.num_records, dtype=torch.float64)
-            for part in self._parts(self.num_records):
-                x_NE[part], norm_N[part] = self._read(part)
-            self.keep.value = x_NE, norm_N
-        x_NE, norm_N = self.keep.value
-        index = here if isinstance(here, slice) else torch.from_numpy(here)
-        return x_NE[index], norm_N[index]
-
-    def _read(self, here: slice | np.ndarray) -> tuple[Tensor, Tensor]:
+    def _block(self, here: slice | np.ndarray, row_B: np.ndarray) -> Block:
         # A copy: the array may be a read-only map of a file.
-        return self._rows(torch.from_numpy(np.array(self.feature_ND[here])).float())
-
-    def _block(self, x_BE: Tensor, norm_B: Tensor, label: np.ndarray) -> Block:
+        x_BE, norm_B = self._rows(torch.from_numpy(np.array(self.feature_ND[here])).float())
+        label = self.label[here]
         valid_B = norm_B <= LARGEST_NORM  # false for NaN
         if self.multi_label:
             valid_B &= torch.from_numpy(((label == 0) | (label == 1)).all(axis=1))
         else:
             valid_B &= torch.from_numpy((label >= 0) & (label < self.num_classes))
         if not valid_B.all():
-            x_BE, norm_B, label = x_BE[valid_B], norm_B[valid_B], label[valid_B.numpy()]
+            x_BE, norm_B, label, row_B = x_BE[valid_B], norm_B[valid_B], label[valid_B.numpy()], row_B[valid_B.numpy()]
         if self.multi_label:
-            return Block(x_BE, norm_B, None, torch.from_numpy(label.astype(np.float32)))
-        return Block(x_BE, norm_B, torch.from_numpy(label.astype(np.int64)), None)
+            return Block(x_BE, norm_B, None, torch.from_numpy(label.astype(np.float32)), row_B)
+        return Block(x_BE, norm_B, torch.from_numpy(label.astype(np.int64)), None, row_B)
 
     def _rows(self, x_BD: Tensor) -> tuple[Tensor, Tensor]:
         """The rows that a head sees, and their lengths."""

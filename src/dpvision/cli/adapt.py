@@ -13,6 +13,7 @@ import tyro
 from rich.console import Console
 
 from dpvision.adapt.prepare import Prepared, prepare
+from dpvision.adapt.rate import final_noise
 from dpvision.adapt.session import HeadSession, adapt, new_head_session, resumed_head_session
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli.evaluate import scores_table
@@ -270,6 +271,11 @@ def head_text(made: Prepared) -> str:
     if cfg.candidates:
         head = f"the best of {', '.join(cfg.candidates)} by a private score, for {cfg.num_classes:,} classes"
     text += f"\n  head                 {head}"
+    if cfg.head == "many_steps" and not cfg.candidates and made.config.optim.name == "sgd":
+        optim = made.config.optim
+        noise = final_noise(made.plan, optim)
+        text += f"\n  steps                {made.plan.steps} at learning rate {optim.rate:.4g}, momentum {optim.momentum:g}"
+        text += f": noise of {noise:.2g} in each weight at the end" if noise else ""
     if made.store.results_visibility == "public":
         counts = made.label.sum(axis=0) if made.label.ndim == 2 else np.bincount(made.label, minlength=cfg.num_classes or 0)
         if (empty := np.flatnonzero(counts == 0)).size:

@@ -21,8 +21,9 @@ class HeadPreset:
     """Releases, over full batches at no price in noise (docs/heads.md)."""
     optim: OptimConfig = _UNUSED
     """Heads in closed form have none."""
-    loss: Literal["sigmoid", "softmax"] = "sigmoid"
-    bias: float = 0.0
+    loss: Literal["auto", "sigmoid", "softmax"] = "sigmoid"
+    bias: float | None = 0.0
+    constant: float = 0.0
 
 
 PRESETS: Mapping[HeadName, HeadPreset] = MappingProxyType(
@@ -31,10 +32,11 @@ PRESETS: Mapping[HeadName, HeadPreset] = MappingProxyType(
             1, OptimConfig(name="lamb", learning_rate=1e-3, eps=1e-12, weight_decay=0.0, schedule="constant"), "sigmoid", -10.0
         ),
         "many_steps": HeadPreset(
-            10,
-            OptimConfig(name="lamb", learning_rate=0.5, betas=(0.9, 0.999), eps=1e-12, weight_decay=0.0, schedule="linear"),
-            "sigmoid",
-            -10.0,
+            60,
+            OptimConfig(name="sgd", learning_rate=None, momentum=0.9, weight_decay=0.0, schedule="constant"),
+            "auto",
+            None,
+            0.1,
         ),
         "least_squares": HeadPreset(1),
         "feature_covariance": HeadPreset(
@@ -46,7 +48,7 @@ PRESETS: Mapping[HeadName, HeadPreset] = MappingProxyType(
 
 
 def with_head(config: RunConfig, head: HeadName, reason: str | None = None) -> RunConfig:
-    """A head run's config with another head, and that head's steps, optimizer, loss and bias.
+    """A head run's config with another head, and that head's steps, optimizer, loss, bias and constant.
 
     Args:
         reason: why, where the head was chosen by rule.
@@ -55,7 +57,7 @@ def with_head(config: RunConfig, head: HeadName, reason: str | None = None) -> R
     preset = PRESETS[head]
     return replace(
         config,
-        model=replace(config.model, head=head, reason=reason, loss=preset.loss, bias=preset.bias),
+        model=replace(config.model, head=head, reason=reason, loss=preset.loss, bias=preset.bias, constant=preset.constant),
         optim=preset.optim,
         privacy=replace(config.privacy, steps=preset.steps),
     )

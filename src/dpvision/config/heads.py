@@ -1,7 +1,7 @@
 """A linear head on frozen features: which encoder, which head, and what there is to set about it."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dpvision.config.checks import check_choices, require
@@ -50,10 +50,12 @@ class HeadConfig:
     """Mean of the secret number of runs, of which the best is released."""
     selection_shape: float | None = 1.0
     """Of that number's law: 1 is geometric, 0 logarithmic, None Poisson, which may draw no run at all."""
-    loss: Literal["sigmoid", "softmax"] = "sigmoid"
-    """Of the heads that take gradient steps: a binary loss for each class (the paper), or one over all classes."""
-    bias: float = -10.0
-    """Of those heads: fixed, the same for all classes. The paper's -10 says that at first no class is likely."""
+    loss: Literal["auto", "sigmoid", "softmax"] = "sigmoid"
+    """Of the heads that take gradient steps: a binary loss for each class (the paper), or one over all classes. 'auto': softmax, or sigmoid
+    with multi_label."""
+    bias: float | None = -10.0
+    """Of those heads: fixed, the same for all classes. The paper's -10 says that at first no class is likely. None: all classes begin at
+    probability 1 / num_classes."""
     centre: Literal["textures", "none"] = "textures"
     """A public point taken off every record's features before anything else: the encoder's mean over procedural textures, or none."""
     unit: bool = True
@@ -73,7 +75,7 @@ class HeadConfig:
         w = "model"
         if self.num_classes is not None:
             require(self.num_classes >= 2, w, "num_classes", self.num_classes, "at least 2", "Declare all classes; one needs no head.")
-        require(-math.inf < self.bias < math.inf, w, "bias", self.bias, "a number", "The paper: -10.")
+        require(self.bias is None or -math.inf < self.bias < math.inf, w, "bias", self.bias, "a number", "The paper: -10.")
         require(-math.inf < self.constant < math.inf, w, "constant", self.constant, "a number", "Use 0 for no trained bias.")
         require(0 < self.init_scale < math.inf, w, "init_scale", self.init_scale, "a positive number", "Use 1 for LeCun's.")
         if self.feature_norm is not None:
@@ -82,7 +84,7 @@ class HeadConfig:
         require(
             bounded, w, "unit", self.unit, f"True, or feature_norm, with head={self.head!r}, which needs a public bound", "Leave it on."
         )
-        single = self.loss == "sigmoid" or not self.multi_label or self.head not in ("one_step", "many_steps", "feature_covariance")
+        single = self.loss != "softmax" or not self.multi_label or self.head not in ("one_step", "many_steps", "feature_covariance")
         require(single, w, "loss", self.loss, "'sigmoid' with multi_label", "Softmax says that a record has one class.")
         steps = self.iterate == "last" or self.head in ("auto", "many_steps", "feature_covariance")
         if self.candidates:
@@ -93,6 +95,13 @@ class HeadConfig:
             require(self.unit, w, "unit", self.unit, "True with candidates, of which each needs a public bound", "Leave it on.")
             require(self.iterate == "last", w, "iterate", self.iterate, "'last' with candidates", "Leave it out.")
         require(steps, w, "iterate", self.iterate, f"'last' with head={self.head!r}, which has one", "Leave it out.")
+
+    def settled(self) -> "HeadConfig":
+        """The same with nothing left open of loss and bias; ``num_classes`` is declared."""
+        loss = self.loss if self.loss != "auto" else "sigmoid" if self.multi_label else "softmax"
+        assert self.num_classes is not None
+        bias = self.bias if self.bias is not None else -math.log(self.num_classes - 1) if loss == "sigmoid" else 0.0
+        return replace(self, loss=loss, bias=bias)
 
     @property
     def num_parameters(self) -> int:

@@ -59,8 +59,9 @@ class OptimConfig:
 
     name: Literal["adamw", "sgd", "lamb"] = "adamw"
     """'lamb' (You et al. 2020) adapts every parameter's rate to its norm; decay is then part of the adapted update, as published."""
-    learning_rate: float = 3.84e-4
-    """Peak rate, used as it stands: recipes that scale a base rate by batch / 256 do the arithmetic themselves."""
+    learning_rate: float | None = 3.84e-4
+    """Peak rate, used as it stands: recipes that scale a base rate by batch / 256 do the arithmetic themselves. None: by the public rule of
+    the head many_steps (``adapt.rate``), which a run's config has in figures."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     momentum: float = 0.9
@@ -89,7 +90,8 @@ class OptimConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         w = "optim"
-        require(0 < self.learning_rate < math.inf, w, "learning_rate", self.learning_rate, "a positive number", "ViP: 3.84e-4.")
+        rate = self.learning_rate
+        require(rate is None or 0 < rate < math.inf, w, "learning_rate", rate, "a positive number", "ViP: 3.84e-4.")
         require(all(0 <= b < 1 for b in self.betas), w, "betas", self.betas, "two numbers in [0, 1)", "ViP: (0.9, 0.95).")
         require(0 < self.eps < math.inf, w, "eps", self.eps, "a positive number", "ViP: 1e-8.")
         require(0 <= self.momentum < 1, w, "momentum", self.momentum, "in [0, 1)", "Use 0.9.")
@@ -105,6 +107,13 @@ class OptimConfig:
         if self.ema_decay is not None:
             require(0 < self.ema_decay < 1, w, "ema_decay", self.ema_decay, "strictly between 0 and 1", "Leave it out for none.")
         require(not (self.average and self.ema_decay is not None), w, "average", True, "False with ema_decay: one average", "Drop one.")
+
+    @property
+    def rate(self) -> float:
+        """The learning rate; raises ConfigError where a rule has yet to give it."""
+        require(self.learning_rate is not None, "optim", "learning_rate", None, "a positive number", "Only the head many_steps has a rule.")
+        assert self.learning_rate is not None
+        return self.learning_rate
 
     @property
     def averages(self) -> bool:

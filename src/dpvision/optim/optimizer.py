@@ -34,16 +34,16 @@ class Optimizer:
         """Groups that count their steps themselves: LAMB's, one for each parameter."""
         if config.name == "adamw":
             self._torch: torch.optim.Optimizer = torch.optim.AdamW(
-                groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=0.0
+                groups, lr=config.rate, betas=config.betas, eps=config.eps, weight_decay=0.0
             )
         elif config.name == "lamb":
             # By default timm leaves out the adaptation where nothing decays, and clips the whole gradient, which the release has done.
             own = [{"params": [p], "weight_decay": self._decay[p]} for p in values]
-            self._torch = Lamb(own, lr=config.learning_rate, betas=config.betas, eps=config.eps, always_adapt=True, max_grad_norm=None)
+            self._torch = Lamb(own, lr=config.rate, betas=config.betas, eps=config.eps, always_adapt=True, max_grad_norm=None)
             self._decay = dict.fromkeys(values, 0.0)
             self._counting = dict(zip(self._params, self._torch.param_groups, strict=True))
         else:
-            self._torch = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
+            self._torch = torch.optim.SGD(groups, lr=config.rate, momentum=config.momentum)
 
     @torch.no_grad()
     def step(self, gradient: DPGradient, learning_rate: float) -> None:

@@ -31,4 +31,4 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
         level = (1 + math.cos(math.pi * share)) / 2
     elif config.schedule == "linear":
         level = 1 - share
-    return config.learning_rate * min(1.0, warmup, level)
+    return config.rate * min(1.0, warmup, level)

@@ -31,7 +31,7 @@ def one_step() -> RunConfig:
 
 
 def many_steps() -> RunConfig:
-    """10 full-batch steps of DP-LAMB on the head, from zeros; other optimizers and Poisson batches are settings (algorithm 1)."""
+    """60 full-batch steps of SGD with momentum from zeros, at a rate that follows from the plan; others are settings (docs/heads.md)."""
     return _of("many_steps")
 
 

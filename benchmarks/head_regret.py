@@ -1,0 +1,184 @@
+"""What --head auto loses against the best head of all, on the same features: sets x records x epsilon.
+
+    python benchmarks/head_regret.py --data DATA --work FEATURES --json benchmarks/results/2026-11-22-head_regret.json
+    python benchmarks/head_regret.py --data DATA --work FEATURES --holdout     # what thresholds are chosen by: the training split alone
+
+Features are computed once by ``--encoder`` (what ``open_encoder`` takes) and kept under ``--work``: SET_train.npy (float16, N x D) with
+SET_train_y.npy, SET_test.npy with SET_test_y.npy; files that are there are used. The records of a cell are a random part of the training
+split, the same for all heads; rows are scaled to length 1; delta is 1 / (2 N). Accuracy on at most ``MOST_TESTED`` images in percent, the
+mean over seeds of the noise. ``auto`` is ``recommend_head``, which sees public numbers only.
+"""
+
+import argparse
+import hashlib
+import io
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from common import write_result
+from PIL import Image
+
+from dpvision.adapt.descent import many_steps, one_step
+from dpvision.adapt.feature_covariance import feature_covariance
+from dpvision.adapt.least_squares import least_squares
+from dpvision.adapt.prototypes import prototypes
+from dpvision.adapt.recommend import recommend_head
+from dpvision.adapt.release import Releases, full_batch_plan
+from dpvision.adapt.stream import FeatureStream, Head
+from dpvision.config.head_presets import PRESETS
+from dpvision.data.transform import preprocess
+from dpvision.encoders.open import open_encoder
+
+SETS = {"cifar10": 32, "eurosat": 64, "mednist": 64, "pets_sample": 128}
+"""Side in pixels at which each set is seen."""
+EPSILONS = (0.1, 0.5, 1.0, 3.0, 8.0)
+SIZES = (300, 1500, 5000, 20_000)
+MOST_TESTED = 2000
+HELD_OUT = 0.2
+"""Part of the training split that thresholds are chosen by."""
+MANY = 2000
+"""Records beyond which ``--seeds-many`` holds."""
+WIDEST = 2048
+"""Feature dimensions up to which the heads of covariances take part: one core inverts them by the hundred."""
+FITS: dict[str, Callable[[FeatureStream, Releases], Head]] = {
+    "one_step": one_step,
+    "prototypes": prototypes,
+    "many_steps": lambda stream, releases: many_steps(stream, releases).last,
+    "least_squares": least_squares,
+    "feature_covariance": lambda stream, releases: feature_covariance(stream, releases).last,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Features float16 (N, D), memory-mapped, and labels."""
+
+    x_ND: np.ndarray
+    label_N: np.ndarray
+
+    def taken(self, row_N: np.ndarray) -> "Split":
+        return Split(np.asarray(self.x_ND[row_N]), self.label_N[row_N])
+
+
+@torch.inference_mode()
+def features(work: Path, data: Path, encoder: str, name: str, part: str) -> Split:
+    """Features of one split, computed at their first use."""
+    paths = work / f"{name}_{part}.npy", work / f"{name}_{part}_y.npy"
+    if not all(path.exists() for path in paths):
+        opened = open_encoder(encoder, image_size=SETS[name])
+        prepare = preprocess(opened.image_size, opened.mean, opened.std)
+        table = pq.read_table(data / name / f"{part}.parquet")
+        found = []
+        for start in range(0, len(table), 256):
+            images = [Image.open(io.BytesIO(image["bytes"])) for image in table["image"][start : start + 256].to_pylist()]
+            x_BCHW = torch.from_numpy(np.stack([prepare(image) for image in images]))
+            found.append(next(iter(opened.poolings(x_BCHW).values())).numpy().astype(np.float16))
+        work.mkdir(parents=True, exist_ok=True)
+        np.save(paths[0], np.concatenate(found))
+        np.save(paths[1], np.array(table["label"].to_pylist(), dtype=np.int64))
+    return Split(np.load(paths[0], mmap_mode="r"), np.load(paths[1]).astype(np.int64))
+
+
+def accuracy(head: Head, test: Split) -> float:
+    parts = (head.predict(torch.from_numpy(test.x_ND[i : i + 250].astype(np.float32))).numpy() for i in range(0, len(test.label_N), 250))
+    return 100 * float((np.concatenate(list(parts)) == test.label_N).mean())
+
+
+def cell(train: Split, test: Split, num_classes: int, epsilon: float, seeds: int) -> dict[str, list[float]]:
+    """Test accuracy of every head that can be, for each seed."""
+    count, width = train.x_ND.shape
+    found: dict[str, list[float]] = {}
+    for name, fit in FITS.items():
+        if width > WIDEST and name in ("least_squares", "feature_covariance"):
+            continue
+        preset = PRESETS[name]  # type: ignore[index]
+        stream = FeatureStream(train.x_ND, train.label_N, num_classes, unit=True, constant=preset.constant)
+        plan = full_batch_plan(count, epsilon, steps=preset.steps)
+        for seed in range(seeds):
+            keys = [hashlib.sha256(f"{seed} {use}".encode()).digest() for use in ("draw", "noise")]
+            head = fit(stream, Releases(plan, itertools.count().__next__, *keys))
+            found.setdefault(name, []).append(accuracy(head, test))
+    return found
+
+
+def line(case: str, variant: str, values: Sequence[float], metric: str = "accuracy_percent") -> dict[str, Any]:
+    """Mean, smallest and largest over the seeds."""
+    return {
+        "case": case, "variant": variant, "metric": metric, "value": float(np.mean(values)), "low": float(min(values)),
+        "high": float(max(values)),
+    }  # fmt: skip
+
+
+def of_set(name: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[float]]:
+    """All cells of one set: accuracies, and what auto loses."""
+    rng = np.random.default_rng(0)
+    whole = features(args.work, args.data, args.encoder, name, "train")
+    order, num_classes = rng.permutation(len(whole.label_N)), int(whole.label_N.max()) + 1
+    if args.holdout:
+        cut = round(HELD_OUT * len(order))
+        test, order = whole.taken(np.sort(order[:cut][:MOST_TESTED])), order[cut:]
+    else:
+        other = features(args.work, args.data, args.encoder, name, "test")
+        test = other.taken(np.sort(rng.permutation(len(other.label_N))[:MOST_TESTED]))
+    rows, losses = [], []
+    for count in sorted({min(size, len(order)) for size in args.sizes}):
+        train, start = whole.taken(np.sort(order[:count])), time.monotonic()
+        for epsilon in args.epsilons:
+            got = cell(train, test, num_classes, epsilon, args.seeds if count <= MANY else args.seeds_many)
+            chosen = recommend_head(count, num_classes, epsilon, train.x_ND.shape[1])[0]
+            best = max(got, key=lambda head: float(np.mean(got[head])))
+            losses.append(float(np.mean(got[best]) - np.mean(got[chosen])))
+            case = f"{name}, {count} records, epsilon {epsilon:g}"
+            rows += [line(case, head, values) for head, values in got.items()]
+            rows.append(line(case, f"auto: {chosen}", [losses[-1]], "points_lost"))
+            shown = {head: round(float(np.mean(values)), 1) for head, values in got.items()}
+            print(f"{case}: {shown}, auto {chosen} loses {losses[-1]:.1f}", flush=True)
+        print(f"[{time.monotonic() - start:.0f} s]", flush=True)
+    return rows, losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with SET/train.parquet and SET/test.parquet")
+    parser.add_argument("--work", type=Path, required=True, help="features are kept here")
+    parser.add_argument("--encoder", default="patches+scattering")
+    parser.add_argument("--sets", default=",".join(SETS))
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
+    parser.add_argument("--epsilons", default=",".join(map(str, EPSILONS)))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds-many", type=int, default=5, help="of cells with many records")
+    parser.add_argument("--holdout", action="store_true", help="score on a fifth of the training split, not on the test split")
+    parser.add_argument("--quick", action="store_true", help="one seed, two epsilons, two sizes")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.quick:
+        args = argparse.Namespace(**vars(args) | {"seeds": 1, "seeds_many": 1, "sizes": "300,1500", "epsilons": "1,8"})
+    args = argparse.Namespace(
+        **vars(args) | {"sizes": [int(s) for s in args.sizes.split(",")], "epsilons": [float(e) for e in args.epsilons.split(",")]}
+    )
+    rows, losses = [], []
+    for name in args.sets.split(","):
+        more, lost = of_set(name, args)
+        rows, losses = rows + more, losses + lost
+    rows += [
+        line("all cells", "auto", [float(np.mean(losses))], "mean_points_lost"),
+        line("all cells", "auto", [max(losses)], "most_points_lost"),
+        line("all cells", "auto", [100 * float(np.mean(np.array(losses) <= 1))], "cells_within_a_point_percent"),
+    ]
+    rows = [replace_case(row, args.encoder) for row in rows]
+    write_result(args.json, "head_regret", rows, packages=("torch", "numpy", "dp-accounting"))
+
+
+def replace_case(row: dict[str, Any], encoder: str) -> dict[str, Any]:
+    return row | {"case": f"{encoder}: {row['case']}"}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Rows as integers, so that the products of a gradient step are exact.
+
+A row is rounded to 8 bits (16 where it is narrow) relative to its own largest entry, and kept as signed digits in base 256:
+
+    x_i = scale_i (q_i, constant / scale_i),    q_i = sum over d of 256^d digit_id,    every digit an int8
+
+Weights and residuals are rounded to four such digits. Products of int8 matrices with int32 results are exact. So a logit depends on its
+record and the weights only, a block's sum depends neither on the order of its records nor on who stands beside them, and what a record adds
+is known before it is added (docs/heads.md, "Rounding"). It is fast, too: 8 bits are half of a float16 feature to read.
+
+The constant, which is far larger than the entries of a wide row, stays a number of its own.
+
+Legend: N records, B records of a block, E feature dimensions of a row, K classes.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpvision.adapt.stream import Block, FeatureStream
+
+WIDE = 8192
+"""Feature dimensions above which a row has 8 bits; up to it 16, since features of few dimensions may have outliers."""
+DIGITS = 4
+"""Of weights and residuals: 31 bits with the sign."""
+_LARGEST = 127
+_KEEP_BYTES = 2 << 30
+_BLOCK_BYTES = 1 << 26
+_READ_BYTES = 1 << 22
+_MOST_SUMMED = 1 << 16
+"""Products summed in int32 at a time: of 255 x 128 each, as unsigned kernels take them."""
+
+
+@dataclass(frozen=True)
+class IntegerBlock:
+    """Valid records only, so that B is secret."""
+
+    digit_BE: tuple[Tensor, ...]
+    """int8, least significant first."""
+    scale_B: Tensor
+    """float64."""
+    norm_B: Tensor
+    """float64, of the whole row, constant included, as it stands here: exact but for float64 rounding."""
+    label_B: Tensor | None
+    """As in ``Block``."""
+    target_BK: Tensor | None
+    constant: float
+    """Last entry of every row, beside the integers; 0: there is none."""
+
+
+class IntegerStream:
+    """The records of a ``FeatureStream`` as integers, kept in memory where they take at most 2 GiB, else made anew at every reading.
+
+    No record is read before the first ``blocks``. It stands in for its stream in ``Releases.release``.
+    """
+
+    def __init__(self, stream: FeatureStream) -> None:
+        self._constant = 0.0 if stream.map_EE is not None else stream.constant
+        self._stream = replace(stream, constant=0.0) if self._constant else stream
+        self._digits = 1 if self._stream.width > WIDE else 2
+        self._kept: tuple[IntegerBlock, np.ndarray] | None = None
+
+    @property
+    def num_records(self) -> int:
+        return self._stream.num_records
+
+    def blocks(self, rows: np.ndarray | None = None) -> Iterator[IntegerBlock]:
+        """The valid records, or those among ``rows`` (sorted int64), in order."""
+        if self._digits * self.num_records * self._stream.width > _KEEP_BYTES:
+            yield from self._made(rows)
+            return
+        if not self.num_records:
+            return
+        whole, place_N = self._whole()
+        index = np.arange(len(whole.norm_B)) if rows is None else place_N[rows]
+        index = index[index >= 0]
+        for start in range(0, len(index), step := self._step()):
+            here = index[start : start + step]
+            yield _taken(whole, slice(start, start + step) if rows is None else torch.from_numpy(here))
+
+    def _made(self, rows: np.ndarray | None) -> Iterator[IntegerBlock]:
+        """Blocks from the features themselves."""
+        parts: list[IntegerBlock] = []
+        # Small blocks of float32 rows stay in the processor's cache while they become integers.
+        for block in self._stream.blocks(rows, _READ_BYTES):
+            parts.append(self._integers(block))
+            if sum(len(part.norm_B) for part in parts) >= self._step():
+                yield _joined(parts)
+                parts = []
+        if parts:
+            yield _joined(parts)
+
+    def _step(self) -> int:
+        """Records of a block: its integers, and its logits, are about 64 MiB at most."""
+        return min(_MOST_SUMMED, max(1, _BLOCK_BYTES // max(self._stream.width, 16 * DIGITS * self._stream.num_classes)))
+
+    def _integers(self, block: Block) -> IntegerBlock:
+        digit_BE, scale_B, square_B = to_digits(block.x_BE, self._digits)
+        norm_B = (square_B * scale_B.square() + self._constant**2).sqrt()
+        return IntegerBlock(digit_BE, scale_B, norm_B, block.label_B, block.target_BK, self._constant)
+
+    def _whole(self) -> tuple[IntegerBlock, np.ndarray]:
+        """All valid records as one block, and each record's place in it, -1 for the others."""
+        if self._kept is None:
+            width = self._stream.width
+            digits = tuple(torch.empty(self.num_records, width, dtype=torch.int8) for _ in range(self._digits))
+            parts: list[IntegerBlock] = []
+            place_N, count = np.full(self.num_records, -1), 0
+            for block in self._stream.blocks(num_bytes=_READ_BYTES):
+                part, end = self._integers(block), count + len(block.norm_B)
+                for kept, new in zip(digits, part.digit_BE, strict=True):
+                    kept[count:end] = new
+                place_N[block.row_B] = np.arange(count, end)
+                parts.append(replace(part, digit_BE=()))
+                count = end
+            self._kept = _joined(parts, tuple(digit[:count] for digit in digits)), place_N
+        return self._kept
+
+
+def to_digits(x_BE: Tensor, digits: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """Round finite rows to integers, each relative to its own largest entry.
+
+    Returns:
+        Digits int8 (B, E), the least significant first; the scale of each row, float64, such that scale x q is the row; ||q||^2, float64,
+        exact below 2^53. A row of zeros has zeros, and the scale 0.
+    """
+    most = largest(digits)
+    peak_B = x_BE.abs().amax(dim=1).double() if x_BE.shape[1] else x_BE.new_zeros(len(x_BE), dtype=torch.float64)
+    # In float32 the quotient is rounded before it becomes an integer: still a function of the record, and at most one unit off.
+    inverse_B = torch.where(peak_B > 0, most / peak_B, 0.0)
+    q_BE = (x_BE * inverse_B.clamp(max=1e38).float()[:, None]).round_().clamp_(-most, most)
+    if digits == 1:
+        square_B = (q_BE * q_BE).sum(dim=1, dtype=torch.float64)
+        return (q_BE.to(torch.int8),), peak_B / most, square_B
+    square_B = torch.linalg.vector_norm(q_BE, dim=1, dtype=torch.float64).square()
+    return split(q_BE.to(torch.int64), digits), peak_B / most, square_B
+
+
+def largest(digits: int) -> int:
+    """The largest integer of so many int8 digits: 127, 32,639, 8,355,711, 2,139,062,143."""
+    return _LARGEST * (256**digits - 1) // 255
+
+
+def split(value: Tensor, digits: int) -> tuple[Tensor, ...]:
+    """Signed digits int8 in base 256 of integers of at most ``largest(digits)``, the least significant first."""
+    found = []
+    for _ in range(digits):
+        digit = ((value + 128) & 255) - 128
+        found.append(digit.to(torch.int8))
+        value = (value - digit) >> 8
+    return tuple(found)
+
+
+def product(left: tuple[Tensor, ...], right_EM: Tensor) -> Tensor:
+    """(sum over d of 256^d left_d) @ right, float64 (B, M): exact products; only the sum of the digits' parts is rounded.
+
+    Args:
+        left: int8 (B, E) each.
+        right_EM: int8 (E, M).
+    """
+    total: Tensor | None = None
+    for d, digit_BE in enumerate(left):
+        for start in range(0, max(digit_BE.shape[1], 1), _MOST_SUMMED):
+            part = integer_product(digit_BE[:, start : start + _MOST_SUMMED], right_EM[start : start + _MOST_SUMMED]).double()
+            total = part * 256**d if total is None else total.add_(part, alpha=256**d)
+    assert total is not None
+    return total
+
+
+def integer_product(left_BE: Tensor, right_EM: Tensor) -> Tensor:
+    """int8 (B, E) @ int8 (E, M) -> int32, exact for E up to 65,536."""
+    if exact_integer_products():
+        return torch._int_mm(left_BE, right_EM)
+    return (left_BE.double() @ right_EM.double()).to(torch.int32)
+
+
+@functools.cache
+def exact_integer_products() -> bool:
+    """Whether int8 products are exact on this machine: processors without instructions of their own for them may saturate at 16 bits."""
+    rng = torch.Generator().manual_seed(0)
+    extreme = torch.tensor([-128, -127, 127], dtype=torch.int8)
+    for rows, width, columns in ((33, 1031, 29), (8, 4096, 3), (1, 64, 1)):
+        for left_BE, right_EM in (
+            (extreme[torch.randint(3, (rows, width), generator=rng)], extreme[torch.randint(3, (width, columns), generator=rng)]),
+            (torch.full((rows, width), 127, dtype=torch.int8), torch.full((width, columns), 127, dtype=torch.int8)),
+            (torch.full((rows, width), -128, dtype=torch.int8), torch.full((width, columns), 127, dtype=torch.int8)),
+        ):
+            try:
+                found = torch._int_mm(left_BE, right_EM)
+            except (RuntimeError, NotImplementedError):
+                return False
+            if not torch.equal(found.double(), left_BE.double() @ right_EM.double()):
+                return False
+    return True
+
+
+def _taken(whole: IntegerBlock, index: slice | Tensor) -> IntegerBlock:
+    return replace(
+        whole,
+        digit_BE=tuple(digit[index] for digit in whole.digit_BE),
+        scale_B=whole.scale_B[index],
+        norm_B=whole.norm_B[index],
+        label_B=None if whole.label_B is None else whole.label_B[index],
+        target_BK=None if whole.target_BK is None else whole.target_BK[index],
+    )
+
+
+def _joined(parts: list[IntegerBlock], digits: tuple[Tensor, ...] | None = None) -> IntegerBlock:
+    """Blocks one after another.
+
+    Args:
+        digits: of all of them, where they are known.
+    """
+    if digits is None:
+        digits = tuple(torch.cat(same) for same in zip(*(part.digit_BE for part in parts), strict=True))
+    labels = [part.label_B for part in parts if part.label_B is not None]
+    targets = [part.target_BK for part in parts if part.target_BK is not None]
+    return replace(
+        parts[0],
+        digit_BE=digits,
+        scale_B=torch.cat([part.scale_B for part in parts]),
+        norm_B=torch.cat([part.norm_B for part in parts]),
+        label_B=torch.cat(labels) if labels else None,
+        target_BK=torch.cat(targets) if targets else None,
+    )

@@ -1,0 +1,96 @@
+"""The rule for the rate of ``many_steps``: public numbers in, the noise it promises out."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from feature_sets import no_noise, releases_of
+
+from dpvision.adapt.descent import MANY_STEPS, many_steps
+from dpvision.adapt.prepare import prepare
+from dpvision.adapt.rate import FINAL_NOISE, HALVING, LONGEST, final_noise, steps_rate, with_rate
+from dpvision.adapt.release import full_batch_plan
+from dpvision.adapt.session import adapt, new_head_session
+from dpvision.adapt.stream import FeatureStream
+from dpvision.checkpoint import load_checkpoint
+from dpvision.cli.adapt import head_text
+from dpvision.config import PrivacyConfig
+from dpvision.data.store import Store
+from dpvision.errors import ConfigError
+from dpvision.privacy.plan import make_plan
+
+from .runs_of_heads import head_config, write_digits
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.1])
+@pytest.mark.parametrize("steps", [30, 200])
+def test_the_weights_end_with_the_noise_that_the_rule_says(steps: int, max_grad_norm: float) -> None:
+    """Of no records, the head is noise alone. Momentum has yet to pass on the last steps' noise: a tenth at 200 steps, more at 30."""
+    plan = full_batch_plan(20_000, 1.0, steps=steps, max_grad_norm=max_grad_norm)
+    nothing = FeatureStream(np.zeros((0, 300), dtype=np.float32), np.zeros(0, dtype=np.int64), 20, unit=True)
+    found = float(many_steps(nothing, releases_of(plan)).last.weight_KD.std())
+    promised = final_noise(plan, with_rate(MANY_STEPS, plan))
+    share = 1 - MANY_STEPS.momentum ** np.arange(1, steps + 1)
+    assert found == pytest.approx(promised * math.sqrt(np.mean(share**2)), rel=0.03)
+    s = plan.noise_std / 20_000 / math.sqrt(steps)
+    assert promised == pytest.approx(FINAL_NOISE / (1 + (HALVING * s) ** 2), rel=1e-9)
+
+
+def test_the_way_depends_on_the_budget_and_not_on_how_it_is_cut() -> None:
+    """T r / (1 - m) is the same for all steps and momenta, longer with more budget and with more records, and bounded."""
+    ways = [
+        steps_rate(full_batch_plan(5000, 2.0, steps=steps), momentum) * steps / (1 - momentum)
+        for steps in (1, 10, 60)
+        for momentum in (0.0, 0.9)
+    ]
+    assert ways == pytest.approx([ways[0]] * 6, rel=1e-9)
+    by_epsilon = [steps_rate(full_batch_plan(5000, e, steps=60), 0.9) for e in (0.01, 0.1, 1, 3, 10, 20)]
+    by_count = [steps_rate(full_batch_plan(n, 1.0, steps=60), 0.9) for n in (10, 300, 5000, 10**6, 10**9)]
+    assert by_epsilon == sorted(by_epsilon) and by_count == sorted(by_count)
+    assert by_count[-1] == pytest.approx(0.1 * LONGEST / 60) == steps_rate(no_noise(10, steps=60), 0.9)
+
+
+def test_the_rule_takes_poisson_batches() -> None:
+    """The noise in the mean of all steps' gradients, whatever the sampling."""
+    asked = PrivacyConfig(dataset_size=10_000, expected_batch_size=500, steps=100, noise_multiplier=1.0, max_grad_norm=1.0)
+    plan = make_plan(asked)
+    s = 1.0 / 500 / 10
+    assert steps_rate(plan, 0.9) * 100 / 0.1 * s == pytest.approx(FINAL_NOISE / (1 + (HALVING * s) ** 2))
+
+
+def test_only_what_the_rule_is_for_may_go_without_a_rate() -> None:
+    plan = full_batch_plan(5000, 2.0, steps=60)
+    assert with_rate(replace(MANY_STEPS, learning_rate=3.0), plan).rate == 3.0
+    with pytest.raises(ConfigError, match="name='lamb' without a learning rate"):
+        with_rate(replace(MANY_STEPS, name="lamb"), plan)
+    with pytest.raises(ConfigError, match="learning_rate=None"):
+        _ = MANY_STEPS.rate
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return write_digits(tmp_path_factory.mktemp("store") / "digits", 0, 500)
+
+
+def test_a_runs_config_manifest_and_plan_text_have_the_rate_in_figures(digits: Store, tmp_path: Path) -> None:
+    config = head_config(digits, "many_steps")
+    made = prepare(config)
+    rate = steps_rate(made.plan, 0.9)
+    assert config.optim.learning_rate is None and made.config.optim.rate == rate
+    assert f"60 at learning rate {rate:.4g}, momentum 0.9: noise of {final_noise(made.plan, made.config.optim):.2g}" in head_text(made)
+    with new_head_session(made, tmp_path / "run") as session:
+        adapt(session)
+    assert load_checkpoint(tmp_path / "run").manifest["config"]["optim"]["learning_rate"] == rate
+    typed = prepare(replace(config, optim=replace(config.optim, learning_rate=0.25)))
+    assert typed.config.optim.rate == 0.25 and "learning rate 0.25" in head_text(typed)
+
+
+def test_several_labels_begin_at_one_expected_label(digits: Store) -> None:
+    model = head_config(digits, "many_steps").model
+    assert model.settled().loss == "softmax" and model.settled().bias == 0  # type: ignore[union-attr]
+    several = replace(model, multi_label=True).settled()  # type: ignore[union-attr]
+    assert several.loss == "sigmoid" and several.bias is not None
+    assert 10 * torch.tensor(several.bias).sigmoid() == pytest.approx(1.0)
