@@ -6,14 +6,23 @@ state over GF(2). ``OldNoise`` keeps that generator, so that the attack is seen 
 ``privatize``.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from dpvision.config import PrivacyConfig
+from dpvision.checkpoint import load_checkpoint
+from dpvision.config import HardwareConfig, MAEConfig, OptimConfig, PrivacyConfig, RunConfig, ViTConfig
+from dpvision.data.synthetic_store import write_scenes
+from dpvision.dp import noise
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import privatize
 from dpvision.privacy.plan import make_plan
+from dpvision.train import loop
+from dpvision.train.start import new_session
 
 WORDS = 624
 BATCH, CLIP = 64.0, 1.0
@@ -43,7 +52,7 @@ def new_release(total: torch.Tensor, seed: int) -> np.ndarray:
     return privatize(summed, PLAN, 0, seed.to_bytes(32, "little"), dtype=total.dtype).grads["a"].double().numpy()
 
 
-def known_top_bits(normal: np.ndarray, error: float) -> tuple[np.ndarray, np.ndarray]:
+def known_top_bits(normal: np.ndarray, error: float | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The generator's 53-bit numbers behind normals of relative ``error``: values, and how many low bits of each are unknown."""
     blocks = normal.reshape(-1, 2, 8)
     half_square = (blocks**2).sum(1) / 2
@@ -105,7 +114,7 @@ def next_words(x: np.ndarray) -> np.ndarray:
     return np.stack(made[WORDS:])
 
 
-def recover_state(normal: np.ndarray, error: float) -> np.ndarray | None:
+def recover_state(normal: np.ndarray, error: float | np.ndarray) -> np.ndarray | None:
     """The state from whose first words ``normal`` was made; None where there is no such state."""
     bits, known = unknown_bits(*known_top_bits(normal, error))
     first_bits, first_known = bits[:WORDS], known[:WORDS]
@@ -215,3 +224,66 @@ def test_the_old_generator_gives_its_state_from_float32_releases_too() -> None:
     """As a checkpoint's optimizer moments hold them: 3,840 known coordinates."""
     for old, new, member in membership(3840, torch.float32, 2.0**-23, range(1)):
         assert old is member and new is None
+
+
+class Mersenne:
+    """The old generator in the place of ``dp.normals.Normals``."""
+
+    def blocks(self, key: bytes, first: int, stop: int, std: float) -> Iterator[tuple[int, np.ndarray]]:
+        yield first, std * OldNoise(int.from_bytes(key[:4], "little")).normals(stop)[first:]
+
+
+def noise_in_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    """What someone who knows every record finds in the checkpoint of one step: the noise of the largest parameter, over its scale.
+
+    The optimizer's first moment is (1 - beta1) times the release, and the adversary of the guarantee may know the sum of the gradients.
+    """
+    base = RunConfig(
+        recipe="vip.micro",
+        privacy=PrivacyConfig(
+            dataset_size=24, expected_batch_size=24, sampling="full_batch", steps=1, max_grad_norm=0.5, noise_multiplier=20.0
+        ),
+        model=MAEConfig(
+            encoder=ViTConfig(image_size=16, patch_size=4, depth=1, width=32, num_heads=2),
+            decoder_depth=1, decoder_width=16, decoder_num_heads=2,
+        ),
+        optim=OptimConfig(warmup_steps=0),
+        hardware=HardwareConfig(device="cpu", physical_batch_size=8, workers=1),
+    )  # fmt: skip
+    known: dict[str, torch.Tensor] = {}
+
+    def watched(total: ClippedSum, *args: object, **kwargs: object) -> object:
+        known.update({name: value.clone() for name, value in total.grads.items()})
+        return release(total, *args, **kwargs)  # type: ignore[arg-type]
+
+    release = loop.privatize
+    monkeypatch.setattr(loop, "privatize", watched)
+    write_scenes(folder / "scenes", 24, 16, public=False)
+    with new_session(replace(base, data=replace(base.data, store=str(folder / "scenes"))), folder / "run") as session:
+        loop.fit(session, quiet=True)
+        scale, divisor = session.plan.noise_std, session.plan.expected_batch_size
+    (checkpoint,) = (folder / "run" / "checkpoints").iterdir()
+    moments = load_checkpoint(checkpoint).optimizer
+    assert moments is not None
+    name = max(known, key=lambda name: known[name].numel())
+    (moment,) = (value for key, value in moments.items() if name in key and "exp_avg" in key and "sq" not in key)
+    released = moment.double() / (1 - base.optim.betas[0])
+    return ((released * divisor - known[name].double()) / scale).view(-1).numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("twister", [True, False])
+def test_a_checkpoint_of_a_run_gives_the_state_of_a_twister_and_nothing_now(
+    twister: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """End to end, from the files of a run: with the old generator put in, the attack has all of the noise; with the code's own, nothing."""
+    if twister:
+        monkeypatch.setattr(noise, "Normals", Mersenne)
+    normal = noise_in_a_checkpoint(tmp_path, monkeypatch)
+    assert len(normal) == 4096 and 0.9 < normal.std() < 1.1
+    radius = np.sqrt((normal.reshape(-1, 2, 8) ** 2).sum(1))
+    state = recover_state(normal, 2.0**-20.5 / radius + 2.0**-22)  # the grid, and two roundings to float32
+    if twister:
+        assert state is not None and np.allclose(all_noise(state, len(normal)), normal, atol=1e-5)
+    else:
+        assert state is None

@@ -28,6 +28,7 @@ from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.outer import Outer
 from dpvision.dp.rounding import BUDGET, LOOSE, MARGIN_EPS, RESERVE, added_bound, proven_bound
 from dpvision.dp.sides import Dense
+from dpvision.dp.slots import _pulled as pulled
 from dpvision.models import make_model
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.train import step as step_module
@@ -282,3 +283,13 @@ def test_a_million_records_on_the_real_loop_move_the_sum_by_at_most_c(monkeypatc
         largest = max(largest, *((totals[0] - other).norm().item() for other in totals[1:]))
     print(f"largest move found: {largest:.7f} C")
     assert 0.9 <= largest <= 1
+
+
+def test_a_sum_in_float64_reaches_a_reshaped_parameter_unrounded() -> None:
+    """Before, autograd rounded it to float32: 2^-24 of a sum over thousands of records, each of length C."""
+    parameter = torch.nn.Parameter(torch.randn(6, 5, generator=torch.Generator().manual_seed(0)))
+    grad = 1e4 * torch.randn(3, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (part,) = pulled(parameter.T.reshape(3, 10), [parameter], grad, batched=False)
+    assert part is not None and part.dtype == torch.float64
+    expected = grad.reshape(5, 6).T
+    assert float((part - expected).abs().max()) < 1e-9 < float((grad.float().double() - grad).abs().max())

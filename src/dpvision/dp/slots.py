@@ -216,14 +216,22 @@ def pull_back(group: list[Slot], grads: list[Tensor], params: dict[str, Tensor],
         if slot.weight is params.get(next(iter(slot.names))):
             parts: tuple[Tensor | None, ...] = tuple(grad if name in slot.names else None for name in names)
         else:
-            wanted = [params[name] for name in names]
-            parts = torch.autograd.grad(
-                slot.weight, wanted, grad.to(slot.weight.dtype), retain_graph=True, allow_unused=True, is_grads_batched=batched
-            )
+            parts = _pulled(slot.weight, [params[name] for name in names], grad, batched=batched)
         for name, part in zip(names, parts, strict=True):
             if part is not None:
                 total[name] = total[name] + part if name in total else part
     return total
+
+
+def _pulled(weight: Tensor, wanted: list[Tensor], grad: Tensor, *, batched: bool) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad``; of a wider gradient in two parts, so that where the weight is a view nothing is rounded."""
+    high = grad.to(weight.dtype)
+    parts = torch.autograd.grad(weight, wanted, high, retain_graph=True, allow_unused=True, is_grads_batched=batched)
+    if grad.dtype == weight.dtype:
+        return parts
+    rest = (grad - high).to(weight.dtype)
+    low = torch.autograd.grad(weight, wanted, rest, retain_graph=True, allow_unused=True, is_grads_batched=batched)
+    return tuple(None if a is None or b is None else a.to(grad.dtype) + b for a, b in zip(parts, low, strict=True))
 
 
 def norm_is_own(group: list[Slot], params: dict[str, Tensor]) -> bool:
