@@ -137,7 +137,7 @@ def to_digits(x_BE: Tensor, digits: int) -> tuple[tuple[Tensor, ...], Tensor, Te
         square_B = (q_BE * q_BE).sum(dim=1, dtype=torch.float64)
         return (q_BE.to(torch.int8),), peak_B / most, square_B
     square_B = torch.linalg.vector_norm(q_BE, dim=1, dtype=torch.float64).square()
-    return split(q_BE.to(torch.int64), digits), peak_B / most, square_B
+    return split(q_BE.to(torch.int32), digits), peak_B / most, square_B
 
 
 def largest(digits: int) -> int:
@@ -146,7 +146,7 @@ def largest(digits: int) -> int:
 
 
 def split(value: Tensor, digits: int) -> tuple[Tensor, ...]:
-    """Signed digits int8 in base 256 of integers of at most ``largest(digits)``, the least significant first."""
+    """Signed digits int8 in base 256 of int32 integers of at most ``largest(digits)``, the least significant first."""
     found = []
     for _ in range(digits):
         digit = ((value + 128) & 255) - 128
@@ -155,20 +155,10 @@ def split(value: Tensor, digits: int) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def product(left: tuple[Tensor, ...], right_EM: Tensor) -> Tensor:
-    """(sum over d of 256^d left_d) @ right, float64 (B, M): exact products; only the sum of the digits' parts is rounded.
-
-    Args:
-        left: int8 (B, E) each.
-        right_EM: int8 (E, M).
-    """
-    total: Tensor | None = None
-    for d, digit_BE in enumerate(left):
-        for start in range(0, max(digit_BE.shape[1], 1), _MOST_SUMMED):
-            part = integer_product(digit_BE[:, start : start + _MOST_SUMMED], right_EM[start : start + _MOST_SUMMED]).double()
-            total = part * 256**d if total is None else total.add_(part, alpha=256**d)
-    assert total is not None
-    return total
+def products(left_BE: Tensor, right_EM: Tensor) -> Iterator[Tensor]:
+    """left @ right of int8 matrices: exact int32 (B, M), one for each 65,536 of the terms, to be added up."""
+    for start in range(0, left_BE.shape[1], _MOST_SUMMED):
+        yield integer_product(left_BE[:, start : start + _MOST_SUMMED], right_EM[start : start + _MOST_SUMMED])
 
 
 def integer_product(left_BE: Tensor, right_EM: Tensor) -> Tensor:
