@@ -37,6 +37,7 @@ def test_few_records_of_a_class_get_prototypes_whatever_the_budget() -> None:
 def test_features_too_wide_for_a_covariance_get_gradient_steps() -> None:
     name, reason = recommend_head(1_000_000, 1000, 8.0, 20_000)
     assert name == "many_steps" and "20,000" in reason
+    assert recommend_head(300, 10, 0.1, 20_000)[0] == "many_steps" and recommend_head(300, 10, 0.1, 512)[0] == "prototypes"
 
 
 def test_without_a_guarantee_there_is_no_noise() -> None:

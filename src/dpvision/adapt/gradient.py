@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dpvision.adapt.integer_rows import DIGITS, IntegerBlock, largest, product, split
+from dpvision.adapt.integer_rows import DIGITS, IntegerBlock, largest, products, split
 from dpvision.adapt.release import Contributions
 from dpvision.adapt.stream import Block
 from dpvision.dp.clip import ClippedSum
@@ -76,17 +76,20 @@ class _Weight:
         """float64 (B, K)."""
         width = block.digit_BE[0].shape[1]
         right_EM, scale_K = self._split(width)
-        part_BDK = product(block.digit_BE, right_EM).unflatten(1, (DIGITS, -1))
-        sum_BK = sum(part_BDK[:, d] * 256**d for d in range(DIGITS))
+        logit_BK = self._weight_KE.new_zeros(len(block.scale_B), len(self._weight_KE))
+        for e, digit_BE in enumerate(block.digit_BE):
+            for part_BM in products(digit_BE, right_EM):
+                for d, part_BK in enumerate(part_BM.chunk(DIGITS, dim=1)):
+                    logit_BK.add_(part_BK, alpha=256.0 ** (d + e))
         offset_K = self._bias_K + block.constant * self._weight_KE[:, width:].sum(dim=1)
-        return sum_BK * scale_K * block.scale_B[:, None] + offset_K
+        return logit_BK.mul_(scale_K).mul_(block.scale_B[:, None]).add_(offset_K)
 
     def _split(self, width: int) -> tuple[Tensor, Tensor]:
         if self._digits is None:
             weight_KE = self._weight_KE[:, :width]
             peak_K = weight_KE.abs().amax(dim=1)
             scale_K = torch.where(peak_K > 0, peak_K, 1.0) / largest(DIGITS)
-            whole_KE = torch.nan_to_num(weight_KE / scale_K[:, None], 0.0, 0.0, 0.0).round().to(torch.int64)
+            whole_KE = torch.nan_to_num(weight_KE / scale_K[:, None], 0.0, 0.0, 0.0).round().to(torch.int32)
             self._digits = width, torch.cat(split(whole_KE, DIGITS)).T, scale_K
         return self._digits[1:]
 
@@ -100,14 +103,13 @@ def _outer(block: IntegerBlock, residual_BK: Tensor, width: int, max_grad_norm: 
         # |a_i| <= C / ||q_i||, and the largest entry of a row q_i that is not zero is largest(digits).
         grid = max_grad_norm / (largest(len(block.digit_BE)) * largest(DIGITS))
     most = largest(DIGITS)
-    whole_BK = (scaled_BK / grid).trunc_().clamp_(-most, most).to(torch.int64)
+    whole_BK = (scaled_BK / grid).trunc_().clamp_(-most, most).to(torch.int32)
     left_MB = torch.cat(split(whole_BK, DIGITS), dim=1).T
-    num_classes = residual_BK.shape[1]
-    total_KE = residual_BK.new_zeros(num_classes, width)
+    total_KE = residual_BK.new_zeros(residual_BK.shape[1], width)
     for e, digit_BE in enumerate(block.digit_BE):
-        part_ME = product((left_MB,), digit_BE)
-        for d in range(DIGITS):
-            total_KE[:, : digit_BE.shape[1]].add_(part_ME[d * num_classes : (d + 1) * num_classes], alpha=grid * 256 ** (d + e))
+        for part_ME in products(left_MB, digit_BE):
+            for d, part_KE in enumerate(part_ME.chunk(DIGITS)):
+                total_KE[:, : digit_BE.shape[1]].add_(part_KE, alpha=grid * 256.0 ** (d + e))
     total_KE[:, block.digit_BE[0].shape[1] :] = block.constant * residual_BK.sum(dim=0)[:, None]
     return total_KE
 

@@ -106,18 +106,25 @@ class IntegerStream:
     def _whole(self) -> tuple[IntegerBlock, np.ndarray]:
         """All valid records as one block, and each record's place in it, -1 for the others."""
         if self._kept is None:
-            width = self._stream.width
-            digits = tuple(torch.empty(self.num_records, width, dtype=torch.int8) for _ in range(self._digits))
-            parts: list[IntegerBlock] = []
-            place_N, count = np.full(self.num_records, -1), 0
+            most, classes = self.num_records, self._stream.num_classes
+            several = self._stream.multi_label
+            # Made beforehand: small tensors that outlive each block would cut up the memory that blocks give back.
+            whole = IntegerBlock(
+                tuple(torch.empty(most, self._stream.width, dtype=torch.int8) for _ in range(self._digits)),
+                torch.empty(most, dtype=torch.float64),
+                torch.empty(most, dtype=torch.float64),
+                None if several else torch.empty(most, dtype=torch.int64),
+                torch.empty(most, classes) if several else None,
+                self._constant,
+            )
+            place_N, count = np.full(most, -1), 0
             for block in self._stream.blocks(num_bytes=_READ_BYTES):
-                part, end = self._integers(block), count + len(block.norm_B)
-                for kept, new in zip(digits, part.digit_BE, strict=True):
-                    kept[count:end] = new
-                place_N[block.row_B] = np.arange(count, end)
-                parts.append(replace(part, digit_BE=()))
-                count = end
-            self._kept = _joined(parts, tuple(digit[:count] for digit in digits)), place_N
+                here = slice(count, count + len(block.norm_B))
+                for kept, new in zip(_columns(_taken(whole, here)), _columns(self._integers(block)), strict=True):
+                    kept.copy_(new)
+                place_N[block.row_B] = np.arange(here.start, here.stop)
+                count = here.stop
+            self._kept = _taken(whole, slice(count)), place_N
         return self._kept
 
 
@@ -137,7 +144,7 @@ def to_digits(x_BE: Tensor, digits: int) -> tuple[tuple[Tensor, ...], Tensor, Te
         square_B = (q_BE * q_BE).sum(dim=1, dtype=torch.float64)
         return (q_BE.to(torch.int8),), peak_B / most, square_B
     square_B = torch.linalg.vector_norm(q_BE, dim=1, dtype=torch.float64).square()
-    return split(q_BE.to(torch.int64), digits), peak_B / most, square_B
+    return split(q_BE.to(torch.int32), digits), peak_B / most, square_B
 
 
 def largest(digits: int) -> int:
@@ -146,7 +153,7 @@ def largest(digits: int) -> int:
 
 
 def split(value: Tensor, digits: int) -> tuple[Tensor, ...]:
-    """Signed digits int8 in base 256 of integers of at most ``largest(digits)``, the least significant first."""
+    """Signed digits int8 in base 256 of int32 integers of at most ``largest(digits)``, the least significant first."""
     found = []
     for _ in range(digits):
         digit = ((value + 128) & 255) - 128
@@ -155,20 +162,10 @@ def split(value: Tensor, digits: int) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def product(left: tuple[Tensor, ...], right_EM: Tensor) -> Tensor:
-    """(sum over d of 256^d left_d) @ right, float64 (B, M): exact products; only the sum of the digits' parts is rounded.
-
-    Args:
-        left: int8 (B, E) each.
-        right_EM: int8 (E, M).
-    """
-    total: Tensor | None = None
-    for d, digit_BE in enumerate(left):
-        for start in range(0, max(digit_BE.shape[1], 1), _MOST_SUMMED):
-            part = integer_product(digit_BE[:, start : start + _MOST_SUMMED], right_EM[start : start + _MOST_SUMMED]).double()
-            total = part * 256**d if total is None else total.add_(part, alpha=256**d)
-    assert total is not None
-    return total
+def products(left_BE: Tensor, right_EM: Tensor) -> Iterator[Tensor]:
+    """left @ right of int8 matrices: exact int32 (B, M), one for each 65,536 of the terms, to be added up."""
+    for start in range(0, left_BE.shape[1], _MOST_SUMMED):
+        yield integer_product(left_BE[:, start : start + _MOST_SUMMED], right_EM[start : start + _MOST_SUMMED])
 
 
 def integer_product(left_BE: Tensor, right_EM: Tensor) -> Tensor:
@@ -209,19 +206,17 @@ def _taken(whole: IntegerBlock, index: slice | Tensor) -> IntegerBlock:
     )
 
 
-def _joined(parts: list[IntegerBlock], digits: tuple[Tensor, ...] | None = None) -> IntegerBlock:
-    """Blocks one after another.
+def _columns(block: IntegerBlock) -> list[Tensor]:
+    return [*block.digit_BE, block.scale_B, block.norm_B, *(x for x in (block.label_B, block.target_BK) if x is not None)]
 
-    Args:
-        digits: of all of them, where they are known.
-    """
-    if digits is None:
-        digits = tuple(torch.cat(same) for same in zip(*(part.digit_BE for part in parts), strict=True))
+
+def _joined(parts: list[IntegerBlock]) -> IntegerBlock:
+    """Blocks one after another."""
     labels = [part.label_B for part in parts if part.label_B is not None]
     targets = [part.target_BK for part in parts if part.target_BK is not None]
     return replace(
         parts[0],
-        digit_BE=digits,
+        digit_BE=tuple(torch.cat(same) for same in zip(*(part.digit_BE for part in parts), strict=True)),
         scale_B=torch.cat([part.scale_B for part in parts]),
         norm_B=torch.cat([part.norm_B for part in parts]),
         label_B=torch.cat(labels) if labels else None,

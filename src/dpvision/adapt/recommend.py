@@ -17,10 +17,10 @@ from dpvision.privacy.plan import default_delta
 MOST_NOISE_FOR_COVARIANCE = 0.002
 """Of s sqrt(2 D)."""
 MOST_NOISE_FOR_STEPS = 1 / 500
-"""Of s."""
+"""Of s, up to ``WIDEST`` feature dimensions; with more of them steps were ahead at every s."""
 FEWEST_RECORDS_OF_A_CLASS = 5.0
 WIDEST = 8192
-"""Numbers of a feature beyond which a covariance (D x D in float64, its eigenvectors) is too large for an ordinary machine."""
+"""Feature dimensions beyond which a covariance (D x D in float64, its eigenvectors) is too large for an ordinary machine."""
 
 
 def recommend_head(
@@ -46,7 +46,7 @@ def recommend_head(
     noise = mean_noise(num_records, epsilon, delta)
     edge = covariance_noise(num_records, epsilon, feature_width, delta)
     per_class = num_records / num_classes
-    if noise > MOST_NOISE_FOR_STEPS or per_class < FEWEST_RECORDS_OF_A_CLASS:
+    if (noise > MOST_NOISE_FOR_STEPS and feature_width <= WIDEST) or per_class < FEWEST_RECORDS_OF_A_CLASS:
         return "prototypes", (
             f"{per_class:.3g} records a class, and noise of {noise:.2g} in each coordinate of a mean over all records: "
             "only class means are worth measuring"
@@ -55,7 +55,7 @@ def recommend_head(
         return "feature_covariance", f"noise of {edge:.2g} in a covariance whose eigenvalues add up to 1: it can be measured"
     return "many_steps", (
         f"{num_records:,} records and noise of {noise:.2g} in each coordinate of their mean gradient: "
-        f"enough for gradient steps; a covariance of {feature_width:,} dimensions would cost more than it gives"
+        f"gradient steps, at a rate that goes by this noise, for {feature_width:,} feature dimensions"
     )
 
 
