@@ -20,7 +20,7 @@ def save_examples(path: Path, image_BHWC: np.ndarray, predicted_B: Sequence[str]
         image_BHWC: uint8 RGB images that may leave: public ones, classified with released weights.
     """
     rows = -(-len(image_BHWC) // _COLUMNS)
-    figure = Figure(figsize=(1.5 * _COLUMNS, 1.8 * rows), dpi=100)
+    figure = Figure(figsize=(1.5 * _COLUMNS, 2.1 * rows), dpi=100)
     FigureCanvasAgg(figure)
     for b, (image, predicted, true) in enumerate(zip(image_BHWC, predicted_B, true_B, strict=True)):
         axes = figure.add_subplot(rows, _COLUMNS, b + 1)
