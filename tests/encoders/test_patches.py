@@ -231,3 +231,19 @@ def test_the_shipped_constants_are_those_that_textures_give() -> None:
     x_BCHW = textures(torch.arange(50_000, 50_020), 32).float() / 255
     a_BD, b_BD = (PatchFeatures({32: c}, scattering=True)(x_BCHW) for c in (shipped, learned))
     assert float(F.cosine_similarity(a_BD, b_BD).min()) > 0.9999
+
+
+def test_the_number_of_threads_changes_no_bit(small: SizeConstants, texture_NCHW: Tensor) -> None:
+    features, threads = PatchFeatures({32: small}, scattering=True), torch.get_num_threads()
+    x_BCHW = textures(torch.arange(70), 32).float() / 255
+    try:
+        found = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(features(x_BCHW))
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
+    with torch.inference_mode():
+        assert torch.equal(features(x_BCHW[:20]), found[0][:20])

@@ -9,6 +9,8 @@ Legend: B images, C channels, H height, W width, P paths, Q cells, D feature dim
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,17 +46,27 @@ class PatchFeatures:
         return out
 
     def _rows(self, x_BCHW: Tensor, constants: SizeConstants) -> Tensor:
-        parts = []
-        for part in x_BCHW.split(_CHUNK):
-            # A product of another number of rows could round otherwise: every chunk is padded to one size.
-            padded = F.pad(part, (0, 0, 0, 0, 0, 0, 0, _CHUNK - len(part)))
-            row_BD = constants.patches(constants.bank(padded))
-            if self.transforms:
-                transform = self.transforms[min(part.shape[-1], SCATTERING_CAP)]
-                other_BD = constants.scattering(scattering_channels(transform, padded))
-                row_BD = torch.cat([row_BD, SCATTERING_WEIGHT * other_BD], dim=1) / math.hypot(1, SCATTERING_WEIGHT)
-            parts.append(row_BD[: len(part)])
-        return torch.cat(parts)
+        parts = x_BCHW.split(_CHUNK)
+        if x_BCHW.device.type != "cpu":
+            return torch.cat([self._chunk(part, constants) for part in parts])
+        # One thread a chunk: twice as fast as two threads in each product, and the bits do not depend on the number of threads.
+        threads = torch.get_num_threads()
+        try:
+            with ThreadPoolExecutor(threads, initializer=partial(torch.set_num_threads, 1)) as pool:
+                return torch.cat(list(pool.map(partial(self._chunk, constants=constants), parts)))
+        finally:
+            torch.set_num_threads(threads)
+
+    @torch.inference_mode()
+    def _chunk(self, x_BCHW: Tensor, constants: SizeConstants) -> Tensor:
+        # A product of another number of rows could round otherwise: every chunk is padded to one size.
+        padded = F.pad(x_BCHW, (0, 0, 0, 0, 0, 0, 0, _CHUNK - len(x_BCHW)))
+        row_BD = constants.patches(constants.bank(padded))
+        if self.transforms:
+            transform = self.transforms[min(x_BCHW.shape[-1], SCATTERING_CAP)]
+            other_BD = constants.scattering(scattering_channels(transform, padded))
+            row_BD = torch.cat([row_BD, SCATTERING_WEIGHT * other_BD], dim=1) / math.hypot(1, SCATTERING_WEIGHT)
+        return row_BD[: len(x_BCHW)]
 
 
 def patch_features(*, scattering: bool, most_px: int = 128, device: str | torch.device = "cpu") -> PatchFeatures:
