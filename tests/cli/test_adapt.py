@@ -47,6 +47,8 @@ def test_from_pictures_to_a_statement(stores: tuple[Store, Store], tmp_path: Pat
     assert main([*argv, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "epsilon 2 at" in said and "nothing was charged" in said and not (tmp_path / "first").exists()
+    # 900 records of 768 float32 numbers
+    assert "768 dimensions an image" in said and "2.8 MB as float32 beside the store" in said
     assert main([*argv, "--test", str(test.path), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["steps"] == read_ledger(tmp_path / "first" / "ledger.jsonl").steps and result["epsilon"] <= 2 and result["reason"]

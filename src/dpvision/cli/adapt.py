@@ -24,6 +24,7 @@ from dpvision.cli.train import TrainArgs, plan_text, train
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.head_presets import PRESETS, HeadName, with_candidates, with_head
 from dpvision.data.store import Store
+from dpvision.encoders.feature_file import feature_dtype, seconds_per_image
 from dpvision.encoders.parent import adapted
 from dpvision.errors import OPERATOR_ONLY, ConfigError
 from dpvision.eval.own_head import check_scorable, score_own_head
@@ -266,7 +267,8 @@ def head_text(made: Prepared) -> str:
     cfg = made.model
     why = f"\n  {cfg.head}: {cfg.reason}" if cfg.reason else ""
     text = plan_text(made.config, made.plan, made.store, made.lineage)
-    text += f"\n  encoder              {made.encoder.name}, {cfg.encoder.pooling}: {cfg.encoder.width:,} numbers a picture, frozen"
+    text += f"\n  encoder              {made.encoder.name}, {cfg.encoder.pooling}: {cfg.encoder.width:,} dimensions an image, frozen"
+    text += f"\n  features             {_features_cost(made)}"
     head = f"{cfg.head} for {cfg.num_classes:,} classes{' (chosen)' if cfg.reason else ''}{why}"
     if cfg.candidates:
         head = f"the best of {', '.join(cfg.candidates)} by a private score, for {cfg.num_classes:,} classes"
@@ -282,6 +284,17 @@ def head_text(made: Prepared) -> str:
             shown = ", ".join(map(str, empty[:5].tolist())) + (", ..." if empty.size > 5 else "")
             text += f"\n  note                 {empty.size} declared classes have no picture in this public store: {shown}"
     return text
+
+
+def _features_cost(made: Prepared) -> str:
+    """Disk and time of the declared number of records' features, for people."""
+    count, width = made.plan.dataset_size, made.model.encoder.width
+    dtype = feature_dtype(made.encoder, count, width)
+    size = dtype.itemsize * count * width
+    amount = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+    minutes = seconds_per_image(made.encoder, made.device) * count / 60
+    time = f"about {minutes:.0f} minutes" if minutes >= 1.5 else f"about {max(60 * minutes, 1):.0f} seconds"
+    return f"{amount} as {dtype} beside the store; {time} on this machine, decoding not counted, unless they are kept already"
 
 
 def _recipe(early: _Early) -> str:
