@@ -95,6 +95,12 @@ def test_unknown_missing_and_mistyped_settings_name_the_place() -> None:
         from_dict(RunConfig, {**good, "model": {**good["model"], "kind": "gan"}})
 
 
+def test_a_run_has_no_resolutions_of_its_own() -> None:
+    run = RECIPES["vip.micro"]()
+    with pytest.raises(ConfigError, match=r"data\.own_sizes=\(32, 64\); expected none"):
+        dataclasses.replace(run, data=dataclasses.replace(run.data, own_sizes=(32, 64)))
+
+
 def test_sizes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match="patch_size"):
         ViTConfig(image_size=224, patch_size=15)

@@ -10,7 +10,9 @@ import torch
 from dpvision.config import DataConfig
 from dpvision.data.store import Store
 from dpvision.encoders import feature_file
-from dpvision.encoders.feature_file import feature_array
+from dpvision.encoders.feature_cache import FeatureCache
+from dpvision.encoders.feature_file import Extraction, feature_array, feature_blocks
+from dpvision.errors import DataError
 from dpvision.features import frozen_features
 
 from ..eval.labelled import vit_encoder, write_digits
@@ -75,3 +77,17 @@ def test_large_features_are_kept_in_half_precision_and_what_does_not_fit_drops_o
     assert half.dtype == np.float16
     fits = np.abs(whole) <= 65504
     assert np.allclose(half[fits], whole[fits], rtol=2**-10) and np.isinf(half[~fits]).all() and (~fits).any()
+
+
+def test_blocks_are_the_rows_of_the_array_also_where_there_is_room_for_none_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, encoder, rows, how = write_digits(tmp_path / "s", 0, 30), vit_encoder(), np.arange(30), Extraction(batch_size=7, workers=1)
+    _break(store, [3, 29])
+    whole = np.array(feature_array(encoder, "mean", 32, store, rows, keep=False, batch_size=7, workers=1))
+    assert np.array_equal(np.concatenate([*feature_blocks(encoder, "mean", 32, store, rows, how)]), whole, equal_nan=True)
+    monkeypatch.setattr(FeatureCache, "has_room", lambda *args: False)
+    monkeypatch.setattr(feature_file, "_WHOLE_BYTES", 2 * 30 * 32 - 1)  # of float16
+    other = replace(encoder, name="other")  # of which nothing is kept
+    with pytest.raises(DataError, match="no room for"):
+        feature_array(other, "mean", 32, store, rows, batch_size=7, workers=1)
+    half = np.concatenate([*feature_blocks(other, "mean", 32, store, rows, how)])
+    assert half.dtype == np.float16 and np.array_equal(np.isnan(half), np.isnan(whole))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpvision.data.transform import blank_margin, own_size
+from dpvision.encoders.feature_cache import fingerprint
 from dpvision.encoders.fixed import fixed_encoder
 from dpvision.encoders.patch_constants import (
     SETTINGS,
@@ -247,3 +248,13 @@ def test_the_number_of_threads_changes_no_bit(small: SizeConstants, texture_NCHW
     assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
     with torch.inference_mode():
         assert torch.equal(features(x_BCHW[:20]), found[0][:20])
+
+
+def test_the_fingerprint_tells_constants_of_every_resolution_apart(small: SizeConstants) -> None:
+    larger = learn_constants(replace(SMALL, side_px=64, stride=2, num_textures=24))
+    other = replace(small, patches=replace(small.patches, mean_CQ=small.patches.mean_CQ + 0.01))
+    found = []
+    for smallest in (small, other):
+        features = PatchFeatures({32: smallest, 64: larger}, scattering=False)
+        found.append(fingerprint(replace(fixed_encoder("patches", 64), poolings=lambda x_BCHW, f=features: {"3x3": f(x_BCHW)})))
+    assert found[0] != found[1]

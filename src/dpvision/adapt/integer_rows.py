@@ -188,7 +188,7 @@ def exact_integer_products() -> bool:
         ):
             try:
                 found = torch._int_mm(left_BE, right_EM)
-            except (RuntimeError, NotImplementedError):
+            except RuntimeError:  # this build of torch has no such kernel
                 return False
             if not torch.equal(found.double(), left_BE.double() @ right_EM.double()):
                 return False

@@ -199,8 +199,8 @@ def _check_asked(config: RunConfig) -> HeadConfig:
         raise ConfigError(f"adapt: model kind {model.kind!r}; expected 'head'. Use `dpvision train {config.recipe}`.")
     if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise ConfigError(
-            f"adapt: {world} processes; expected one: a head takes seconds, and the features before it are made once. Start it without "
-            "torchrun."
+            f"adapt: {world} processes; expected one: a head is fitted by one process, from features that are computed once. "
+            "Start it without torchrun."
         )
     if config.data.store is None:
         raise ConfigError("data: store=None; expected a folder made by `dpvision data import`. Say --data STORE.")

@@ -164,7 +164,7 @@ def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Cal
         )
     features_s = time.monotonic() - start
     about = {"records": stream.num_records, "without_features": bad, "features_s": features_s}
-    # Half a head is none, so what was begun is finished when a signal asks to stop: a head takes seconds.
+    # Half a head is none, so what was begun is finished when a signal asks to stop: a head of 50,000 records takes a minute.
     with StopRequest("finishing the head, then saving it", session.unsaved):
         if made.model.candidates:
             config, selected = choose_head(session.config, stream, session.plan, _charger(session))

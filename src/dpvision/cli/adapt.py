@@ -36,7 +36,7 @@ from dpvision.train.lineage import runs_on
 _DOC = """Adapt a public encoder to private pictures with labels: a private classifier, in one step or many.
 
 The default keeps the encoder as it is. Every picture's features are computed once and kept beside the store; a linear head is fitted to
-them with differential privacy, in seconds. Three numbers are yours to declare, and public: records, classes, epsilon.
+them with differential privacy, in about a minute. Three numbers are yours to declare, and public: records, classes, epsilon.
 
   dpvision data import PICTURES stores/mine
   dpvision adapt --data stores/mine --encoder patches+scattering --num-classes 10 --dataset-size 20000 --epsilon 1 --dry-run

@@ -32,8 +32,8 @@ class DataConfig:
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     own_sizes: tuple[int, ...] = ()
-    """Of frozen features: resolutions at which an image may be seen, px, in ascending order (``transform.own_size``); the encoder's. Empty:
-    every image is brought to the encoder's one size."""
+    """Resolutions at which an image may be seen, px, in ascending order (``transform.own_size``). Frozen encoders set it for their
+    features; in a run's config it is empty, and every image is brought to one size."""
     views: int = 1
     """Augmented views of a record whose losses are averaged before the clip; each has a caption of its own where there are several."""
     tokenizer: str | None = None
@@ -167,4 +167,5 @@ class RunConfig:
     LICENCE; SOURCE'. The statement repeats it, and says that it is declared."""
 
     def __post_init__(self) -> None:
+        require(not self.data.own_sizes, "run", "data.own_sizes", self.data.own_sizes, "none: a frozen encoder sets it", "Leave it out.")
         require(0 <= self.seed < 2**31, "run", "seed", self.seed, "between 0 and 2^31 - 1", "Use a small integer.")

@@ -170,15 +170,16 @@ class FeatureCache:
 
 @torch.inference_mode()
 def fingerprint(encoder: FrozenEncoder, device: str | torch.device = "cpu") -> str:
-    """Digest of an encoder: its preprocessing, its weights, and its features of four pictures of fixed noise.
+    """Digest of an encoder: its preprocessing, its weights, and its features of four images of fixed noise at every resolution it takes.
 
     The noise tells apart what has no weights to look at (patches of textures), the weights what noise might not show.
     """
     digest = _digest([encoder.name, encoder.family, encoder.image_size, encoder.own_sizes, encoder.mean, encoder.std])
     _add_weights(digest, encoder)
     noise_BCHW = torch.randn(4, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0))
-    for name, x_BD in encoder.poolings(noise_BCHW.to(device)).items():
-        digest.update(name.encode() + x_BD.float().cpu().contiguous().numpy().tobytes())
+    for side in encoder.own_sizes or (encoder.image_size,):
+        for name, x_BD in encoder.poolings(noise_BCHW[..., :side, :side].to(device)).items():
+            digest.update(name.encode() + x_BD.float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -13,6 +13,7 @@ Legend: N records, B pictures of a batch, D numbers of a feature, C channels, H 
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,6 +26,17 @@ from dpvision.errors import DataError
 
 _WHOLE_BYTES = 2 << 30
 """Of float32 features: above it they are kept in half of it; and what is held in memory where the disk has no room."""
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """Hardware settings: none changes a feature."""
+
+    batch_size: int = 256
+    workers: int = 2
+    device: str | torch.device = "cpu"
+    progress: Callable[[int], None] | None = None
+    """Called with the number of records done."""
 
 
 def feature_array(
@@ -56,25 +68,43 @@ def feature_array(
         DataError: a shard cannot be read, or there is no room for the features.
     """
     dtype = feature_dtype(encoder, dataset_size or len(rows), width)
-    shape = (len(rows), width)
-
-    def blocks_from(first: int) -> Iterator[np.ndarray]:
-        return _blocks(encoder, pooling, width, store, rows, first, dtype, batch_size, workers, device, progress)
-
-    num_bytes = shape[0] * shape[1] * dtype.itemsize
-    if keep:
-        cache = FeatureCache(store.path)
-        key = score_key("array", features_key(fingerprint(encoder, device), store, rows), pooling, dtype.str)
-        kept = cache.load_array(key, shape, dtype)
-        if kept is not None:
-            return kept
-        if cache.has_room(key, num_bytes):
-            return cache.save_array(key, shape, dtype, blocks_from, step=batch_size, progress=progress)
+    how = Extraction(batch_size, workers, device, progress)
+    if keep and (kept := _kept_array(encoder, pooling, width, store, rows, dtype, how)) is not None:
+        return kept
+    num_bytes = len(rows) * width * dtype.itemsize
     if num_bytes > _WHOLE_BYTES:
         raise DataError(
             f"features: no room for {num_bytes / 1e9:,.1f} GB under {store.path}/confidential; expected it. Make room, or move the store."
         )
-    return np.concatenate(list(blocks_from(0))) if len(rows) else np.empty(shape, dtype)
+    blocks = list(_blocks(encoder, pooling, width, store, rows, 0, dtype, how))
+    return np.concatenate(blocks) if blocks else np.empty((0, width), dtype)
+
+
+def feature_blocks(
+    encoder: FrozenEncoder, pooling: str, width: int, store: Store, rows: np.ndarray, how: Extraction, *, keep: bool = True
+) -> Iterator[np.ndarray]:
+    """The rows of ``feature_array`` a block at a time: for one reading, which needs no room for all where none can be kept."""
+    dtype = feature_dtype(encoder, len(rows), width)
+    if keep and (kept := _kept_array(encoder, pooling, width, store, rows, dtype, how)) is not None:
+        yield from (kept[i : i + how.batch_size] for i in range(0, len(rows), how.batch_size))
+    elif len(rows):
+        yield from _blocks(encoder, pooling, width, store, rows, 0, dtype, how)
+
+
+def _kept_array(
+    encoder: FrozenEncoder, pooling: str, width: int, store: Store, rows: np.ndarray, dtype: np.dtype, how: Extraction
+) -> np.ndarray | None:
+    """The array in the store's cache, computed and kept there if it is not yet; None where there is no room."""
+    cache, shape = FeatureCache(store.path), (len(rows), width)
+    key = score_key("array", features_key(fingerprint(encoder, how.device), store, rows), pooling, dtype.str)
+    kept = cache.load_array(key, shape, dtype)
+    if kept is not None or not cache.has_room(key, shape[0] * shape[1] * dtype.itemsize):
+        return kept
+
+    def blocks_from(first: int) -> Iterator[np.ndarray]:
+        return _blocks(encoder, pooling, width, store, rows, first, dtype, how)
+
+    return cache.save_array(key, shape, dtype, blocks_from, step=how.batch_size, progress=how.progress)
 
 
 def feature_dtype(encoder: FrozenEncoder, num_records: int, width: int) -> np.dtype:
@@ -102,21 +132,19 @@ def _blocks(
     rows: np.ndarray,
     first: int,
     dtype: np.dtype,
-    batch_size: int,
-    workers: int,
-    device: str | torch.device,
-    progress: Callable[[int], None] | None,
+    how: Extraction,
 ) -> Iterator[np.ndarray]:
-    """The rows from ``first`` on in order, in whole batches, which begin at multiples of ``batch_size`` wherever one starts: a record has
+    """The rows from ``first`` on in order, in whole batches, which begin at multiples of the batch size wherever one starts: a record has
     the same neighbours, and so the same bits, after a stop."""
     done = first
-    if progress is not None:
-        progress(done)
-    found = pictures(store, rows[first:], encoder.image_size, encoder.data, batch_size=batch_size, workers=workers)
+    batch_size = how.batch_size
+    if how.progress is not None:
+        how.progress(done)
+    found = pictures(store, rows[first:], encoder.image_size, encoder.data, batch_size=batch_size, workers=how.workers)
     for x_BCHW, row_B, _ in found:
         missing = batch_size - len(x_BCHW)
         padded = torch.cat([x_BCHW, x_BCHW.new_zeros(missing, *x_BCHW.shape[1:])]) if missing else x_BCHW
-        x_BD = encoder.poolings(padded.to(device))[pooling][: len(x_BCHW)].float().cpu().numpy()
+        x_BD = encoder.poolings(padded.to(how.device))[pooling][: len(x_BCHW)].float().cpu().numpy()
         place_B = np.searchsorted(rows, row_B.numpy())
         end = min((int(place_B[-1]) // batch_size + 1) * batch_size, len(rows))
         piece = np.full((end - done, width), np.nan, dtype=dtype)
@@ -124,7 +152,7 @@ def _blocks(
             piece[place_B - done] = x_BD
         yield piece
         done = end
-        if progress is not None:
-            progress(done)
+        if how.progress is not None:
+            how.progress(done)
     if done < len(rows):
         yield np.full((len(rows) - done, width), np.nan, dtype=dtype)

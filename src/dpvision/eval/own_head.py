@@ -3,7 +3,6 @@
 Legend: B pictures of a batch, N pictures, K classes.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +14,7 @@ from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import ClassifierConfig, DataConfig, HeadConfig, RunConfig
 from dpvision.data.loader import pictures
 from dpvision.data.store import Store
-from dpvision.encoders.feature_file import feature_array
+from dpvision.encoders.feature_file import Extraction, feature_blocks
 from dpvision.encoders.headed import is_head, open_headed
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.metric import chance_level, measure, titled
@@ -23,8 +22,6 @@ from dpvision.eval.multi_label import multi_label_scores
 from dpvision.eval.score import Score
 from dpvision.eval.several_labels import SeveralLabels, several_score
 from dpvision.features import Progress, load_model, trained_in_confidence
-
-_BLOCK = 1024
 
 
 @torch.inference_mode()
@@ -61,7 +58,7 @@ def score_own_head(
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
     scores_of = _scores_of_head if is_head(checkpoint) else _scores_of_network
-    hardware = _Hardware(batch_size, workers, device, progress)
+    hardware = Extraction(batch_size, workers, device, progress)
     config, rows, score_NK = scores_of(checkpoint, test_store, several_labels is not None, ema, hardware)
     assert isinstance(config.model, ClassifierConfig | HeadConfig) and config.model.num_classes is not None
     readable_N = ~torch.isnan(score_NK).all(dim=1)
@@ -122,35 +119,21 @@ def _threshold(model: ClassifierConfig | HeadConfig) -> float | None:
     return {"least_squares": 0.5, "many_steps": 0.0, "feature_covariance": 0.0}.get(model.head)
 
 
-@dataclass(frozen=True)
-class _Hardware:
-    """Hardware settings of one scoring."""
-
-    batch_size: int
-    workers: int
-    device: str | torch.device
-    progress: Progress | None
-
-
 def _scores_of_head(
-    checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: _Hardware
+    checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: Extraction
 ) -> tuple[RunConfig, np.ndarray, Tensor]:
     """Config, rows, and scores float32 (N, K), from features that are kept beside the store: NaN for what cannot be read."""
     headed, config = open_headed(checkpoint, ema=ema, device=hardware.device)
     assert isinstance(config.model, HeadConfig)
     rows = check_scorable(config, store, any_is_right=any_is_right)
-    feature_ND = feature_array(
-        headed.encoder, headed.pooling, config.model.encoder.width, store, rows,
-        keep=not headed.encoder.confidential or store.visibility == "private",
-        batch_size=hardware.batch_size, workers=hardware.workers, device=hardware.device, progress=hardware.progress,
-    )  # fmt: skip
-    parts = [torch.from_numpy(np.array(feature_ND[i : i + _BLOCK])) for i in range(0, len(rows), _BLOCK)]
-    scored = [headed.head(x_BD.to(hardware.device).float()).cpu() for x_BD in parts]
+    keep = not headed.encoder.confidential or store.visibility == "private"
+    blocks = feature_blocks(headed.encoder, headed.pooling, config.model.encoder.width, store, rows, hardware, keep=keep)
+    scored = [headed.head(torch.from_numpy(np.array(block_BD)).to(hardware.device).float()).cpu() for block_BD in blocks]
     return config, rows, torch.cat([torch.empty(0, config.model.num_classes or 0), *scored])
 
 
 def _scores_of_network(
-    checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: _Hardware
+    checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: Extraction
 ) -> tuple[RunConfig, np.ndarray, Tensor]:
     """As ``_scores_of_head``, of a classifier that was trained as a whole."""
     model, config = load_model(checkpoint, ema=ema)
