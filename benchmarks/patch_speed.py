@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from common import row, write_result
 
-from dpvision.encoders.patch_constants import FOLDER, SIZES, load_constants
+from dpvision.encoders.patch_constants import SIZES, load_constants
 from dpvision.encoders.patch_features import PatchFeatures
 
 NUM = {32: 50_000}
@@ -27,7 +27,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows = []
-    for side in (s for s in SIZES if (FOLDER / f"patches-{s}px.safetensors").exists()):
+    for side in SIZES:
         x_BCHW = torch.rand(args.images, 3, side, side, generator=torch.Generator().manual_seed(0))
         for name, scattering in (("patches", False), ("patches+scattering", True)):
             features = PatchFeatures({side: load_constants(side)}, scattering=scattering)
