@@ -30,12 +30,15 @@ def hashes(key: StepKey, record_id_B: Tensor) -> Tensor:
 
 
 def num_buckets(expected_batch_size: float, physical_batch_size: int, world_size: int = 1) -> int:
-    """Buckets of a step: from public numbers, the same number for every process, and so many that a bucket rarely exceeds one pass.
+    """Return the number of buckets of a step, from public numbers: the one that should need the fewest passes.
 
-    A bucket's size is about Poisson; its mean is two standard deviations below the physical batch size, at least half of it.
+    A bucket's size is about Poisson, of mean m = expected batch size / buckets; one larger than a pass takes two passes. So
+    buckets (1 + P(size > physical batch)) is least, over numbers for which m is between half a pass and a whole one.
     """
-    mean = max(physical_batch_size / 2, physical_batch_size - 2 * math.sqrt(physical_batch_size))
-    return min(world_size * max(1, math.ceil(expected_batch_size / (mean * world_size))), 2**_TOP)
+    share = expected_batch_size / (physical_batch_size * world_size)  # full passes of each rank
+    count = world_size * torch.arange(max(1, math.ceil(share)), math.ceil(2 * share) + 2, dtype=torch.float64)
+    too_large = torch.special.gammainc(torch.full_like(count, physical_batch_size + 1), expected_batch_size / count)
+    return min(int(count[(count * (1 + too_large)).argmin()]), 2**_TOP)
 
 
 def passes(
