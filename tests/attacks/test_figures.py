@@ -21,8 +21,8 @@ from dpvision.cli.run_args import spent
 from dpvision.config import PrivacyConfig
 from dpvision.errors import PrivacyError
 from dpvision.privacy.account import filter_bound, store_account
-from dpvision.privacy.composition import check_total, curve, parts_of, total, total_epsilon
-from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
+from dpvision.privacy.composition import check_total, curve, parts_of, total, total_epsilon, unit_epsilon
+from dpvision.privacy.plan import MAX_EPSILON, DPPlan, ask_selection, make_plan
 from dpvision.report.compared_run import read_compared
 from dpvision.report.statement import make_statement
 from dpvision.train.lineage import own_entry, runs_on
@@ -223,8 +223,10 @@ def test_all_that_prints_epsilon_prints_the_total(runs: tuple[Path, Path], plans
     shown = _with_runs_before(store)
     assert shown == {"child": expected} and "weights come from" in _text(store_account(store), shown)
     compared = read_compared(runs[1], "child")
-    assert compared.epsilon == expected and compared.this_run_epsilon == pytest.approx(alone)
-    assert "total" in compared.cost and compared.planned_epsilon == expected
+    person = unit_epsilon(parts_of([*behind, (plans[1], 4)]))
+    assert person is not None and person > expected
+    assert compared.epsilon == person and compared.this_run_epsilon == pytest.approx(plans[1].spent(4).unit_epsilon)
+    assert "total" in compared.cost and "per person" in compared.cost and compared.planned_epsilon == person
 
 
 def test_the_manifests_own_entry_has_the_total(runs: tuple[Path, Path], plans: tuple[DPPlan, DPPlan]) -> None:
@@ -258,6 +260,18 @@ def test_n_times_delta_over_generations_is_refused_like_that_of_one_run(plans: t
     check_total(parts_of([(plans[0], 10), (plans[1], 4)]))
     with pytest.raises(PrivacyError, match="dataset_size x delta"):
         check_total(parts_of([(loose, 10), (replace(plans[1], delta=4.0 / RECORDS), 4)]))
+
+
+def test_a_total_above_the_limit_of_one_run_is_refused(plans: tuple[DPPlan, DPPlan]) -> None:
+    """Each run is within it, and the statement of the second one would say an epsilon that no single run may have."""
+    weak = replace(plans[1], noise_multiplier=plans[1].noise_multiplier / 4)
+    alone = weak.spent(4).epsilon
+    assert alone is not None and 10 < alone < MAX_EPSILON
+    parts = parts_of([(weak, 4), (weak, 4)])
+    with pytest.raises(PrivacyError, match=r"over the 2 runs behind these weights; expected at most 20.*allow-weak-guarantee"):
+        check_total(parts)
+    check_total(parts, allow_weak=True)
+    check_total(parts[:1])
 
 
 def test_a_parent_that_its_own_ledger_contradicts_is_refused(tmp_path: Path) -> None:

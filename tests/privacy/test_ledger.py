@@ -1,6 +1,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dp_accounting import dp_event
+from dp_accounting import dp_event, get_epsilon_gaussian
 
 from dpvision.config import PrivacyConfig
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
@@ -339,6 +340,23 @@ def test_the_owners_cap_counts_executed_steps_of_the_past_and_planned_steps_of_n
     with pytest.raises(PrivacyError, match="expected at most"):  # resuming "a" would execute 25 more
         Ledger.open(store, "a", plan, resume=True)
     assert not (store.parent / "LEDGERS" / "5701e5701e" / "c.jsonl").exists()
+
+
+def test_where_people_are_declared_the_cap_is_on_a_persons_total(store: Path) -> None:
+    """Against the closed form of the Gaussian mechanism: three records of a person have three times a record's sensitivity."""
+    of_people = make_plan(PrivacyConfig(
+        dataset_size=300, expected_batch_size=300, num_units=100, max_records_per_unit=3, sampling="full_batch", steps=1,
+        noise_multiplier=6.0, delta=1e-3,
+    ))  # fmt: skip
+    for_two = get_epsilon_gaussian(6.0 / 3 / math.sqrt(2), 1e-3)
+    run(store, of_people, 1, "a")
+    set_cap(store, for_two * 1.01, 1e-3)
+    run(store, of_people, 1, "b")
+    account = store_account(store)
+    assert account.unit_epsilon == pytest.approx(for_two, rel=1e-6) and account.left == pytest.approx(0.01 * for_two, rel=1e-3)
+    assert account.epsilon == pytest.approx(get_epsilon_gaussian(6.0 / math.sqrt(2), 1e-3), rel=1e-6)
+    with pytest.raises(PrivacyError, match="per person with this run"):
+        Ledger.open(store, "c", of_people, resume=False)
 
 
 def test_a_cap_counts_the_plan_of_a_run_that_is_still_open(store: Path, plan: DPPlan) -> None:

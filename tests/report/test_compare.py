@@ -113,6 +113,14 @@ def test_epsilon_is_that_of_the_executed_steps_in_the_ledger(make: Maker, small_
     assert "4 of 4" in page and "2 of 4" in page
 
 
+def test_where_people_are_declared_the_epsilon_is_a_persons(make: Maker, small_privacy: PrivacyConfig) -> None:
+    people: dict[str, Any] = {"num_units": small_privacy.dataset_size // 2, "max_records_per_unit": 2}
+    page = make_compare_page([make("people", **people)]).read_text()
+    spent = make_plan(replace(small_privacy, **people)).spent(4)
+    assert spent.unit_epsilon is not None and spent.epsilon is not None and spent.unit_epsilon > 1.5 * spent.epsilon
+    assert f"people: {SIZE}, ε {round_up(spent.unit_epsilon, 2)} per person" in page
+
+
 def test_a_ledger_that_was_shortened_is_refused(make: Maker, tmp_path: Path) -> None:
     run = make("a")
     (ledger,) = (tmp_path / "LEDGERS").rglob(f"{b'a'.hex()}00000000.jsonl")

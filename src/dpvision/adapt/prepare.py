@@ -184,7 +184,10 @@ def encoder_lineage(config: RunConfig, encoder: FrozenEncoder, store: Store, pla
 
     Raises: as ``train.lineage.inherit``.
     """
-    return inherit(encoder.lineage, store, plan, declaration=config.public_weights, tensors=encoder.tensors())
+    return inherit(
+        encoder.lineage, store, plan, declaration=config.public_weights, allow_weak=config.privacy.allow_weak_guarantee,
+        tensors=encoder.tensors(),
+    )  # fmt: skip
 
 
 def _is_run(spec: str, encoder: FrozenEncoder) -> bool:

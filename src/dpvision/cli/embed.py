@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 
 from dpvision.cli.output import RunPath, SourcePath, emit, parse
+from dpvision.errors import OPERATOR_ONLY
 from dpvision.features import write_embeddings
 
 
@@ -50,5 +51,5 @@ def embed(
         )  # fmt: skip
     text = f"{made.num:,} x {made.width} features in {out}"
     if made.visibility == "private":
-        text += "\nThese are features of private pictures: keep the file where the pictures are kept."
+        text = f"{OPERATOR_ONLY}{text}\nThese are features of private pictures: keep the file where the pictures are kept."
     emit({"out": str(out), "num_records": made.num, "width": made.width, "visibility": made.visibility}, json, text)

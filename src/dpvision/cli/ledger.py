@@ -35,7 +35,8 @@ def ledger(
 
     Args:
         store: Folder made by `dpvision data import`.
-        cap: Set the owner's hard cap on the total epsilon: a run that would pass it is refused.
+        cap: Set the owner's hard cap on the total epsilon: a run that would exceed it is refused. It is a person's total
+            where people are declared (--privacy.num-units), else an image's.
         cap_delta: Delta at which the cap holds; required with --set-cap.
         moved: Declare that this store was moved here together with its LEDGERS folder, or is mounted under another path, and that no copy
             of it is in use elsewhere. A private store that lies elsewhere than where it was imported is refused until then, for a copy has
@@ -66,6 +67,7 @@ def _with_runs_before(store: Path) -> dict[str, float]:
 
 
 def _text(account: StoreAccount, behind: dict[str, float]) -> str:
+    people = any(run.spent.unit_epsilon is not None for run in account.runs)
     rows = [
         (
             r.run_id,
@@ -73,27 +75,28 @@ def _text(account: StoreAccount, behind: dict[str, float]) -> str:
             r.restarts,
             "none" if r.spent.epsilon is None else r.spent.epsilon,
             r.spent.delta,
+            *((r.spent.unit_epsilon or "",) if people else ()),
             *((behind.get(r.run_id, ""),) if behind else ()),
         )
         for r in account.runs
     ]
-    columns = ("run", "steps", "restarts", "epsilon", "delta", *(("with the runs its weights come from",) if behind else ()))
+    columns = (
+        "run", "steps", "restarts", "epsilon of an image" if people else "epsilon", "delta",
+        *(("epsilon of a person",) if people else ()), *(("of an image, with the runs its weights come from",) if behind else ()),
+    )  # fmt: skip
     lines = [table(f"store {account.store_id}", columns, rows)] if rows else ["No run yet."]
-    lines += _people(account)
     if account.unprotected:
         lines.append(f"NO GUARANTEE: {', '.join(account.unprotected)} trained on this store without privacy; no total holds.")
     elif account.epsilon is not None and account.delta is not None:  # no delta before the first run, without a cap
         chosen = "" if account.epsilon_filter is None else f"; {account.epsilon_filter:.4g} where runs were chosen after seeing others"
-        lines.append(f"total: epsilon {account.epsilon:.4g} at delta {account.delta:.3g}{chosen}")
+        if account.unit_epsilon is not None:
+            lines.append(f"total for a person with all their images: epsilon {account.unit_epsilon:.4g} at delta {account.delta:.3g}")
+        image = "total" if account.unit_epsilon is None else "total for an image"
+        lines.append(f"{image}: epsilon {account.epsilon:.4g} at delta {account.delta:.3g}{chosen}")
     if account.cap is not None:
         left = "" if account.left is None else f"; left: {account.left:.4g}"
-        lines.append(f"owner's cap: epsilon {account.cap.epsilon:.4g} at delta {account.cap.delta:.3g}{left}")
+        whom = "" if account.unit_epsilon is None else " for a person"
+        lines.append(f"owner's cap{whom}: epsilon {account.cap.epsilon:.4g} at delta {account.cap.delta:.3g}{left}")
     if account.moves:
         lines.append(f"declared moved: {account.moves} times; a copy that is in use elsewhere has ledgers of its own")
     return "\n".join(lines)
-
-
-def _people(account: StoreAccount) -> list[str]:
-    """What each run has cost a person with all their images, where people are declared: the figures above are per image then."""
-    known = [f"{run.run_id} {run.spent.unit_epsilon:.4g}" for run in account.runs if run.spent.unit_epsilon is not None]
-    return [f"for a person with all their images, by run: epsilon {', '.join(known)} (all other figures are per image)"] if known else []

@@ -16,7 +16,7 @@ from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.open import open_encoder, recognised
 from dpvision.encoders.overlap import find_feature_matches, measure_threshold
-from dpvision.errors import ConfigError, PrivacyError
+from dpvision.errors import OPERATOR_ONLY, ConfigError, PrivacyError
 from dpvision.report.overlap_page import write_overlap_page
 
 PublicPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PUBLIC")]
@@ -123,7 +123,7 @@ def _named(spec: str | None, opened: FrozenEncoder) -> str:
 
 def _text(result: dict[str, Any], public: Store, out: Path | None) -> str:
     count = result["public_pictures_with_a_match"]
-    lines = [f"{count:,} of {public.num_records:,} public pictures have a match among the private ones."]
+    lines = [f"{OPERATOR_ONLY}{count:,} of {public.num_records:,} public pictures have a match among the private ones."]
     lines.append(pairs({f"by {how}": number for how, number in result["by"].items()}))
     if "threshold" in result:
         lines.append(

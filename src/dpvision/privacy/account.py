@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from dp_accounting import dp_event
@@ -13,7 +13,7 @@ from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy import accountant
 from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.marks import Cap, make_folders
-from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.plan import DPPlan, View
 from dpvision.privacy.store_marks import StoreLedgers
 
 _CAP_GRID = np.geomspace(1e-3, 1e5, 8001)
@@ -32,7 +32,7 @@ class RunAccount:
 
 @dataclass(frozen=True)
 class StoreAccount:
-    """Spent by run and in total, per record. Totals are None where a run without a guarantee has touched the store."""
+    """Spent by run and in total. Totals are None where a run without a guarantee has touched the store."""
 
     store_id: str
     runs: tuple[RunAccount, ...]
@@ -44,9 +44,12 @@ class StoreAccount:
     """PLD of all executed steps: holds when the runs' settings were fixed beforehand."""
     epsilon_filter: float | None
     """RDP filter (``filter_epsilon``): for settings chosen after seeing earlier runs; None with truncated Poisson."""
+    unit_epsilon: float | None
+    """``epsilon`` for a unit (person) with all its records; None where no run declared units."""
     cap: Cap | None
     left: float | None
-    """cap.epsilon - epsilon; the PLD of a further run adds up to less than this sum suggests. None without a cap or a total."""
+    """cap.epsilon - unit_epsilon, or - epsilon where no units are declared; the PLD of a further run adds up to less than this sum
+    suggests. None without a cap or a total."""
     moves: int = 0
     """How often the owner declared that the store was moved: a copy left behind would have ledgers of its own."""
 
@@ -69,18 +72,23 @@ def store_account(store_dir: Path) -> StoreAccount:
     parts = [(c.plan, c.steps) for c in contents.values() if c.plan.guarantee == "dp" and c.steps]
     cap = min(ledgers.caps(), key=lambda cap: cap.epsilon, default=None)
     delta = cap.delta if cap else min((plan.delta for plan, _ in parts), default=None)
-    epsilon = epsilon_filter = None
+    epsilon = epsilon_filter = of_unit = None
     if not unprotected and delta is None:
         epsilon = epsilon_filter = 0.0
     elif not unprotected and delta is not None:
-        epsilon = _total(parts, delta)
+        epsilon = _total(parts, delta, "record")
         epsilon_filter = filter_epsilon([plan.event(steps) for plan, steps in parts], delta)
-    left = None if cap is None or epsilon is None else max(0.0, cap.epsilon - epsilon)
-    return StoreAccount(ledgers.store_id, runs, unprotected, delta, epsilon, epsilon_filter, cap, left, ledgers.declared_moves())
+        of_unit = None if unit_view(parts) is None else _total(parts, delta, "unit")
+    charged = epsilon if of_unit is None else of_unit
+    left = None if cap is None or charged is None else max(0.0, cap.epsilon - charged)
+    moves = ledgers.declared_moves()
+    return StoreAccount(ledgers.store_id, runs, unprotected, delta, epsilon, epsilon_filter, of_unit, cap, left, moves)
 
 
 def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
     """Set or replace the owner's cap: no run is opened on the store that would bring the PLD total above ``epsilon`` at ``delta``.
+
+    The total is a person's where people are declared (``num_units``), else a record's.
 
     Args:
         store_dir: folder of the store.
@@ -149,11 +157,13 @@ def check_cap(ledgers: StoreLedgers, parts: list[tuple[DPPlan, int]]) -> None:
             f"cap: a run without a guarantee; expected a total of at most epsilon={cap.epsilon} at delta={cap.delta}. "
             "Use another store, or ask its owner to lift the cap."
         )
+    per: Literal["record", "unit"] = "record" if unit_view(parts) is None else "unit"
     for cap in caps:
-        total = _total(parts, cap.delta)
+        total = _total(parts, cap.delta, per)
         if not total <= cap.epsilon:
             raise PrivacyError(
-                f"cap: total epsilon={total:.4g} with this run; expected at most {cap.epsilon} at delta={cap.delta}. "
+                f"cap: total epsilon={total:.4g} per {'person' if per == 'unit' else 'record'} with this run; expected at most "
+                f"{cap.epsilon} at delta={cap.delta}. "
                 "Plan a smaller target_epsilon, or ask the store's owner to raise the cap."
             )
 
@@ -201,9 +211,23 @@ def filter_bound(events: Iterable[dp_event.DpEvent], delta: float) -> tuple[floa
     return float(_CAP_GRID[first]), float(orders[chosen[first]]), float(total[chosen[first]])
 
 
-def _total(parts: list[tuple[DPPlan, int]], delta: float) -> float:
-    """PLD epsilon of all parts together, on the coarsest of their grids; 0 for none."""
+def unit_view(parts: Iterable[tuple[DPPlan, int]]) -> View | None:
+    """Which view of the runs' events (``DPPlan.event``) a unit's epsilon is of; None where no run declared units.
+
+    Where no unit has several records, its events are the record's.
+    """
+    plans = [plan for plan, _ in parts]
+    if all(plan.num_units is None for plan in plans):
+        return None
+    return "record" if all(plan.max_records_per_unit == 1 for plan in plans) else "unit"
+
+
+def _total(parts: list[tuple[DPPlan, int]], delta: float, per: Literal["record", "unit"]) -> float:
+    """PLD epsilon of all parts together, for a record on the coarsest of their grids; 0 for none."""
     if not parts:
         return 0.0
-    interval = max(plan.value_discretization_interval or 0.0 for plan, _ in parts)
-    return accountant.epsilon(dp_event.ComposedDpEvent(tuple(plan.event(steps) for plan, steps in parts)), delta, interval)
+    view = unit_view(parts) or "record" if per == "unit" else "record"
+    whole = dp_event.ComposedDpEvent(tuple(plan.event(steps, view) for plan, steps in parts))
+    if view == "unit":
+        return accountant.unit_epsilon(whole, delta)
+    return accountant.epsilon(whole, delta, max(plan.value_discretization_interval or 0.0 for plan, _ in parts))

@@ -22,8 +22,8 @@ from dp_accounting import dp_event
 
 from dpvision.errors import PrivacyError
 from dpvision.privacy import accountant
-from dpvision.privacy.account import filter_bound
-from dpvision.privacy.plan import MAX_N_TIMES_DELTA, DPPlan, View
+from dpvision.privacy.account import filter_bound, unit_view
+from dpvision.privacy.plan import MAX_EPSILON, MAX_N_TIMES_DELTA, DPPlan, View
 
 Part = tuple[DPPlan, int]
 """A run's plan and the steps it was charged."""
@@ -111,23 +111,23 @@ def unit_epsilon(parts: tuple[Part, ...], *, fixed: bool = False) -> float | Non
 
 def _unit(parts: tuple[Part, ...], delta: float, fixed: bool) -> tuple[float, Method] | str:
     """Epsilon of a unit and how it was composed; or why there is none."""
-    if all(plan.num_units is None for plan, _ in parts):
+    view = unit_view(parts)
+    if view is None:
         return NO_UNIT
     if any(plan.sampling == "truncated_poisson" and plan.max_records_per_unit > 1 for plan, _ in parts):
         return TRUNCATED_UNIT
-    return _composed(parts, delta, _unit_view(parts), fixed)
+    return _composed(parts, delta, view, fixed)
 
 
-def _unit_view(parts: tuple[Part, ...]) -> View:
-    """Where no unit has several records, its events are the record's."""
-    return "record" if all(plan.max_records_per_unit == 1 for plan, _ in parts) else "unit"
+def check_total(parts: tuple[Part, ...], *, allow_weak: bool = False) -> None:
+    """Refuse several runs whose guarantees together are none by the rules for one run: before the first step is charged.
 
-
-def check_total(parts: tuple[Part, ...]) -> None:
-    """Refuse several runs whose guarantees together are none by the rule for one run: before the first step is charged.
+    Args:
+        allow_weak: ``PrivacyConfig.allow_weak_guarantee`` of the run that is to begin.
 
     Raises:
-        PrivacyError: dataset_size x delta is above 1.5, or the total has no finite epsilon.
+        PrivacyError: dataset_size x delta is above 1.5, the total has no finite epsilon, or, unless ``allow_weak``, one above
+            ``plan.MAX_EPSILON`` (a unit's where units are declared).
     """
     if len(parts) < 2:
         return
@@ -142,6 +142,14 @@ def check_total(parts: tuple[Part, ...]) -> None:
         raise PrivacyError(
             f"lineage: the {len(parts)} runs behind these weights have no finite epsilon together; expected one. Start from other weights."
         )
+    stated = epsilon if unit_view(parts) is None else unit_epsilon(parts)
+    if not allow_weak and (stated is None or not stated <= MAX_EPSILON):
+        got = "unknown" if stated is None else f"{stated:.4g}"
+        raise PrivacyError(
+            f"lineage: epsilon={got} over the {len(parts)} runs behind these weights; expected at most {MAX_EPSILON:g}, above which a "
+            "guarantee says next to nothing. Plan more noise, or start from other weights. To train nevertheless: "
+            "--privacy.allow-weak-guarantee."
+        )
 
 
 def curve(
@@ -153,7 +161,7 @@ def curve(
         fprs: false-positive rates.
         of_unit: a unit's epsilon (``unit_epsilon``), for the attack on a unit; there is then no profile.
     """
-    view: View = "record" if of_unit is None else _unit_view(parts)
+    view = ("record" if of_unit is None else unit_view(parts)) or "record"
     if len(parts) > 1 and not fixed:
         delta = min(plan.delta for plan, _ in parts)
         bound = filter_bound([plan.event(steps, view) for plan, steps in parts], delta)

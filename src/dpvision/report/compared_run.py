@@ -1,6 +1,7 @@
 """One run as a comparison sees it: settings, epsilon from its ledger, its losses and its scores, and whether these may be shown."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from dpvision.errors import CheckpointError, DataError
 from dpvision.eval.suite import read_scores
 from dpvision.features import trained_in_confidence
 from dpvision.models import count_parameters
-from dpvision.privacy.composition import parts_of, total_epsilon
+from dpvision.privacy.composition import parts_of, total_epsilon, unit_epsilon
 from dpvision.privacy.ledger import LedgerContents, read_ledger
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
@@ -38,7 +39,8 @@ class ComparedRun:
     steps: int | None
     """Charged in the ledger; None where no ledger is at hand."""
     planned_epsilon: float | None
-    """Of all planned steps, and of the runs before this one on the same store that its weights come from."""
+    """Of all planned steps, and of the runs before this one on the same store that its weights come from. This and the epsilons below are
+    a person's where people are declared, else an image's."""
     epsilon: float | None
     """Of this run and of those before it on the same store that its weights come from, from the ledger; None without a guarantee or a
     ledger."""
@@ -65,7 +67,8 @@ class ComparedRun:
             return "simulated" if self.config.privacy.guarantee == "simulated" else "no guarantee"
         if self.epsilon is None or self.this_run_epsilon is None:
             return "ε unknown"
-        total = f"ε {numbers.round_up(self.epsilon, 2)}"
+        person = "" if self.config.privacy.num_units is None else " per person"
+        total = f"ε {numbers.round_up(self.epsilon, 2)}{person}"
         if self.epsilon == self.this_run_epsilon:
             return total
         return f"total {total} (this run {numbers.round_up(self.this_run_epsilon, 2)})"
@@ -73,7 +76,8 @@ class ComparedRun:
     @property
     def planned_cost(self) -> str:
         """The epsilon that was asked for or follows from the settings, in two digits: runs of one plan have the same."""
-        return "no guarantee" if self.planned_epsilon is None else f"ε {self.planned_epsilon:.2g}"
+        person = "" if self.config.privacy.num_units is None else " per person"
+        return "no guarantee" if self.planned_epsilon is None else f"ε {self.planned_epsilon:.2g}{person}"
 
     @property
     def label(self) -> str:
@@ -145,7 +149,7 @@ def _spent(ledger: LedgerContents | None, *, alone: bool) -> float | None:
     if ledger is None or ledger.plan.guarantee != "dp":
         return None
     behind = () if alone else runs_on(ledger.lineage, ledger.store_id)
-    return total_epsilon(parts_of([*behind, (ledger.plan, ledger.steps)]))[0]
+    return _epsilon([*behind, (ledger.plan, ledger.steps)])
 
 
 def _planned_epsilon(base: Path, ledger: LedgerContents | None) -> float | None:
@@ -154,7 +158,13 @@ def _planned_epsilon(base: Path, ledger: LedgerContents | None) -> float | None:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"compare: {base / 'plan.json'} cannot be read ({error}). Restore it as the run wrote it.") from None
     behind = () if ledger is None or plan.guarantee != "dp" else runs_on(ledger.lineage, ledger.store_id)
-    return total_epsilon(parts_of([*behind, (plan, plan.steps)]))[0] if behind else plan.epsilon
+    return _epsilon([*behind, (plan, plan.steps)]) if plan.guarantee == "dp" else None
+
+
+def _epsilon(runs: Sequence[tuple[DPPlan, int]]) -> float | None:
+    """Of all runs together, for whom the last one's guarantee is; None where there is no accounting for people."""
+    parts = parts_of(runs)
+    return total_epsilon(parts)[0] if runs[-1][0].num_units is None else unit_epsilon(parts)
 
 
 def _ledger(base: Path, config: RunConfig, about: dict[str, Any]) -> LedgerContents | None:

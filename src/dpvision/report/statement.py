@@ -276,6 +276,7 @@ def _other_runs(evidence: Evidence) -> dict[str, Any]:
         "runs": runs,
         "epsilon_total": account.epsilon,
         "epsilon_filter": account.epsilon_filter,
+        "unit_epsilon_total": account.unit_epsilon,
         "delta": account.delta,
         "cap": None if account.cap is None else dataclasses.asdict(account.cap),
     }

@@ -371,10 +371,13 @@ def other_runs(account: StoreAccount, run_id: str) -> str:
     unknown = COPIES_UNKNOWN if not account.moves else f"{COPIES_UNKNOWN} {_moved(account.moves)}"
     if not others:
         return f"None is known: this is the only run in the ledgers beside the store. {unknown}"
+    of_unit = account.unit_epsilon
+    person = "" if of_unit is None else f"epsilon {round_up(of_unit, 2)} for a person with all their images, and "
+    image = "" if of_unit is None else " for an image,"
+    total = f"{person}epsilon {round_up(account.epsilon or 0.0, 2)}{image}"
     return (
-        f"{count(others, 'other run')} used the same pictures. All together cost epsilon {round_up(account.epsilon or 0.0, 2)} at delta "
-        f"{short(account.delta or 0.0)} if their settings were fixed beforehand; epsilon_filter is for settings chosen after seeing "
-        f"earlier runs. {unknown}"
+        f"{count(others, 'other run')} used the same pictures. All together cost {total} at delta {short(account.delta or 0.0)} if their "
+        f"settings were fixed beforehand; epsilon_filter is for settings chosen after seeing earlier runs. {unknown}"
     )
 
 

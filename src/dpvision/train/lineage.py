@@ -54,6 +54,7 @@ def inherit(
     plan: DPPlan,
     *,
     declaration: str | None = None,
+    allow_weak: bool = False,
     tensors: Iterable[Tensor] = (),
 ) -> Lineage:
     """Lineage of a new run's start: that of the weights it starts from, with what the operator declares of them.
@@ -63,6 +64,7 @@ def inherit(
         store: the store this run trains on.
         plan: this run's.
         declaration: ``RunConfig.public_weights``.
+        allow_weak: ``PrivacyConfig.allow_weak_guarantee``.
         tensors: the weights, compared with those of earlier runs without a guarantee on ``store`` and on those beside it.
 
     Returns:
@@ -95,7 +97,7 @@ def inherit(
             )
     for store_id in private_stores(made):
         runs_on(made, store_id)  # says what is missing before a step is charged
-    check_total(parts_of([*runs_on(made, store.store_id), (plan, plan.steps)]))
+    check_total(parts_of([*runs_on(made, store.store_id), (plan, plan.steps)]), allow_weak=allow_weak)
     return made
 
 

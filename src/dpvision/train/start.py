@@ -274,7 +274,10 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
         lineage = checkpoint.manifest["lineage"][:-1]
         load_weights(model, checkpoint)
     elif parent is not None:
-        lineage = inherit(parent.manifest["lineage"], store, plan, declaration=config.public_weights, tensors=parent.model.values())
+        lineage = inherit(
+            parent.manifest["lineage"], store, plan, declaration=config.public_weights,
+            allow_weak=config.privacy.allow_weak_guarantee, tensors=parent.model.values(),
+        )  # fmt: skip
         check_constants(config, parent)
         start_from(model, config.model, parent)
     loss_fn = loss_function(config)
