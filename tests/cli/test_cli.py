@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from dpvision.cli import COMMANDS, main
 from dpvision.data.synthetic_store import write_scenes
@@ -119,6 +120,24 @@ def test_data_commands(store: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     _refused(capsys, ["data", "split", str(store), str(tmp_path / "a"), str(tmp_path / "b")], "ledgers")
 
 
+def test_non_private_drops_noise_target_and_clipping(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*_tiny(store, tmp_path), "--non-private", "--dry-run", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["guarantee"] == "none" and made["noise_multiplier"] == 0 and made["max_grad_norm"] is None and made["epsilon"] is None
+
+
+def test_import_names_the_file_of_what_it_left_out_and_how_to_convert_heif(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    Image.new("RGB", (8, 8)).save(folder / "a.png")
+    (folder / "b.heic").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
+    assert main(["data", "import", str(folder), str(tmp_path / "store")]) == 0
+    said = capsys.readouterr().out
+    named = tmp_path / "store" / "confidential" / "left_out.jsonl"
+    assert str(named) in said and "magick mogrify" in said
+    assert json.loads(named.read_text())["reason"] == "HEIF"
+
+
 def test_wrong_input_gets_one_clear_error(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     tiny = _tiny(store, tmp_path)
@@ -135,6 +154,7 @@ def test_wrong_input_gets_one_clear_error(store: Path, tmp_path: Path, capsys: p
         ([*tiny, "--privacy.target-epsilon", "-1"], "target_epsilon"),
         ([*tiny, "--privacy.target-epsilon", "nan"], "target_epsilon"),
         ([*tiny, "--privacy.delta", "0.5"], "delta"),
+        ([*tiny, "--non-private", "--privacy.target-epsilon", "2"], "guarantee=none"),
         ([*tiny, "--resume"], "holds no run"),
         (["train", "vip.micro", "--data", str(tmp_path / "nowhere"), "--runs", str(tmp_path)], "store"),
         (["data", "import", str(tmp_path / "empty"), str(tmp_path / "s")], "empty"),

@@ -109,6 +109,7 @@ def test_the_first_frame_of_an_animation_is_taken():
     [
         (b"", "not a picture"),
         (b"hello, this is no picture", "not a picture"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIF"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a picture"),
         (encode(noise(3, 200, 200), "JPEG")[:-3000], "damaged"),
         (encode(noise(3, 200, 200))[:-3000], "damaged"),

@@ -18,7 +18,7 @@ from dpvision.adapt.session import HeadSession, adapt, new_head_session, resumed
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli.evaluate import scores_table
 from dpvision.cli.output import CONFIG, RecipeName, emit, may_show, private_scores
-from dpvision.cli.recipe import get_recipe, recipe_lines, typed_privacy, untyped_delta, with_budget
+from dpvision.cli.recipe import get_recipe, recipe_lines, spelled_out, typed_privacy, untyped_delta, with_budget
 from dpvision.cli.run_args import RunArgs, Where, announce, lost_words, resume_words, resumed_hardware, saved_config, spent
 from dpvision.cli.train import TrainArgs, plan_text, train
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
@@ -49,7 +49,7 @@ simclr:FILE, tan:FILE, or one that needs no file: patches+scattering (the defaul
 
 Which head? --head auto (the default) chooses by the declared numbers and says why; docs/heads.md has the rules. To adapt the network
 itself, name a recipe that trains it (dpvision adapt --help lists them): those go the way of `dpvision train`, from --encoder's weights.
---privacy.guarantee none fits the same head without noise, for comparison: confidential where the pictures are private."""
+--non-private fits the same head without noise, for comparison: confidential where the images are private."""
 
 _Head = Literal["auto", "one_step", "many_steps", "least_squares", "feature_covariance", "prototypes"]
 
@@ -110,6 +110,7 @@ def run(argv: Sequence[str]) -> None:
     if not argv:
         print(f"usage: dpvision adapt [RECIPE] --data STORE [--encoder ENCODER] --num-classes K --dataset-size N --epsilon E\n\n{_DOC}")
         sys.exit(2)
+    argv = spelled_out(argv)
     asks = any(a in ("-h", "--help") for a in argv)
     recipe = argv[0] if not argv[0].startswith("-") else None
     early = _Early() if asks else tyro.cli(_Early, args=[*argv[recipe is not None :]], return_unknown_args=True, config=CONFIG)[0]
@@ -310,7 +311,7 @@ def _with_shorts(args: AdaptArgs) -> RunConfig:
     privacy: dict[str, Any] = {}
     if args.epsilon is not None:
         if config.privacy.guarantee == "none":
-            raise ConfigError("adapt: --epsilon with guarantee=none; expected one of the two. Drop one.")
+            raise ConfigError(f"adapt: --epsilon {args.epsilon:g} with --non-private; expected one of the two. Drop --epsilon.")
         if config.privacy.noise_multiplier is not None:
             raise ConfigError("adapt: --epsilon with --privacy.noise-multiplier; expected one of the two: each gives the other. Drop one.")
         privacy |= {"target_epsilon": None, "target_unit_epsilon": None}

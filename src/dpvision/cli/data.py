@@ -214,6 +214,17 @@ def split(
     emit(result, json, f"{_label(made[0])}records\n{pairs(result)}")
 
 
+def _left_out_lines(store: Store, summary: dict[str, Any]) -> list[str]:
+    """Where the files that were left out are named, and what can be done about those of a format that is not read."""
+    left_out = summary.get("left_out")
+    if not left_out:
+        return []
+    lines = [f"Files left out, with the reason: {store.path / 'confidential' / 'left_out.jsonl'}"]
+    if "HEIF" in left_out:
+        lines.append("HEIF images (.heic) are not read: convert them first, e.g. with ImageMagick: magick mogrify -format jpg *.heic")
+    return lines
+
+
 def _said(store: Store, as_json: bool, more: dict[str, Any] | None = None) -> None:
     summary = store.import_summary()
     result = {
@@ -230,6 +241,7 @@ def _said(store: Store, as_json: bool, more: dict[str, Any] | None = None) -> No
     labels = ", several labels a record" if store.multi_label else ""
     lines = [f"{_label(store)}{store.num_records:,} records in {store.path} ({store.visibility}{labels})"]
     lines.append(pairs(_flat(summary | (more or {}))))
+    lines += _left_out_lines(store, summary)
     lines += _unit_lines(store) if has_units(store) else []
     first = _suggested(store)[0]
     units = f" --privacy.num-units {first['num_units']}" if "num_units" in first else ""

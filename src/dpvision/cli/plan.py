@@ -85,7 +85,9 @@ def _config(recipe: str | None, given: dict[str, Any]) -> PrivacyConfig:
     if not any(name in changes for name in _BUDGETS):
         missing.append("--noise-multiplier or --target-epsilon")
     if missing:
-        raise ConfigError(f"plan: {', '.join(missing)} not given; expected them, or the name of a recipe. See dpvision plan --help.")
+        raise ConfigError(
+            f"plan: without {', '.join(missing)}; expected these options, or a recipe: dpvision plan vip.base. See dpvision plan --help."
+        )
     return PrivacyConfig(**changes)
 
 

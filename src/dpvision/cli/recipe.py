@@ -29,12 +29,15 @@ _BUDGETS = ("noise_multiplier", "target_epsilon", "target_unit_epsilon")
 def with_budget(cfg: PrivacyConfig, typed: dict[str, Any]) -> PrivacyConfig:
     """A private recipe's settings, whose own noise or target gives way to the one that is typed.
 
-    Where units are declared and no budget is typed, the recipe's target becomes that of the unit.
+    Where units are declared and no budget is typed, the recipe's target becomes that of the unit. Without a guarantee there is neither
+    noise nor clipping.
 
     Args:
         typed: what is typed, by the name of the setting; of the budget's settings the value does not matter.
     """
     budgets = [name for name in _BUDGETS if typed.get(name) not in (None, "None")]
+    if typed.get("guarantee") == "none" and cfg.guarantee == "dp":
+        return replace(cfg, guarantee="none", max_grad_norm=None, **dict.fromkeys(_BUDGETS))
     if cfg.guarantee != "dp" or "guarantee" in typed or len(budgets) > 1:
         return cfg
     if budgets:
@@ -43,6 +46,11 @@ def with_budget(cfg: PrivacyConfig, typed: dict[str, Any]) -> PrivacyConfig:
     if typed.get("num_units") not in (None, "None") and cfg.target_epsilon is not None:
         return replace(cfg, target_epsilon=None, target_unit_epsilon=cfg.target_epsilon)
     return cfg
+
+
+def spelled_out(argv: Sequence[str]) -> list[str]:
+    """A command line with ``--non-private`` as ``--privacy.guarantee none``."""
+    return [part for word in argv for part in (("--privacy.guarantee", "none") if word == "--non-private" else (word,))]
 
 
 def typed_privacy(argv: Sequence[str]) -> dict[str, str]:

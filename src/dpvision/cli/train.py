@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from dpvision.cli.output import CONFIG, RecipeName, emit, pairs
-from dpvision.cli.recipe import get_recipe, recipe_lines, typed_privacy, untyped_delta, with_budget
+from dpvision.cli.recipe import get_recipe, recipe_lines, spelled_out, typed_privacy, untyped_delta, with_budget
 from dpvision.cli.run_args import (
     STOPPED,
     RunArgs,
@@ -45,6 +45,7 @@ charged before each step. Any setting of the recipe can be overridden: --privacy
   dpvision train synthetic.vip_micro                     the warm start, on procedural textures: public, costs no privacy
   dpvision train vip.micro --data stores/mine --dry-run
   dpvision train vip.micro --data stores/mine --name first
+  dpvision train vip.micro --data stores/mine --non-private      without noise and clipping, for comparison; confidential
   dpvision train vip.micro --name first --resume        after a stop (Ctrl-C, SIGTERM; exit status 75) or a crash
   torchrun --nproc-per-node 8 -m dpvision train vip.base --data STORE"""
 
@@ -64,6 +65,7 @@ class TrainArgs(RunArgs, _What):
 
 def run(argv: Sequence[str]) -> None:
     """Parse and run."""
+    argv = spelled_out(argv)
     recipe = next((a for a in argv if not a.startswith("-")), None)
     if recipe is None:
         print(f"usage: dpvision train RECIPE [--data STORE] [options]\n\n{_DOC}")

@@ -29,7 +29,9 @@ MAX_FILE_BYTES = 1 << 29
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "AVIF", "JPEG2000")
 """Only these of Pillow's formats are opened: some of the others start programs or are not pictures."""
 
-Reason = Literal["not a picture", "oversized", "damaged", "float pixels"]
+Reason = Literal["not a picture", "HEIF", "oversized", "damaged", "float pixels"]
+_HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+"""First brands of HEIF files, which phones write and Pillow does not read (ISO/IEC 23008-12, annex B)."""
 _ORIENTATION_TAG = 0x0112
 Image.init()  # registers every reader now: done lazily it is a race between the threads of the loader
 
@@ -133,7 +135,7 @@ def _open(data: bytes) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise BadPicture("oversized", str(error)) from None
     except Exception as error:
-        reason: Reason = "damaged" if _looks_like_picture(data) else "not a picture"
+        reason: Reason = "HEIF" if _is_heif(data) else "damaged" if _looks_like_picture(data) else "not a picture"
         raise BadPicture(reason, f"{type(error).__name__}: {error}") from error
     _check_size(*image.size)
     try:
@@ -143,6 +145,10 @@ def _open(data: bytes) -> Image.Image:
         raise
     except Exception as error:  # Pillow's readers raise a dozen types on damaged input; training must see one
         raise BadPicture("damaged", f"{type(error).__name__}: {error}") from error
+
+
+def _is_heif(data: bytes) -> bool:
+    return data[4:8] == b"ftyp" and data[8:12] in _HEIF_BRANDS
 
 
 def _looks_like_picture(data: bytes) -> bool:

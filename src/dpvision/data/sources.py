@@ -87,8 +87,17 @@ def _recognise(source: Path) -> tuple[str, list[Path]]:
     for kind in ("tar", "parquet"):
         if kinds == {f".{kind}"}:
             return kind, paths
-    got = "nothing there" if not kinds else f"files of kind {sorted(kinds)}"
-    raise DataError(f"source: {source}: {got}; expected a folder of pictures, .parquet or (uncompressed) .tar files. Check the path.")
+    if not kinds:
+        got = "nothing there"
+    elif len(kinds) == 1:
+        (kind,) = kinds
+        got = f"a {kind} file" if kind else "a file without an extension"
+    else:
+        got = f"files of several kinds, {', '.join(sorted(kinds))}"
+    raise DataError(
+        f"source: {source}: {got}; expected a folder of images, .parquet files or uncompressed .tar files. Give the folder "
+        "that the images are in."
+    )
 
 
 def _require_fields(wanted: Iterable[str], known: Iterable[str], where: object) -> None:

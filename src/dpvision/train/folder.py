@@ -132,7 +132,9 @@ def read_run(root: Path) -> tuple[Path, RunConfig, dict[str, Any]]:
     """
     base = run_base(root)
     if base is None:
-        raise CheckpointError(f"run: {root} holds no run; expected config.json in it. Correct the name, or drop --resume to start one.")
+        raise CheckpointError(
+            f"run: {root} holds no run; expected the folder of one, with config.json in it. Look for it with ls {root.parent}."
+        )
     try:
         about = json.loads((base / "run.json").read_bytes())
         if about["format"] != FORMAT or not about["run_id"]:
