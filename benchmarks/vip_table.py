@@ -27,8 +27,8 @@ from common import row, write_result
 from runs import trained
 
 from dpvision.data.store import Store
-from dpvision.eval.protocols import ProtocolSettings
-from dpvision.eval.suite import evaluate
+from dpvision.eval.probes.protocols import ProtocolSettings
+from dpvision.eval.probes.suite import evaluate
 
 ARMS = ("random", "warm", "textures", "pictures", "private_eps8", "private_eps2", "random_eps8")
 SHOTS = (5, 10, 30)

@@ -20,6 +20,7 @@ ORDER = [
     {"eval", "adapt", "audit"},
     {"report"},
     {"cli"},
+    {"dense"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 # dp and optim share a line, yet optim takes the type that dp gives: the wall itself (decision 0007).
@@ -64,6 +65,10 @@ def test_a_file_imports_only_rooms_above_its_own(path: Path) -> None:
             assert room == "cli", "recipes are imported by cli only"
         else:
             assert RANK[other] < RANK[room] or (room, other) in ALLOWED, f"{room} imports {other}"
+
+
+def test_nothing_imports_the_optional_package_dense() -> None:
+    assert not [path for path in FILES if _room(path) != "dense" and "dense" in _imports(path)]
 
 
 def test_every_room_has_its_place() -> None:

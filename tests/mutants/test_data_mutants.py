@@ -14,7 +14,7 @@ from dpvision.data.store import Store
 from dpvision.data.store_key import keyed_hash
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
-from dpvision.eval.suite import evaluate
+from dpvision.eval.probes.suite import evaluate
 from dpvision.train import same, start
 from dpvision.train.distributed import Group
 

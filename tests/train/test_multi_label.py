@@ -22,9 +22,9 @@ from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp.clip import clipped_sum
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.own_head import score_own_head
-from dpvision.eval.several_labels import SeveralLabels
-from dpvision.eval.suite import evaluate
+from dpvision.eval.any_of_labels import SeveralLabels
+from dpvision.eval.probes.own_head import score_own_head
+from dpvision.eval.probes.suite import evaluate
 from dpvision.features import write_embeddings
 from dpvision.models import make_model
 from dpvision.privacy.ledger_format import read_ledger

@@ -27,7 +27,7 @@ from dpvision.data.store import Store
 from dpvision.encoders.feature_file import feature_dtype, seconds_per_image
 from dpvision.encoders.parent import adapted
 from dpvision.errors import OPERATOR_ONLY, ConfigError
-from dpvision.eval.own_head import check_scorable, score_own_head
+from dpvision.eval.probes.own_head import check_scorable, score_own_head
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import NOTHING_FITTED, write_scores
 from dpvision.train.folder import read_run, run_base

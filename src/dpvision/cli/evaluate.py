@@ -15,31 +15,35 @@ from dpvision.cli.output import emit, parse, private_scores, table
 from dpvision.data.store import Store
 from dpvision.encoders.open import open_encoder, recognised
 from dpvision.errors import ConfigError
-from dpvision.eval.few_shot import FewShotSettings
-from dpvision.eval.fine_tune import FineTuneSettings
-from dpvision.eval.lars_probe import LarsSettings
+from dpvision.eval.any_of_labels import load_several_labels
 from dpvision.eval.metric import checked_metric
-from dpvision.eval.own_head import has_own_head, score_own_head
-from dpvision.eval.protocols import ProtocolSettings, checked_controls, checked_protocols
+from dpvision.eval.probes.few_shot import FewShotSettings
+from dpvision.eval.probes.fine_tune import FineTuneSettings
+from dpvision.eval.probes.lars_probe import LarsSettings
+from dpvision.eval.probes.own_head import has_own_head, score_own_head
+from dpvision.eval.probes.protocols import ProtocolSettings, checked_controls, checked_protocols
+from dpvision.eval.probes.suite import evaluate as run_suite
+from dpvision.eval.probes.suite import is_run
 from dpvision.eval.score import Score, wilson_interval
 from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, read_scores, write_scores
-from dpvision.eval.several_labels import load_several_labels
-from dpvision.eval.suite import evaluate as run_suite
-from dpvision.eval.suite import is_run
 from dpvision.features import trained_in_confidence
 from dpvision.train.folder import require_confidential, run_base
 
 Encoders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")]
 _DEFAULTS = ProtocolSettings()
-_OWN = ("captioner", "detection", "segmentation")
-"""Evaluations that are commands of their own: `dpvision evaluate WORD` is evaluate_WORD of the module evaluate_WORD."""
+_OWN = {
+    "captioner": "dpvision.cli.evaluate_captioner",
+    "detection": "dpvision.dense.detection.command",
+    "segmentation": "dpvision.dense.segmentation.command",
+}
+"""Evaluations that are commands of their own: `dpvision evaluate WORD` calls evaluate_WORD of this module, imported only then."""
 
 
 def run(argv: Sequence[str]) -> None:
     """Parse and run; a first word that is no encoder asks for an evaluation of its own."""
     if argv and argv[0] in _OWN:
         name = f"evaluate_{argv[0]}"
-        parse(getattr(import_module(f"dpvision.cli.{name}"), name), f"evaluate {argv[0]}", argv[1:])
+        parse(getattr(import_module(_OWN[argv[0]]), name), f"evaluate {argv[0]}", argv[1:])
         return
     parse(evaluate, "evaluate", argv)
 

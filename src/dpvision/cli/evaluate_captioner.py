@@ -10,19 +10,19 @@ from dpvision.cli.evaluate import check_out, names_of
 from dpvision.cli.output import RunPath, emit, private_scores, table
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.aro import aro_tests
-from dpvision.eval.benchmark_files import Visibility
-from dpvision.eval.captioner_suite import CaptionerTests, ScoredOn, checked_beside, checked_fit, score_captioner
-from dpvision.eval.choice import ChoiceTest
-from dpvision.eval.label_sets import PROMPT, load_label_set
-from dpvision.eval.open_captioner import open_captioner
-from dpvision.eval.order import order_test
-from dpvision.eval.scene_choices import scene_compositional
+from dpvision.eval.any_of_labels import load_several_labels
+from dpvision.eval.captions.aro import aro_tests
+from dpvision.eval.captions.benchmark_files import Visibility
+from dpvision.eval.captions.choice import ChoiceTest
+from dpvision.eval.captions.label_sets import PROMPT, load_label_set
+from dpvision.eval.captions.open_captioner import open_captioner
+from dpvision.eval.captions.order import order_test
+from dpvision.eval.captions.scene_choices import scene_compositional
+from dpvision.eval.captions.sugarcrepe import negclip_test, sugarcrepe_test
+from dpvision.eval.captions.suite import CaptionerTests, ScoredOn, checked_beside, checked_fit, score_captioner
+from dpvision.eval.captions.zero_shot import ZeroShotSettings, checked_methods
 from dpvision.eval.score import printed
 from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, write_scores
-from dpvision.eval.several_labels import load_several_labels
-from dpvision.eval.sugarcrepe import negclip_test, sugarcrepe_test
-from dpvision.eval.zero_shot import ZeroShotSettings, checked_methods
 from dpvision.models.generate import GenerateSettings
 from dpvision.train.folder import run_base
 
