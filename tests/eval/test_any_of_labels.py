@@ -13,17 +13,22 @@ from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.errors import DataError
-from dpvision.eval.any_of_labels import SeveralLabels, load_several_labels, several_score
+from dpvision.eval.any_of_labels import AnyOfLabels, load_any_of_labels
 from dpvision.eval.metric import chance_level, measure
-from dpvision.eval.probes.protocols import ProtocolSettings, score_features
+from dpvision.eval.predictions import Scoring
+from dpvision.eval.probes.few_shot_probe import FewShotProbe
+from dpvision.eval.probes.knn import KNN
+from dpvision.eval.probes.linear_probe import Linear
+from dpvision.eval.probes.protocol import score_features
 from dpvision.eval.probes.records import LabelledFeatures
+from dpvision.eval.probes.ridge import Ridge
 from dpvision.eval.probes.suite import evaluate
 
 from .labelled import write_colours, write_store
 
 
-def sets(*labels: set[int]) -> SeveralLabels:
-    return SeveralLabels("real.json", tuple(map(frozenset, labels)))
+def sets(*labels: set[int]) -> AnyOfLabels:
+    return AnyOfLabels("real.json", tuple(map(frozenset, labels)))
 
 
 def test_any_of_the_labels_is_right_and_pictures_without_one_do_not_count() -> None:
@@ -54,8 +59,9 @@ def test_more_labels_never_make_a_score_lower() -> None:
 
 def test_several_draws_have_students_interval_over_them() -> None:
     several = sets({0}, {1}, {0, 1}, {1})
-    score = several_score("encoder", [np.array([0, 1, 0, 1]), np.array([0, 0, 0, 0])], np.arange(4), "few-shot", "public", several)
-    assert score.value == 0.75 and score.n == 4 and score.protocol == "few-shot, any label of real.json"
+    draws = [np.array([0, 1, 0, 1]), np.array([0, 0, 0, 0])]
+    score = Scoring(any_of=several).score("encoder", "few-shot", "2 draws", draws, np.zeros(4), np.arange(4))
+    assert score.value == 0.75 and score.n == 4 and score.protocol == "few-shot, 2 draws, any label of real.json"
     assert score.low < 0.5 and score.high == 1.0, "two draws leave everything open"
 
 
@@ -78,19 +84,19 @@ def test_reals_file_goes_by_the_numbers_of_the_validation_pictures(tmp_path: Pat
     keys = [f"n0144/ILSVRC2012_val_{i:08d}.JPEG" for i in (5, 1, 3)]
     store = named_store(tmp_path / "store", keys)
     real = write(tmp_path / "real.json", [[10], [20], [], [40], [50, 51]])
-    found = load_several_labels(real, store)
+    found = load_any_of_labels(real, store)
     by_key = {store.record(row).key: found.accepted_N[row] for row in range(3)}
     assert by_key == {keys[0]: {50, 51}, keys[1]: {10}, keys[2]: set()} and found.num_counted == 2
     with pytest.raises(DataError, match="has 4 lists"):
-        load_several_labels(write(tmp_path / "short.json", [[1]] * 4), store)
+        load_any_of_labels(write(tmp_path / "short.json", [[1]] * 4), store)
 
 
 def test_other_lists_go_by_the_sorted_names(tmp_path: Path) -> None:
     store = named_store(tmp_path / "store", ["c", "a", "b"])
-    found = load_several_labels(write(tmp_path / "lists.json", [[0], [1], [2]]), store)
+    found = load_any_of_labels(write(tmp_path / "lists.json", [[0], [1], [2]]), store)
     assert {store.record(row).key: set(found.accepted_N[row]) for row in range(3)} == {"a": {0}, "b": {1}, "c": {2}}
     with pytest.raises(DataError, match="has 2 lists; expected 3"):
-        load_several_labels(write(tmp_path / "two.json", [[0], [1]]), store)
+        load_any_of_labels(write(tmp_path / "two.json", [[0], [1]]), store)
 
 
 @pytest.mark.parametrize("names", [("x/a.png", "y/b.png"), ("a.png", "b.png"), ("a", "b"), ("other/a.jpg", "b.jpg")])
@@ -100,7 +106,7 @@ def test_names_may_lack_folders_and_endings(tmp_path: Path, names: tuple[str, st
     as_json = write(tmp_path / "labels.json", {names[0]: [0, 3], names[1]: [1]})
     as_csv = write(tmp_path / "labels.csv", f"labels,key\n0 3,{names[0]}\n1,{names[1]}\n")
     for path in (as_json, as_csv):
-        found = load_several_labels(path, store)
+        found = load_any_of_labels(path, store)
         assert {store.record(row).key: set(found.accepted_N[row]) for row in range(3)} == wanted
 
 
@@ -126,7 +132,7 @@ def test_files_that_will_not_do_are_refused_by_what_is_wrong(tmp_path: Path, nam
     if content is not None:
         write(tmp_path / name, content)
     with pytest.raises(DataError, match=problem):
-        load_several_labels(tmp_path / name, store)
+        load_any_of_labels(tmp_path / name, store)
 
 
 def test_every_protocol_on_features_scores_by_them() -> None:
@@ -138,30 +144,30 @@ def test_every_protocol_on_features_scores_by_them() -> None:
         return LabelledFeatures({("oracle", "x"): features}, torch.from_numpy(label), np.arange(400), np.arange(400)[::-1].copy())
 
     accepted = [{int(label[399 - row])} if row % 8 < 4 else {int(label[399 - row] + 1) % 4} for row in range(400)]
-    scores = score_features(part(), part(), ("knn", "linear", "ridge", "few_shot_probe"), ProtocolSettings(k=5), several=sets(*accepted))
+    scores = score_features(part(), part(), (KNN(5), Linear(), Ridge(), FewShotProbe()), Scoring(any_of=sets(*accepted)))
     assert [score.value for score in scores] == [0.5] * 4 and all("any label of real.json" in score.protocol for score in scores)
 
 
 def test_a_suite_scores_by_the_file_and_does_not_mix_up_its_cache(tmp_path: Path) -> None:
     train, test = write_colours(tmp_path / "train", 30, 0), write_colours(tmp_path / "test", 10, 1)
-    every = SeveralLabels("every.json", (frozenset({0, 1, 2}),) * test.num_records)
-    none_right = SeveralLabels("wrong.json", (frozenset({9}),) * test.num_records)
-    plain = evaluate("pixels", train, test, protocols=("knn", "few_shot_probe"), against=(), cache=True, workers=1)
+    every = AnyOfLabels("every.json", (frozenset({0, 1, 2}),) * test.num_records)
+    none_right = AnyOfLabels("wrong.json", (frozenset({9}),) * test.num_records)
+    plain = evaluate("pixels", train, test, protocols=(KNN(), FewShotProbe()), against=(), cache=True, workers=1)
     found = {
         s.name: [
             score.value
-            for score in evaluate("pixels", train, test, protocols=("knn", "few_shot_probe"), against=(), cache=True, workers=1, several=s)
+            for score in evaluate("pixels", train, test, protocols=(KNN(), FewShotProbe()), against=(), cache=True, workers=1, any_of=s)
         ]
         for s in (every, none_right)
     }
     assert found == {"every.json": [1.0, 1.0], "wrong.json": [0.0, 0.0]}
-    again = evaluate("pixels", train, test, protocols=("knn", "few_shot_probe"), against=(), cache=True, workers=1)
+    again = evaluate("pixels", train, test, protocols=(KNN(), FewShotProbe()), against=(), cache=True, workers=1)
     assert [s.value for s in again] == [s.value for s in plain] and "any label" not in again[0].protocol
 
 
 def test_labels_beyond_the_declared_classes_are_refused(tmp_path: Path) -> None:
     store = write_store(tmp_path / "s", [np.full((8, 8, 3), i * 40, dtype=np.uint8) for i in range(3)], ["a", "b", "c"])
     path = write(tmp_path / "l.json", {"k0": [3], "k1": [0]})
-    assert load_several_labels(path, store, num_classes=5).num_counted == 2
+    assert load_any_of_labels(path, store, num_classes=5).num_counted == 2
     with pytest.raises(DataError, match="0 to 2"):
-        load_several_labels(path, store)
+        load_any_of_labels(path, store)

@@ -25,9 +25,9 @@ from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.eval.probes.own_head import score_own_head
-from dpvision.eval.probes.suite import evaluate, write_scores
+from dpvision.eval.probes.suite import evaluate
 from dpvision.eval.score import Score
-from dpvision.eval.score_file import NOTHING_FITTED
+from dpvision.eval.score_file import NOTHING_FITTED, write_scores
 from dpvision.privacy.planner import what_if
 from dpvision.report.examples import save_examples
 from dpvision.report.operator_page import make_operator_page

@@ -15,22 +15,22 @@ from dpvision.cli.output import emit, parse, private_scores, table
 from dpvision.data.store import Store
 from dpvision.encoders.open import open_encoder, recognised
 from dpvision.errors import ConfigError
-from dpvision.eval.any_of_labels import load_several_labels
+from dpvision.eval.any_of_labels import load_any_of_labels
 from dpvision.eval.metric import checked_metric
-from dpvision.eval.probes.few_shot import FewShotSettings
+from dpvision.eval.probes.few_shot_probe import FewShotProbeSettings
 from dpvision.eval.probes.fine_tune import FineTuneSettings
 from dpvision.eval.probes.lars_probe import LarsSettings
 from dpvision.eval.probes.own_head import has_own_head, score_own_head
-from dpvision.eval.probes.protocols import ProtocolSettings, checked_controls, checked_protocols
+from dpvision.eval.probes.protocol import is_run
+from dpvision.eval.probes.protocols import checked_controls, make_protocols
 from dpvision.eval.probes.suite import evaluate as run_suite
-from dpvision.eval.probes.suite import is_run
 from dpvision.eval.score import Score, wilson_interval
 from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, read_scores, write_scores
 from dpvision.features import trained_in_confidence
 from dpvision.train.folder import require_confidential, run_base
 
 Encoders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")]
-_DEFAULTS = ProtocolSettings()
+_LARS, _FINE_TUNE, _FEW_SHOT_PROBE = LarsSettings(), FineTuneSettings(), FewShotProbeSettings()
 _OWN = {
     "captioner": "dpvision.cli.evaluate_captioner",
     "detection": "dpvision.dense.detection.command",
@@ -62,9 +62,9 @@ def evaluate(
     no_cache: bool = False,
     batch_size: int = 256,
     workers: int = 2,
-    lars: LarsSettings = _DEFAULTS.lars,
-    few_shot: FineTuneSettings = _DEFAULTS.tune,
-    few_shot_probe: FewShotSettings = _DEFAULTS.probe,
+    lars: LarsSettings = _LARS,
+    fine_tune: FineTuneSettings = _FINE_TUNE,
+    few_shot_probe: FewShotProbeSettings = _FEW_SHOT_PROBE,
     show_confidential: bool = False,
     json: bool = False,
 ) -> None:
@@ -86,7 +86,7 @@ def evaluate(
       few_shot_dpcap  the same as DP-Cap's tables have it: centred features of length one, fixed strength
       linear_lars     the linear probe of ViP's tables: tokens of the last 12 blocks, LARS, augmented pictures, 90 epochs
       linear_cls      the same on the class token alone, as in the MAE paper; never compare the two
-      few_shot        the whole network fine-tuned on K pictures per class, 200 epochs, 3 draws
+      fine_tune       the whole network fine-tuned on K pictures per class, 200 epochs, 3 draws
       own_head        a classifier run's own head, on --test; of a run with several labels a picture, on a store that has them
 
     What a captioner says is measured by `dpvision evaluate captioner RUN` (see its --help): zero-shot classes, compositional tests, CIDEr.
@@ -111,7 +111,7 @@ def evaluate(
         batch_size: Pictures in one forward pass.
         workers: Threads that read pictures.
         lars: Settings of linear_lars and linear_cls; the defaults are the paper's.
-        few_shot: Settings of few_shot; the defaults are the paper's.
+        fine_tune: Settings of fine_tune; the defaults are the paper's.
         few_shot_probe: Settings of few_shot_probe; few_shot_dpcap has its draws from here.
         show_confidential: Print scores on private images also where the output is no terminal, as in a job's log.
         json: Print JSON, with private scores too.
@@ -121,14 +121,13 @@ def evaluate(
     if train is None:
         _own_heads(encoders, test, labels, ema, out, batch_size, workers, show_confidential, json)
         return
-    asked = checked_protocols(names_of(protocols))
+    asked = make_protocols(names_of(protocols), shots=shots, few_shot_probe=few_shot_probe, fine_tune=fine_tune, lars=lars)
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
     measure = checked_metric(metric) if metric is not None else None
-    settings = ProtocolSettings(shots=shots, metric=measure, probe=few_shot_probe, tune=few_shot, lars=lars)
     train_store, test_store = Store.open(train), Store.open(test) if test is not None else None
     if labels is not None and measure not in (None, "accuracy"):
         raise ConfigError(f"evaluate: labels={str(labels)!r} with metric={metric}; expected accuracy, which is by them. Drop --metric.")
-    several = load_several_labels(labels, test_store or train_store) if labels is not None else None
+    any_of = load_any_of_labels(labels, test_store or train_store) if labels is not None else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Each is opened before the first is scored: a name that is wrong is said at once, and so is a place that is.
     known = [train_store, *([] if test_store is None else [test_store])]
@@ -146,9 +145,8 @@ def evaluate(
                 status.update(f"{spec}: {text}")
 
             found[spec] = run_suite(
-                spec, train_store, test_store, protocols=asked, against=controls, settings=settings, ema=ema and is_run(spec),
-                batch_size=batch_size, workers=workers, device=device, cache=not no_cache, progress=say,
-                several=several,
+                spec, train_store, test_store, protocols=asked, against=controls, metric=measure, any_of=any_of,
+                ema=ema and is_run(spec), batch_size=batch_size, workers=workers, device=device, cache=not no_cache, progress=say,
             )  # fmt: skip
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)
@@ -174,7 +172,7 @@ def _own_heads(
             f"evaluate: {what}; expected --test STORE for runs of classifiers and heads, --train STORE for all others. Name one."
         )
     store = Store.open(test)
-    several = load_several_labels(labels, store) if labels is not None else None
+    any_of = load_any_of_labels(labels, store) if labels is not None else None
     if out is not None:
         tainted = any(trained_in_confidence(load_checkpoint(spec).manifest) for spec in specs)
         check_out(out, tainted or store.results_visibility == "private")
@@ -189,7 +187,7 @@ def _own_heads(
                 status.update(f"{spec}: {done:,} test pictures")
 
             found[spec] = score_own_head(
-                spec, store, several_labels=several, ema=ema, batch_size=batch_size, workers=workers, device=device, progress=say
+                spec, store, any_of=any_of, ema=ema, batch_size=batch_size, workers=workers, device=device, progress=say
             )
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)

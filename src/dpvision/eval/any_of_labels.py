@@ -1,4 +1,4 @@
-"""Accuracy where several labels are right: ImageNet-ReaL's way (Beyer et al. 2020, arXiv 2006.07159).
+"""Accuracy where any of several labels is right, as in ImageNet-ReaL (Beyer et al. 2020, arXiv 2006.07159).
 
 Many pictures show things of several classes, and one label was given by chance or by mistake. People looked again and wrote down, for each
 picture, every class that is in it. A prediction is right if it is one of them; a picture for which nobody found any class does not count.
@@ -10,23 +10,21 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from dpvision.data.store import Store
 from dpvision.errors import DataError
-from dpvision.eval.metric import t_interval
-from dpvision.eval.score import Score, wilson_interval
+from dpvision.eval.score import wilson_interval
 
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
 
 
 @dataclass(frozen=True, eq=False)
-class SeveralLabels:
+class AnyOfLabels:
     """The classes that are right for each record of a store."""
 
     name: str
@@ -71,32 +69,7 @@ class SeveralLabels:
         return float(np.bincount(np.concatenate([np.fromiter(accepted, np.int64) for accepted in counted])).max() / len(counted))
 
 
-def several_score(
-    name: str,
-    predicted: Sequence[np.ndarray],
-    row_M: np.ndarray,
-    how: str,
-    visibility: Literal["private", "public"],
-    several: SeveralLabels,
-) -> Score:
-    """Score of the predictions of one draw, or the mean over several draws with Student's interval over them.
-
-    Args:
-        predicted: of each draw, int64 classes of the same rows.
-        row_M: int64 rows of the store that they are for.
-        how: the protocol, to which the labels are added.
-
-    Raises:
-        DataError: none of the rows counts.
-    """
-    figures = [several.measure(p, row_M) for p in predicted]
-    values = [figure[0] for figure in figures]
-    low, high = t_interval(values) if len(figures) > 1 else figures[0][1:3]
-    protocol = f"{how}, any label of {several.name}"
-    return Score(name, float(np.mean(values)), low, high, figures[0][3], several.chance(row_M), protocol, visibility)
-
-
-def load_several_labels(path: str | Path, store: Store, num_classes: int | None = None) -> SeveralLabels:
+def load_any_of_labels(path: str | Path, store: Store, num_classes: int | None = None) -> AnyOfLabels:
     """Labels of a file for the records of a store.
 
     Three forms are read:
@@ -132,7 +105,7 @@ def load_several_labels(path: str | Path, store: Store, num_classes: int | None 
         made.append(frozenset(labels))
     if not any(made):
         raise DataError(f"labels: {path}: no record of {store.path} has a class; expected some. Give the file of this store.")
-    return SeveralLabels(path.name, tuple(made))
+    return AnyOfLabels(path.name, tuple(made))
 
 
 def _read(path: Path) -> list[Any] | dict[str, Any]:

@@ -7,10 +7,10 @@ from torch.nn import functional as F
 
 from dpvision.config import MAEConfig
 from dpvision.errors import DataError
-from dpvision.eval.probes.dpcap_probe import STRENGTH, centred, dpcap_probe, fit_fixed_strength
-from dpvision.eval.probes.few_shot import draw_shots
-from dpvision.eval.probes.protocols import ProtocolSettings, score_features
+from dpvision.eval.probes.dpcap_probe import STRENGTH, DPCapProbe, centred, dpcap_probe, fit_fixed_strength
+from dpvision.eval.probes.protocol import score_features
 from dpvision.eval.probes.records import LabelledFeatures
+from dpvision.eval.probes.shots import draw_shots
 from dpvision.features import Encoder
 from dpvision.models import make_model
 
@@ -75,7 +75,7 @@ def test_the_protocol_gives_a_score_for_each_number_of_shots() -> None:
         LabelledFeatures({("e", "bridge"): torch.from_numpy(f)}, torch.from_numpy(t), np.arange(len(t)))
         for f, t in ((x, label_N), (y, truth))
     )
-    scores = score_features(train, test, ["few_shot_dpcap"], ProtocolSettings(shots=(1, 2, 5, 10)))
+    scores = score_features(train, test, [DPCapProbe((1, 2, 5, 10))])
     assert [s.protocol for s in scores] == [f"{k}-shot DP-Cap probe, 20 draws, bridge" for k in (1, 2, 5, 10)]
     assert scores[0].value < scores[-1].value and scores[0].chance == 0.25
 

@@ -5,7 +5,7 @@ from sklearn.linear_model import RidgeClassifier
 from dpvision.errors import DataError
 from dpvision.eval.probes import ridge
 from dpvision.eval.probes.linear_probe import held_out
-from dpvision.eval.probes.ridge import STRENGTHS, RidgeProbe, fit_ridge
+from dpvision.eval.probes.ridge import STRENGTHS, FittedRidge, fit_ridge
 
 
 def _blobs(n: int, classes: int, width: int, gap: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -16,7 +16,7 @@ def _blobs(n: int, classes: int, width: int, gap: float, seed: int = 0) -> tuple
     return x, label
 
 
-def _standardised(probe: RidgeProbe, x: np.ndarray) -> np.ndarray:
+def _standardised(probe: FittedRidge, x: np.ndarray) -> np.ndarray:
     return (x - probe.mean) / probe.scale
 
 

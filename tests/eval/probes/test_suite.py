@@ -16,13 +16,19 @@ from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import CheckpointError, ConfigError, DataError
-from dpvision.eval.probes.few_shot import FewShotSettings
+from dpvision.eval.probes.few_shot_probe import FewShotProbeSettings
 from dpvision.eval.probes.fine_tune import FineTuneSettings
+from dpvision.eval.probes.knn import KNN
 from dpvision.eval.probes.lars_probe import LarsSettings
-from dpvision.eval.probes.protocols import PROTOCOLS, ProtocolSettings, score_features
+from dpvision.eval.probes.linear_probe import Linear
+from dpvision.eval.probes.own_head import OwnHead
+from dpvision.eval.probes.protocol import score_features
+from dpvision.eval.probes.protocols import PROTOCOLS, make_protocols
 from dpvision.eval.probes.records import LabelledFeatures, check_labels, evaluation_rows, units
-from dpvision.eval.probes.suite import evaluate, read_scores, write_scores
+from dpvision.eval.probes.ridge import Ridge
+from dpvision.eval.probes.suite import evaluate
 from dpvision.eval.score import Score
+from dpvision.eval.score_file import read_scores, write_scores
 
 from ..conftest import MakeRun
 
@@ -69,7 +75,7 @@ def test_features_that_hold_the_label_score_one_and_noise_scores_chance() -> Non
         oracle[:, :4] += 20 * torch.nn.functional.one_hot(torch.from_numpy(label), 4)
         return LabelledFeatures({("oracle", "x"): oracle, ("noise", "x"): noise}, torch.from_numpy(label), np.arange(n))
 
-    for score in score_features(part(800), part(400), ("knn", "linear", "ridge"), ProtocolSettings(k=5), "public"):
+    for score in score_features(part(800), part(400), (KNN(5), Linear(), Ridge())):
         if score.name == "oracle":
             assert score.value == 1
         else:
@@ -82,11 +88,11 @@ def test_scores_are_private_when_a_store_or_the_encoder_is(
     private = write_scenes(tmp_path / "private", 300, 16, first=900, public=False)  # all classes on both sides
     run = make_run()
     for pair in ((private, test_store), (train_store, private), (private, None)):
-        assert {s.visibility for s in evaluate(run, *pair, protocols=("knn",), workers=1)} == {"private"}
+        assert {s.visibility for s in evaluate(run, *pair, protocols=(KNN(),), workers=1)} == {"private"}
 
 
 def test_scores_of_an_encoder_without_guarantee_are_private(make_run: MakeRun, train_store: Store, test_store: Store) -> None:
-    scores = evaluate(make_run(wholly_confidential=True), train_store, test_store, protocols=("knn",), workers=1)
+    scores = evaluate(make_run(wholly_confidential=True), train_store, test_store, protocols=(KNN(),), workers=1)
     assert {s.visibility for s in scores} == {"private"}
 
 
@@ -132,7 +138,7 @@ def test_labels_that_training_lacks_are_refused() -> None:
         return LabelledFeatures({("f", "x"): torch.zeros(len(labels), 2)}, torch.tensor(labels), np.arange(len(labels)))
 
     with pytest.raises(DataError, match=r"labels \[3\] that the training store lacks"):
-        score_features(part([0, 1, 2]), part([0, 3]), ("knn",), ProtocolSettings(k=1), "public")
+        score_features(part([0, 1, 2]), part([0, 3]), (KNN(1),))
 
 
 def test_weights_that_are_not_finite_are_refused(make_run: MakeRun, train_store: Store, test_store: Store) -> None:
@@ -143,8 +149,8 @@ def test_weights_that_are_not_finite_are_refused(make_run: MakeRun, train_store:
 def test_unknown_settings_are_refused(make_run: MakeRun, train_store: Store) -> None:
     run = make_run()
     with pytest.raises(ConfigError, match="k=0; expected at least 1"):
-        ProtocolSettings(k=0)
-    with pytest.raises(ConfigError, match=r"protocols=.*expected some of"):
+        KNN(0)
+    with pytest.raises(ConfigError, match=r"protocols=\(\); expected some"):
         evaluate(run, train_store, protocols=())
 
 
@@ -182,14 +188,14 @@ def test_damaged_scores_and_missing_runs_are_refused(make_run: MakeRun, tmp_path
 
 
 def test_every_protocol_has_its_score_and_controls_join_where_they_can(make_run: MakeRun, train_store: Store, test_store: Store) -> None:
-    settings = ProtocolSettings(
+    protocols = make_protocols(
+        [name for name in PROTOCOLS if name not in ("own_head", "knn", "linear")],
         shots=(2, 5),
-        probe=FewShotSettings(draws=3),
-        tune=FineTuneSettings(draws=2, epochs=1, warmup_epochs=0, learning_rates=(1e-3,)),
+        few_shot_probe=FewShotProbeSettings(draws=3),
+        fine_tune=FineTuneSettings(draws=2, epochs=1, warmup_epochs=0, learning_rates=(1e-3,)),
         lars=LarsSettings(blrs=(0.1,), epochs=2, warmup_epochs=0, augment=False),
     )
-    protocols = tuple(p for p in PROTOCOLS if p not in ("own_head", "knn", "linear"))
-    scores = evaluate(make_run(), train_store, test_store, protocols=protocols, settings=settings, workers=1)
+    scores = evaluate(make_run(), train_store, test_store, protocols=protocols, workers=1)
     counts = Counter((s.protocol.split(",")[0], s.name) for s in scores)
     assert counts == {
         ("ridge probe", "encoder"): 2, ("ridge probe", "random weights"): 2, ("ridge probe", "raw pixels"): 1,
@@ -207,34 +213,33 @@ def test_every_protocol_has_its_score_and_controls_join_where_they_can(make_run:
 def test_controls_can_be_left_out(make_run: MakeRun, train_store: Store, test_store: Store) -> None:
     run = make_run()
     for against, names in (((), {"encoder"}), (("pixels",), {"encoder", "raw pixels"}), (("random",), {"encoder", "random weights"})):
-        assert {s.name for s in evaluate(run, train_store, test_store, protocols=("knn",), against=against, workers=1)} == names
+        assert {s.name for s in evaluate(run, train_store, test_store, protocols=(KNN(),), against=against, workers=1)} == names
 
 
 def test_a_declared_metric_is_used_and_an_asked_one_wins(make_run: MakeRun, train_store: Store, test_store: Store, tmp_path: Path) -> None:
-    run, asked = make_run(), ProtocolSettings(metric="mean_per_class")
-    plain = evaluate(run, train_store, test_store, protocols=("knn",), against=(), workers=1)
-    per_class = evaluate(run, train_store, test_store, protocols=("knn",), against=(), settings=asked, workers=1)
+    run = make_run()
+    plain = evaluate(run, train_store, test_store, protocols=(KNN(),), against=(), workers=1)
+    per_class = evaluate(run, train_store, test_store, protocols=(KNN(),), against=(), metric="mean_per_class", workers=1)
     assert per_class[0].protocol == "k-NN (mean per class), k=20, cosine, mean" and per_class[0].value != plain[0].value
     declared = write_scenes(tmp_path / "declared", 240, 16)
     meta = json.loads((declared.path / "store.json").read_text())
     (declared.path / "store.json").write_text(json.dumps(meta | {"metric": "mean_per_class"}))
     declared = Store.open(declared.path)
-    assert evaluate(run, declared, test_store, protocols=("knn",), against=(), workers=1) == per_class
-    back = ProtocolSettings(metric="accuracy")
-    assert evaluate(run, declared, test_store, protocols=("knn",), against=(), settings=back, workers=1) == plain
+    assert evaluate(run, declared, test_store, protocols=(KNN(),), against=(), workers=1) == per_class
+    assert evaluate(run, declared, test_store, protocols=(KNN(),), against=(), metric="accuracy", workers=1) == plain
 
 
 def test_what_an_encoder_cannot_go_through_is_said_before_the_work(make_run: MakeRun, train_store: Store, test_store: Store) -> None:
     said: list[str] = []
     for spec, protocol, words in [
-        ("pixels", "few_shot", r"nothing to train.*few_shot_probe"),
+        ("pixels", "fine_tune", r"nothing to train.*few_shot_probe"),
         ("pixels", "linear_cls", r"no class token.*linear_lars"),
         ("pixels", "own_head", r"'pixels' has no head.*--protocols linear"),
     ]:
         with pytest.raises(ConfigError, match=words):
-            evaluate(spec, train_store, test_store, protocols=("knn", protocol), progress=said.append)
+            evaluate(spec, train_store, test_store, protocols=make_protocols(["knn", protocol]), progress=said.append)
     with pytest.raises(ConfigError, match="own_head: no test store; expected --test STORE"):
-        evaluate(make_run(), train_store, protocols=("own_head",), progress=said.append)
+        evaluate(make_run(), train_store, protocols=(OwnHead(),), progress=said.append)
     with pytest.raises(ConfigError, match=r"against='hog'; expected random, pixels, both or none"):
         evaluate("pixels", train_store, against=("hog",), progress=said.append)
     assert not said

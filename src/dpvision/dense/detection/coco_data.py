@@ -17,8 +17,7 @@ import numpy as np
 
 from dpvision.data.decode import BadPicture, decode
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.captions.benchmark_files import picture_finder, read_json
-from dpvision.eval.captions.image_source import Box
+from dpvision.eval.benchmark_files import Box, picture_finder, read_json
 
 _WHERE = "detection"
 

@@ -28,7 +28,7 @@ from dpvision.dense.supervised import DenseHardware, checked_steps, seconds_a_st
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.open import open_encoder, trained_on
 from dpvision.errors import ConfigError
-from dpvision.eval.probes.suite import is_run
+from dpvision.eval.probes.protocol import is_run
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import merge_entries, write_scores
 from dpvision.train.distributed import Group, join, leave

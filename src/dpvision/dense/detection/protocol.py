@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -34,11 +33,10 @@ from dpvision.dense.detection.feature_pyramid import FeaturePyramid
 from dpvision.dense.supervised import DenseHardware, DenseTrainSettings, check, checked_steps, fit
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.score import Score
+from dpvision.eval.score import Score, Visibility
 from dpvision.train.distributed import Group
 
 Say = Callable[[str], None]
-Visibility = Literal["private", "public"]
 KINDS: tuple[Kind, ...] = ("box", "mask")
 
 

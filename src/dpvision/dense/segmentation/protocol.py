@@ -12,7 +12,7 @@ Legend: N pictures, K classes, B records, C channels, H height, W width.
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,11 +32,10 @@ from dpvision.dense.segmentation.upernet import Segmenter, segmentation_loss
 from dpvision.dense.supervised import DenseHardware, checked_steps, fit, seconds_a_step, synchronised
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import ConfigError
-from dpvision.eval.score import Score
+from dpvision.eval.score import Score, Visibility
 from dpvision.train.distributed import Group, all_reduce_vector
 
 Say = Callable[[str], None]
-Visibility = Literal["private", "public"]
 
 
 def checked_fit(encoder: FrozenEncoder, settings: SegmentationSettings, hardware: DenseHardware, num_pictures: int, group: Group) -> int:

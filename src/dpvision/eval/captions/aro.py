@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dpvision.errors import DataError
-from dpvision.eval.captions.benchmark_files import Item, Visibility, caption_of, collect_items, read_json, with_missing
+from dpvision.eval.benchmark_files import Box, read_json
 from dpvision.eval.captions.choice import ChoiceTest
-from dpvision.eval.captions.image_source import Box
+from dpvision.eval.captions.choice_items import Item, caption_of, collect_items, with_missing
+from dpvision.eval.score import Visibility
 
 RELATION_FILE, ATTRIBUTION_FILE = "visual_genome_relation.json", "visual_genome_attribution.json"
 ATTRIBUTION_MIN_GROUP = 25

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from dpvision.data.transform import centre_box, cut, normalise
 from dpvision.errors import DataError
 from dpvision.eval.captions.image_source import Fit
 from dpvision.eval.captions.open_captioner import OpenCaptioner
+from dpvision.eval.score import Visibility
 from dpvision.models.generate import GenerateSettings, generate
 
 _MOST_ROWS = 256
@@ -63,7 +64,7 @@ class Pictures:
     """Pictures in a fixed order. Made by ``find_pictures``."""
 
     samples: Iterator[Picture]
-    visibility: Literal["private", "public"]
+    visibility: Visibility
     """"public" when all come from public stores; a file that is in no store counts as private, as for ``embed``."""
 
 

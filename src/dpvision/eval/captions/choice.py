@@ -9,19 +9,20 @@ Legend: N items, B pictures of a batch, C candidates of a picture, L tokens, S e
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dpvision.config import PAD_ID
+from dpvision.data.store import Store
 from dpvision.errors import DataError
 from dpvision.eval.captions.candidate_losses import best_candidate, candidate_losses
-from dpvision.eval.captions.image_source import Fit, PictureSource, picture_batches
+from dpvision.eval.captions.image_source import Fit, PictureSource, StorePictures, picture_batches
 from dpvision.eval.captions.open_captioner import OpenCaptioner
+from dpvision.eval.captions.protocol import Asking, CaptionProtocol
 from dpvision.eval.metric import measure
-from dpvision.eval.score import Score, wilson_interval
+from dpvision.eval.score import Score, Visibility, wilson_interval
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class ChoiceTest:
+class ChoiceTest(CaptionProtocol):
     """A compositional test: pictures and items."""
 
     name: str
@@ -50,6 +51,26 @@ class ChoiceTest:
     """Groups with fewer items do not count for macro accuracy (ARO's attribution: 25)."""
     show_groups: bool = False
     """One score for each group too."""
+
+    @property
+    def test_data(self) -> str:
+        return self.pictures.test_data
+
+    @property
+    def needs(self) -> Store | None:
+        return self.pictures.store if isinstance(self.pictures, StorePictures) else None
+
+    def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
+        """Scores by protocol, the captioner before its controls."""
+        asked = [(asker.name, asker, self) for asker in askers]
+        if how.other_images:
+            asked.append((f"{askers[0].name}, other pictures", askers[0], self.dealt_out()))
+        scores: list[Score] = []
+        for name, asker, test in asked:
+            right_N = answer_choices(asker, test, how.fit, batch_size=how.batch_size, workers=how.workers, progress=how.progress)
+            private = asker.confidential or self.pictures.visibility == "private"
+            scores += choice_scores(test, right_N, name, "private" if private else "public", f"lowest loss, {how.fit}")
+        return sorted(scores, key=lambda score: [s.protocol for s in scores].index(score.protocol))
 
     def dealt_out(self) -> "ChoiceTest":
         """The same items, each about the next picture that has any: what the words alone give away, "other pictures" among the scores."""
@@ -120,9 +141,7 @@ def _distinct(ready: OpenCaptioner, rows: dict[str, bytes], captions: Sequence[s
     return list(dict.fromkeys(rows[caption] for caption in captions))
 
 
-def choice_scores(
-    test: ChoiceTest, right_N: np.ndarray, name: str, visibility: Literal["private", "public"], how: str = "lowest loss"
-) -> list[Score]:
+def choice_scores(test: ChoiceTest, right_N: np.ndarray, name: str, visibility: Visibility, how: str = "lowest loss") -> list[Score]:
     """Micro accuracy, macro accuracy where there are groups, and with ``show_groups`` each group's.
 
     Chance is that of a blind draw among each item's candidates. Intervals of micro and of single groups treat the items of a picture as one

@@ -5,7 +5,7 @@ Legend: N pictures, B pictures of a batch.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,10 +15,36 @@ from dpvision.eval.captions.choice import encoded_pictures
 from dpvision.eval.captions.cider import cider_d
 from dpvision.eval.captions.image_source import Fit, StorePictures
 from dpvision.eval.captions.open_captioner import OpenCaptioner
-from dpvision.eval.score import CIDER, Score
+from dpvision.eval.captions.protocol import Asking, CaptionProtocol
+from dpvision.eval.score import CIDER, Score, Visibility
 from dpvision.models.generate import GenerateSettings, generate
 
 _Z = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Cider(CaptionProtocol):
+    """``cider_scores`` as a protocol."""
+
+    store: Store
+    settings: GenerateSettings = field(default_factory=GenerateSettings)
+    """How captions are generated."""
+    limit: int | None = None
+    """At most so many images."""
+
+    @property
+    def test_data(self) -> str:
+        return self.store.path.name
+
+    @property
+    def needs(self) -> Store:
+        return self.store
+
+    def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
+        return cider_scores(
+            askers, self.store, self.settings, how.fit, limit=self.limit, batch_size=how.batch_size, workers=how.workers,
+            progress=how.progress,
+        )  # fmt: skip
 
 
 def say_captions(
@@ -75,7 +101,7 @@ def cider_scores(
         said = say_captions(ready, store, row_N, settings, fit, batch_size=batch_size, workers=workers, progress=progress)
         references = [store.captions(row) for row in said]
         how = f"{CIDER}, {_described(settings)}, {_numbers(references)} references, {fit}"
-        visibility: Literal["private", "public"] = "private" if ready.confidential or store.results_visibility == "private" else "public"
+        visibility: Visibility = "private" if ready.confidential or store.results_visibility == "private" else "public"
         captions = list(said.values())
         figure_N = cider_d(captions, references)
         chance = float(cider_d([*captions[1:], captions[0]], references).mean())

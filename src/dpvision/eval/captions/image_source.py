@@ -19,19 +19,19 @@ from dpvision.data.ordered import ordered_map
 from dpvision.data.store import Store
 from dpvision.data.transform import centre_box, cut, normalise
 from dpvision.errors import DataError
+from dpvision.eval.benchmark_files import Box
+from dpvision.eval.score import Visibility
 from dpvision.synthetic.scenes import make_scene
 
 Fit = Literal["squash", "crop"]
 """How a picture becomes square: "squash" keeps all of it (DP-Cap's protocol), "crop" cuts the centre of the resized one."""
-Box = tuple[float, float, float, float]
-"""left, top, right, bottom in pixels of the upright picture."""
 
 
 class PictureSource(Protocol):
     """Pictures by their place, 0 ... len - 1."""
 
     @property
-    def visibility(self) -> Literal["private", "public"]:
+    def visibility(self) -> Visibility:
         """ "private" unless all of its pictures may be shown."""
 
     @property
@@ -53,7 +53,7 @@ class StorePictures:
     """int64."""
 
     @property
-    def visibility(self) -> Literal["private", "public"]:
+    def visibility(self) -> Visibility:
         return self.store.results_visibility
 
     @property
@@ -73,7 +73,7 @@ class FilePictures:
 
     paths: tuple[Path, ...]
     boxes: tuple[Box | None, ...]
-    visibility: Literal["private", "public"]
+    visibility: Visibility
     test_data: str
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class ScenePictures:
 
     numbers: Sequence[int]
     size_px: int = 48
-    visibility: Literal["private", "public"] = "public"
+    visibility: Visibility = "public"
 
     @property
     def test_data(self) -> str:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dpvision.errors import DataError
-from dpvision.eval.captions.benchmark_files import Item, Visibility, caption_of, collect_items, picture_finder, read_json, with_missing
+from dpvision.eval.benchmark_files import picture_finder, read_json
 from dpvision.eval.captions.choice import ChoiceTest
+from dpvision.eval.captions.choice_items import Item, caption_of, collect_items, with_missing
+from dpvision.eval.score import Visibility
 
 SUBSETS = ("add_att", "add_obj", "replace_att", "replace_obj", "replace_rel", "swap_att", "swap_obj")
 

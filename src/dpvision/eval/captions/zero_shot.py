@@ -4,7 +4,7 @@ Legend: N pictures, B pictures of a batch, C captions, L tokens.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -14,14 +14,16 @@ from dpvision.config import BOS_ID, EOS_ID, PAD_ID
 from dpvision.data.captions import clean_caption
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.any_of_labels import SeveralLabels, several_score
+from dpvision.eval.any_of_labels import AnyOfLabels
 from dpvision.eval.captions.candidate_losses import best_candidate, candidate_losses
 from dpvision.eval.captions.choice import encoded_pictures
 from dpvision.eval.captions.image_source import Fit, StorePictures
 from dpvision.eval.captions.label_sets import PROMPT, LabelSet, prompted
 from dpvision.eval.captions.label_trie import LabelTrie
 from dpvision.eval.captions.open_captioner import OpenCaptioner
-from dpvision.eval.metric import Metric, chance_level, measure, titled
+from dpvision.eval.captions.protocol import Asking, CaptionProtocol
+from dpvision.eval.metric import Metric, checked_metric
+from dpvision.eval.predictions import Scoring
 from dpvision.eval.score import Score
 
 Method = Literal["trie", "loss"]
@@ -46,6 +48,31 @@ class ZeroShotSettings:
             raise ConfigError(f"zero-shot: limit={self.limit!r}; expected at least 1 picture. Leave it out for all.")
 
 
+@dataclass(frozen=True)
+class ZeroShot(CaptionProtocol):
+    """``zero_shot_scores`` as a protocol, by the metric that the store declares."""
+
+    store: Store
+    labels: LabelSet
+    settings: ZeroShotSettings = field(default_factory=ZeroShotSettings)
+    any_of: AnyOfLabels | None = None
+
+    @property
+    def test_data(self) -> str:
+        return self.store.path.name
+
+    @property
+    def needs(self) -> Store:
+        return self.store
+
+    def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
+        metric = checked_metric(self.store.meta.get("metric") or "accuracy")
+        return zero_shot_scores(
+            askers, self.store, self.labels, replace(self.settings, fit=how.fit), metric=metric, any_of=self.any_of,
+            batch_size=how.batch_size, workers=how.workers, progress=how.progress,
+        )  # fmt: skip
+
+
 def checked_methods(names: Sequence[str]) -> tuple[Method, ...]:
     """The methods of these names. Raises ConfigError for an unknown one, or for none."""
     if not names or set(names) - set(METHODS):
@@ -60,14 +87,14 @@ def zero_shot_scores(
     settings: ZeroShotSettings | None = None,
     *,
     metric: Metric = "accuracy",
-    several: SeveralLabels | None = None,
+    any_of: AnyOfLabels | None = None,
     batch_size: int = 32,
     workers: int = 2,
     progress: Callable[[str], None] | None = None,
 ) -> list[Score]:
     """Accuracy on the labelled pictures of a store, by method, for each captioner.
 
-    With ``several`` the accuracy is by them, whatever the metric.
+    With ``any_of`` the score is accuracy by these classes, whatever the metric.
 
     Chance is the share of the most frequent class (of a ``mean_per_class`` score, one in as many as there are classes).
 
@@ -102,24 +129,19 @@ def zero_shot_scores(
         read_N = np.concatenate(read)
         truth_N = store.labels[read_N]
         private = ready.confidential or store.results_visibility == "private"
+        scoring = Scoring(metric, any_of, "private" if private else "public")
         for method in settings.methods:
-            if several is not None:
-                how, found = _described(method, labels, settings, "accuracy"), [np.concatenate(predicted[method])]
-                scores.append(several_score(ready.name, found, read_N, how, "private" if private else "public", several))
-                continue
-            value, low, high = measure(np.concatenate(predicted[method]), truth_N, metric)
-            how = _described(method, labels, settings, metric)
-            chance = chance_level(truth_N, metric)
-            scores.append(Score(ready.name, value, low, high, len(truth_N), chance, how, "private" if private else "public"))
+            how = _described(method, labels, settings)
+            scores.append(scoring.score(ready.name, "zero-shot", how, [np.concatenate(predicted[method])], truth_N, read_N))
     return scores
 
 
-def _described(method: Method, labels: LabelSet, settings: ZeroShotSettings, metric: Metric) -> str:
+def _described(method: Method, labels: LabelSet, settings: ZeroShotSettings) -> str:
     way = "walk through the label tree" if method == "trie" else "lowest loss"
     strings = sum(map(len, labels.classes))
     asked = f"{len(labels.classes)} classes of {labels.name}" + (f" with {strings} strings" if strings > len(labels.classes) else "")
     article = ", a or an" if settings.match_article else ""
-    return f'{titled("zero-shot", metric)}, {way}, {asked}, "{settings.prompt}"{article}, {settings.fit}'
+    return f'{way}, {asked}, "{settings.prompt}"{article}, {settings.fit}'
 
 
 def _labelled_rows(store: Store, labels: LabelSet, limit: int | None) -> np.ndarray:

@@ -7,17 +7,42 @@ learn's L-BFGS, which finds the same minimum: the problem is strictly convex).
 Legend: N training records, M test records, D numbers of a feature.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
-from dpvision.eval.probes.few_shot import draw_shots
+from dpvision.eval.probes.protocol import FeatureProtocol, Say
+from dpvision.eval.probes.shots import check_shots, draw_shots
 
 STRENGTH = 0.0025
 """lambda times the number of training pictures."""
 _TOLERANCE, _MAX_ITERATIONS = 1e-6, 5000
+
+
+@dataclass(frozen=True)
+class DPCapProbe(FeatureProtocol):
+    """``dpcap_probe`` as a protocol."""
+
+    name: ClassVar[str] = "few_shot_dpcap"
+    shots: tuple[int, ...] = (10,)
+    """Images per class."""
+    draws: int = 20
+    """Independent draws of the K images per class."""
+
+    def __post_init__(self) -> None:
+        check_shots(self.shots)
+
+    def predict(
+        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None, say: Say
+    ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
+        for k in self.shots:
+            say(f"{k}-shot DP-Cap probe")
+            predicted = dpcap_probe(train_ND, label_N, test_MD, k, self.draws, names=names)
+            yield f"{k}-shot DP-Cap probe", f"{self.draws} draws", predicted
 
 
 def dpcap_probe(
@@ -26,7 +51,7 @@ def dpcap_probe(
     """Predicted test labels (M,) of one classifier for each draw of ``k`` pictures per class; the draws are those of ``few_shot_probe``.
 
     Raises:
-        ConfigError, DataError: as ``few_shot.draw_shots``.
+        ConfigError, DataError: as ``draw_shots``.
     """
     train_ND, test_MD = centred(train_ND), centred(test_MD)
     predicted = []

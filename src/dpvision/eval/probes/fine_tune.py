@@ -10,8 +10,8 @@ Legend: B pictures of a batch, N training records, M test records, C channels (o
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,11 +28,11 @@ from dpvision.data.store import Store
 from dpvision.data.transform import CROP_NUMBERS, crop_box, cut, normalise
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.probes.few_shot import draw_shots
 from dpvision.eval.probes.lars_probe import warmup_cosine
 from dpvision.eval.probes.linear_probe import held_out
-
-Say = Callable[[str], None]
+from dpvision.eval.probes.protocol import Protocol, Say, Subject, Task
+from dpvision.eval.probes.shots import check_shots, draw_shots
+from dpvision.eval.score import Score
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class FineTuneSettings:
             ("crop_scale", 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1, "0 < low <= high <= 1"),
         ):
             if not fits:
-                raise ConfigError(f"few-shot: {name}={getattr(self, name)!r}; expected {rule}. Leave it out for the paper's value.")
+                raise ConfigError(f"fine_tune: {name}={getattr(self, name)!r}; expected {rule}. Leave it out for the paper's value.")
 
     def rates(self, encoder: FrozenEncoder) -> tuple[float, ...]:
         """The grid for this kind of network."""
@@ -95,8 +95,7 @@ class Tuned(nn.Module):
 
     def __init__(self, encoder: FrozenEncoder, num_classes: int) -> None:
         super().__init__()
-        if encoder.backbone is None:
-            raise ConfigError(f"few_shot: {encoder.name} has nothing to train; expected a network. Use --protocols few_shot_probe.")
+        assert encoder.backbone is not None
         self.backbone = encoder.backbone()
         with torch.no_grad():
             probe = self.backbone.eval()(torch.zeros(1, 3, encoder.image_size, encoder.image_size))
@@ -108,7 +107,7 @@ class Tuned(nn.Module):
 
 
 @dataclass(frozen=True)
-class FewShotResult:
+class FineTuneResult:
     """Predictions of the test pictures, one array for each draw."""
 
     predicted: list[np.ndarray]
@@ -117,6 +116,41 @@ class FewShotResult:
     """Rows of the test pictures."""
     learning_rate: float
     """The one that was chosen, for all draws."""
+
+
+@dataclass(frozen=True)
+class FineTune(Protocol):
+    """``fine_tune`` as a protocol."""
+
+    name: ClassVar[str] = "fine_tune"
+    needs = "images"
+    shots: tuple[int, ...] = (10,)
+    """Images per class."""
+    settings: FineTuneSettings = field(default_factory=FineTuneSettings)
+
+    def __post_init__(self) -> None:
+        check_shots(self.shots)
+
+    def check(self, subject: Subject, task: Task) -> None:
+        check_trainable(subject.encoder)
+
+    def run(self, subject: Subject, task: Task) -> list[Score]:
+        scores = []
+        for k in self.shots:
+            tuned = fine_tune(
+                subject.encoder, task.train, task.test, task.unit_N, k, self.settings,
+                batch_size=task.batch_size, workers=task.workers, device=task.device, progress=task.say,
+            )  # fmt: skip
+            how = self.settings.words(subject.encoder, k)
+            title = f"{k}-shot fine-tuning"
+            scores.append(task.scoring.score(subject.encoder.name, title, how, tuned.predicted, tuned.label_M, tuned.row_M))
+        return scores
+
+
+def check_trainable(encoder: FrozenEncoder) -> None:
+    """Raise ConfigError unless the encoder has weights that can be trained."""
+    if encoder.backbone is None:
+        raise ConfigError(f"fine_tune: {encoder.name} has nothing to train; expected a network. Use --protocols few_shot_probe.")
 
 
 def fine_tune(
@@ -131,7 +165,7 @@ def fine_tune(
     workers: int = 2,
     device: str | torch.device = "cpu",
     progress: Say | None = None,
-) -> FewShotResult:
+) -> FineTuneResult:
     """Fine-tune on K pictures per class, several draws, and predict the test pictures.
 
     Args:
@@ -143,7 +177,7 @@ def fine_tune(
         ConfigError: the encoder has nothing to train, or K < 1. DataError: a class has fewer than K pictures, or one cannot be read.
     """
     settings = settings or FineTuneSettings()
-    Tuned(encoder, 1)  # nothing to train: said before the work
+    check_trainable(encoder)
     (store, rows), say = train, progress or (lambda text: None)
     label_N = store.labels[rows]
     shots = [draw_shots(label_N, k, draw, names=store.label_names) for draw in range(settings.draws)]
@@ -167,7 +201,7 @@ def fine_tune(
         model = job.train(rows[shot], chosen, draw, f"lr {chosen:g}, draw {draw + 1} of {settings.draws}, all pictures")
         predicted, label_M, row_M = job.predict(model, *test)
         found.append(predicted)
-    return FewShotResult(found, label_M, row_M, chosen)
+    return FineTuneResult(found, label_M, row_M, chosen)
 
 
 def make_optimizer(model: nn.Module, encoder: FrozenEncoder, settings: FineTuneSettings) -> torch.optim.Optimizer:

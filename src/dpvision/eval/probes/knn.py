@@ -5,12 +5,40 @@ The protocol of Wu et al. (2018), also used by DINO, with its temperature of 0.0
 Legend: N training records, M test records of a chunk, D numbers of a feature, K neighbours.
 """
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dpvision.errors import ConfigError
+from dpvision.eval.probes.protocol import FeatureProtocol, Say
+
 TEMPERATURE = 0.07
 _CHUNK_NUMBERS = 1 << 26  # similarities held at a time: 256 MiB in float32
+
+
+@dataclass(frozen=True)
+class KNN(FeatureProtocol):
+    """``knn_predict`` as a protocol."""
+
+    name: ClassVar[str] = "knn"
+    k: int = 20
+    """Neighbours."""
+
+    def __post_init__(self) -> None:
+        if not self.k >= 1:
+            raise ConfigError(f"evaluate: k={self.k!r}; expected at least 1 neighbour. Use 20.")
+
+    def predict(
+        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None, say: Say
+    ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
+        say("k-NN")
+        predicted_M = knn_predict(*map(torch.from_numpy, (train_ND, label_N, test_MD)), k=self.k)
+        yield "k-NN", f"k={self.k}, cosine", [predicted_M.numpy()]
 
 
 def knn_predict(train_ND: Tensor, train_label_N: Tensor, test_ND: Tensor, *, k: int = 20) -> Tensor:

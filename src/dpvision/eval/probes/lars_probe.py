@@ -11,8 +11,8 @@ Legend: B records of a batch, N training records, M test records, D numbers of a
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.probes.linear_probe import held_out
+from dpvision.eval.probes.protocol import Protocol, Subject, Task
+from dpvision.eval.score import Score
 
 Tokens = Literal["blocks", "cls"]
 FeatureOf = Callable[[Tensor], Tensor]
@@ -173,6 +175,36 @@ class LarsResult:
     blr: float
     """The one that was chosen."""
     num_features: int
+
+
+@dataclass(frozen=True)
+class LinearLars(Protocol):
+    """``lars_probe`` on the mean patch tokens of the last blocks."""
+
+    name: ClassVar[str] = "linear_lars"
+    needs = "images"
+    tokens: ClassVar[Tokens] = "blocks"
+    settings: LarsSettings = field(default_factory=LarsSettings)
+
+    def check(self, subject: Subject, task: Task) -> None:
+        token_features(subject.encoder, self.tokens)
+
+    def run(self, subject: Subject, task: Task) -> list[Score]:
+        encoder, lars = subject.encoder, self.settings
+        feature_of, what = token_features(encoder, self.tokens, lars.num_blocks)
+        probed = lars_probe(
+            feature_of, task.train, task.test, task.unit_N, encoder.data, encoder.image_size, lars,
+            batch_size=task.batch_size, workers=task.workers, device=task.device, progress=task.say,
+        )  # fmt: skip
+        how = f"{lars.words(len(task.train[1]))}, {what}"
+        return [task.scoring.score(encoder.name, "LARS probe", how, [probed.predicted_M], probed.label_M, probed.row_M)]
+
+
+class LinearCls(LinearLars):
+    """``lars_probe`` on the class token."""
+
+    name = "linear_cls"
+    tokens = "cls"
 
 
 def lars_probe(

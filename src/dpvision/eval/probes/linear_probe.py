@@ -9,7 +9,9 @@ Legend: N training records, M test records, D numbers of a feature.
 
 import copy
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from sklearn.base import clone
@@ -18,6 +20,7 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
 from dpvision.errors import DataError
+from dpvision.eval.probes.protocol import FeatureProtocol, Say
 
 STRENGTHS = (1e-1, 1e-2, 1e-3, 1e-4)
 """L2 strengths in the order in which they are tried, until the held-out accuracy falls."""
@@ -30,8 +33,8 @@ _SMALL = 1 << 23
 
 
 @dataclass(frozen=True)
-class LinearProbe:
-    """A fitted probe."""
+class FittedLinear:
+    """A fitted linear probe."""
 
     model: LogisticRegression
     mean: np.ndarray
@@ -44,7 +47,20 @@ class LinearProbe:
         return self.model.predict(_standardised(x_MD, self.mean, self.scale))
 
 
-def fit_linear_probe(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray | None = None, *, seed: int = 0) -> LinearProbe:
+@dataclass(frozen=True)
+class Linear(FeatureProtocol):
+    """``fit_linear_probe`` as a protocol."""
+
+    name: ClassVar[str] = "linear"
+
+    def predict(
+        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None, say: Say
+    ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
+        say("linear probe")
+        yield "linear probe", "", [fit_linear_probe(train_ND, label_N, unit_N).predict(test_MD)]
+
+
+def fit_linear_probe(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray | None = None, *, seed: int = 0) -> FittedLinear:
     """Choose the L2 strength on held-out training records, then fit on all of them.
 
     Args:
@@ -67,7 +83,7 @@ def fit_linear_probe(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray |
     strength, start = _choose_strength(x_ND[~held], label_N[~held], x_ND[held], label_N[held])
     if len(start.classes_) < len(np.unique(label_N)):  # a class of few records was held out whole: no common starting point
         start = clone(start)
-    return LinearProbe(_fit(start, x_ND, label_N, strength), mean, scale, strength)
+    return FittedLinear(_fit(start, x_ND, label_N, strength), mean, scale, strength)
 
 
 def _choose_strength(

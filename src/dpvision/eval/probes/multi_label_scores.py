@@ -2,17 +2,15 @@
 
     AP_k = sum_i (recall_i - recall_(i-1)) precision_i    over the records by falling score, equal scores together, no interpolation
 
-Not to be taken for ``several_labels``, where one class is predicted and any of several acceptable ones is right.
+Not to be taken for ``any_of_labels``, where one class is predicted and any of several acceptable ones is right.
 
 Legend: N test records, K classes, R draws of the bootstrap.
 """
 
-from typing import Literal
-
 import numpy as np
 
 from dpvision.errors import DataError
-from dpvision.eval.score import Score
+from dpvision.eval.score import Score, Visibility
 
 _DRAWS = 200
 _AT_ONCE = 1 << 22
@@ -24,7 +22,7 @@ def multi_label_scores(
     target_NK: np.ndarray,
     threshold: float | None,
     how: str,
-    visibility: Literal["private", "public"],
+    visibility: Visibility,
 ) -> list[Score]:
     """Mean average precision over the classes that a record of the set has, and the share of all N x K yes-or-no decisions that are right.
 
@@ -89,7 +87,7 @@ def average_precision(score_N: np.ndarray, truth_N: np.ndarray, weight_RN: np.nd
     return np.concatenate(found)
 
 
-def _score(name: str, value_R: np.ndarray, num: int, chance: float, protocol: str, visibility: Literal["private", "public"]) -> Score:
+def _score(name: str, value_R: np.ndarray, num: int, chance: float, protocol: str, visibility: Visibility) -> Score:
     """The first value is that of the records as they are, the rest are draws."""
     value, drawn = float(value_R[0]), value_R[1:]
     low, high = (value + np.quantile(drawn, (0.025, 0.975)) - drawn.mean()).clip(0, 1).tolist()

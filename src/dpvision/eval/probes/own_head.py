@@ -3,8 +3,9 @@
 Legend: B pictures of a batch, N pictures, K classes.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,11 +18,37 @@ from dpvision.data.store import Store
 from dpvision.encoders.feature_file import Extraction, feature_blocks
 from dpvision.encoders.headed import is_head, open_headed
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.any_of_labels import SeveralLabels, several_score
-from dpvision.eval.metric import chance_level, measure, titled
+from dpvision.eval.any_of_labels import AnyOfLabels
+from dpvision.eval.metric import Metric
+from dpvision.eval.predictions import Scoring
 from dpvision.eval.probes.multi_label_scores import multi_label_scores
-from dpvision.eval.score import Score
+from dpvision.eval.probes.protocol import Protocol, Subject, Task, is_run
+from dpvision.eval.score import Score, Visibility
+from dpvision.eval.unseen import check_unseen, trained_store
 from dpvision.features import Progress, load_model, trained_in_confidence
+
+
+@dataclass(frozen=True)
+class OwnHead(Protocol):
+    """``score_own_head`` as a protocol: nothing is learned from the training store."""
+
+    name: ClassVar[str] = "own_head"
+    needs = "own head"
+
+    def check(self, subject: Subject, task: Task) -> None:
+        if not is_run(subject.spec):
+            raise ConfigError(f"own_head: {subject.spec!r} has no head; expected the run folder of a classifier. Use --protocols linear.")
+        if task.test[0] is task.train[0]:
+            raise ConfigError("own_head: no test store; expected --test STORE, pictures that the head was not trained on. Name one.")
+
+    def run(self, subject: Subject, task: Task) -> list[Score]:
+        def report(done: int) -> None:
+            task.say(f"own head: {done:,} test pictures")
+
+        return score_own_head(
+            subject.spec, task.test[0], any_of=task.scoring.any_of, ema=subject.ema, batch_size=task.batch_size, workers=task.workers,
+            device=task.device, progress=report,
+        )  # fmt: skip
 
 
 @torch.inference_mode()
@@ -29,7 +56,7 @@ def score_own_head(
     run_or_checkpoint: str | Path,
     test_store: Store,
     *,
-    several_labels: SeveralLabels | None = None,
+    any_of: AnyOfLabels | None = None,
     ema: bool = False,
     batch_size: int = 256,
     workers: int = 2,
@@ -40,10 +67,10 @@ def score_own_head(
 
     Which number of the head is which class is the order of the training store's labels: import both stores in the same way. Beside the
     accuracy over pictures stands the mean of the classes' own, where the classes are not of one size. A run with several classes a picture
-    is scored by ``multi_label.multi_label_scores`` on a store with several labels.
+    is scored by ``multi_label_scores`` on a store with several labels.
 
     Args:
-        several_labels: the classes any of which is right, for a run with one class a picture; the accuracy is then by them.
+        any_of: the classes any of which is right, for a run with one class a picture; the accuracy is then by them.
         ema: the averaged weights. To score both and report the better is a selection.
         progress: called with the number of pictures done.
 
@@ -51,7 +78,7 @@ def score_own_head(
         Scores named "own head" or "own head, averaged weights"; private if the store is, or if the weights are.
 
     Raises:
-        ConfigError: the run has no head of its own, or one for several classes a picture and ``several_labels`` is given.
+        ConfigError: the run has no head of its own, or one for several classes a picture and ``any_of`` is given.
         CheckpointError: as in ``features.load_encoder``, or the encoder under the head is not there.
         DataError: no readable picture with a label, a label that the head does not have, one label a picture where the run has several or
             the reverse, other classes than the training store's, or pictures that the run was trained on.
@@ -59,7 +86,7 @@ def score_own_head(
     checkpoint = load_checkpoint(run_or_checkpoint)
     scores_of = _scores_of_head if is_head(checkpoint) else _scores_of_network
     hardware = Extraction(batch_size, workers, device, progress)
-    config, rows, score_NK = scores_of(checkpoint, test_store, several_labels is not None, ema, hardware)
+    config, rows, score_NK = scores_of(checkpoint, test_store, any_of is not None, ema, hardware)
     assert isinstance(config.model, ClassifierConfig | HeadConfig) and config.model.num_classes is not None
     readable_N = ~torch.isnan(score_NK).all(dim=1)
     score_NK, row_N = score_NK[readable_N], rows[readable_N.numpy()]
@@ -68,23 +95,17 @@ def score_own_head(
     if not torch.isfinite(score_NK).all():
         raise DataError("own_head: logits that are not finite; expected numbers. The run has diverged: train again at a lower rate.")
     private = test_store.results_visibility == "private" or trained_in_confidence(checkpoint.manifest)
-    visibility: Literal["private", "public"] = "private" if private else "public"
+    visibility: Visibility = "private" if private else "public"
     name = "own head, averaged weights" if ema else "own head"
     if config.model.multi_label:
         target_NK = test_store.targets(row_N, config.model.num_classes)
         return multi_label_scores(name, score_NK.numpy(), target_NK, _threshold(config.model), "own head, centre crop", visibility)
     predicted_N, truth_N = score_NK.argmax(1).numpy(), test_store.labels[row_N]
-    scores = []
-    if several_labels is not None:
-        how = f"own head, {config.model.num_classes} classes, centre crop"
-        return [several_score(name, [predicted_N], row_N, how, visibility, several_labels)]
-    for metric in ("accuracy", "mean_per_class"):
-        value, low, high = measure(predicted_N, truth_N, metric)
-        protocol = f"{titled('own head', metric)}, {config.model.num_classes} classes, centre crop"
-        scores.append(Score(name, value, low, high, len(truth_N), chance_level(truth_N, metric), protocol, visibility))
     sizes = np.bincount(truth_N)
     uneven = len(set(sizes[sizes > 0].tolist())) > 1
-    return scores if uneven else scores[:1]
+    metrics: tuple[Metric, ...] = ("accuracy", "mean_per_class") if uneven and any_of is None else ("accuracy",)
+    how = f"{config.model.num_classes} classes, centre crop"
+    return [Scoring(m, any_of, visibility).score(name, "own head", how, [predicted_N], truth_N, row_N) for m in metrics]
 
 
 def check_scorable(config: RunConfig, test_store: Store, *, any_is_right: bool = False) -> np.ndarray:
@@ -172,33 +193,13 @@ def _labelled_rows(store: Store, num_classes: int) -> np.ndarray:
     return rows
 
 
-def _trained(data: DataConfig) -> Store | None:
-    """The store of the run, as far as it is still where it was."""
-    return Store.open(data.store) if data.store is not None and (Path(data.store) / "store.json").exists() else None
-
-
 def _check_names(data: DataConfig, store: Store) -> None:
     """Refuse classes that another store numbers otherwise: every score would be of the wrong ones."""
-    trained = _trained(data)
+    trained = trained_store(data)
     ours, theirs = None if trained is None else trained.label_names, store.label_names
     if ours is not None and theirs is not None and ours != theirs:
         first = next((f"{a!r} and {b!r}" for a, b in zip(ours, theirs, strict=False) if a != b), f"{len(ours)} and {len(theirs)} of them")
         raise DataError(
             f"own_head: classes of {store.path} are not those of the training store ({first}); expected the same names in the same order. "
             "Import both together and cut them with `dpvision data split`, or give classes as numbers."
-        )
-
-
-def check_unseen(data: DataConfig, store: Store, what: str) -> None:
-    """Refuse pictures of the training store, as far as it is still where it was; halves of one store may be given.
-
-    Args:
-        data: of the run.
-        what: is measured, for the error.
-    """
-    trained = _trained(data)
-    if trained is not None and trained.store_id == store.store_id and len(np.intersect1d(trained.index["id"], store.index["id"])):
-        raise DataError(
-            f"{what}: {store.path} shares records with the store that the run was trained on; expected other pictures. "
-            "Hold some out before training: dpvision data split."
         )

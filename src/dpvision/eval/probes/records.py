@@ -4,7 +4,7 @@ Legend: N records, D numbers of a feature.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from dpvision.data.keys import StepKey
 from dpvision.data.store import Store
 from dpvision.errors import DataError
-from dpvision.eval.probes.few_shot import class_name
+from dpvision.eval.probes.shots import class_name
 
 TEST_FRACTION = 0.2
 """Expected share of the units of a single store that are kept for the test."""
@@ -104,3 +104,8 @@ def _labelled_rows(store: Store) -> np.ndarray:
             f"{num - 1}. Import the source again."
         )
     return rows
+
+
+def only(features: LabelledFeatures, name: str) -> LabelledFeatures:
+    """The features of one encoder among those of several."""
+    return replace(features, features={key: x for key, x in features.features.items() if key[0] == name})

@@ -10,14 +10,16 @@ test set.
 Legend: N training records, M test records, D numbers of a feature, K classes, R rank: the smaller of N and D.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from scipy import linalg
 
 from dpvision.errors import DataError
 from dpvision.eval.probes.linear_probe import held_out
+from dpvision.eval.probes.protocol import FeatureProtocol, Say
 
 STRENGTHS = (10.0, 3.0, 1.0, 0.3, 0.1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 1e-5, 1e-6)
 """All are tried; of equal held-out accuracies the strongest wins."""
@@ -26,8 +28,8 @@ _CHUNK = 1 << 23
 
 
 @dataclass(frozen=True)
-class RidgeProbe:
-    """A fitted probe."""
+class FittedRidge:
+    """A fitted ridge probe."""
 
     weight_DK: np.ndarray
     """float64, of standardised features."""
@@ -48,7 +50,20 @@ class RidgeProbe:
         return self.class_K[self.scores(x_MD).argmax(axis=1)]
 
 
-def fit_ridge(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray | None = None, *, seed: int = 0) -> RidgeProbe:
+@dataclass(frozen=True)
+class Ridge(FeatureProtocol):
+    """``fit_ridge`` as a protocol."""
+
+    name: ClassVar[str] = "ridge"
+
+    def predict(
+        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None, say: Say
+    ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
+        say("ridge probe")
+        yield "ridge probe", "", [fit_ridge(train_ND, label_N, unit_N).predict(test_MD)]
+
+
+def fit_ridge(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray | None = None, *, seed: int = 0) -> FittedRidge:
     """Choose the strength on held-out training records, then fit on all of them.
 
     Memory beside the features: three float64 matrices of R x R (2.4 GB at R = 10,000).
@@ -72,7 +87,7 @@ def fit_ridge(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray | None =
     target_NK = np.where(index_N[:, None] == np.arange(len(class_K)), 1.0, -1.0)
     fit = _fit_wide if x_ND.shape[0] < x_ND.shape[1] else _fit_tall
     weight_DK, intercept_K, strength = fit(x_ND, target_NK, held, mean, scale)
-    return RidgeProbe(weight_DK, intercept_K, class_K, mean, scale, strength)
+    return FittedRidge(weight_DK, intercept_K, class_K, mean, scale, strength)
 
 
 def _fit_tall(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpvision.privacy.plan import make_plan
-from dpvision.report import numbers, words
+from dpvision.report import numbers, phrases
 
 from .runs import PRIVACY
 
@@ -33,9 +33,9 @@ def test_small_numbers_keep_their_exponent() -> None:
 
 def test_words_for_a_person_appear_with_a_contribution_bound() -> None:
     plan = make_plan(replace(PRIVACY, max_records_per_unit=3, num_units=20_000))
-    assert "At most 3 of a person" in words.unit(plan) and "20,000 people" in words.unit(plan)
+    assert "At most 3 of a person" in phrases.unit(plan) and "20,000 people" in phrases.unit(plan)
 
 
 def test_the_grid_of_the_noise_is_called_a_mitigation_and_not_a_proof() -> None:
-    text = words.noise_generator(make_plan(PRIVACY))
+    text = phrases.noise_generator(make_plan(PRIVACY))
     assert "ChaCha20" in text and "a mitigation" in text and "not a proof" in text

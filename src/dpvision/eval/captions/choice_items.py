@@ -1,27 +1,17 @@
-"""What the readers of compositional benchmarks share: JSON of the right shape, and pictures that have to be there."""
+"""Items of compositional benchmarks: captions of the right shape, and images that have to be there."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dpvision.errors import DataError
+from dpvision.eval.benchmark_files import Box
 from dpvision.eval.captions.choice import Choice
-from dpvision.eval.captions.image_source import Box, FilePictures
+from dpvision.eval.captions.image_source import FilePictures
+from dpvision.eval.score import Visibility
 
-Visibility = Literal["private", "public"]
 Item = tuple[Path, Box | None, tuple[str, ...], str]
 """Picture, box, captions (the true one first), group."""
-
-
-def read_json(path: Path, what: str) -> Any:
-    """Content of a JSON file. Raises DataError when it cannot be read."""
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{what}: {path}: {error.strerror}; expected the benchmark's file. Correct the path.") from None
-    except (ValueError, RecursionError):
-        raise DataError(f"{what}: {path}: not JSON; expected the benchmark's file. Download it again.") from None
 
 
 def caption_of(entry: Any, name: str, where: str) -> str:
@@ -30,14 +20,6 @@ def caption_of(entry: Any, name: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}: {name}={value!r}; expected a caption. This is not the benchmark's file: correct the path.")
     return value
-
-
-def picture_finder(folder: Path, what: str) -> dict[str, Path]:
-    """Files of a folder and of the folders right below it, by name. Raises DataError when it is no folder."""
-    if not folder.is_dir():
-        raise DataError(f"{what}: {folder} is no folder; expected the pictures. Correct the path.")
-    below = sorted(entry for entry in folder.iterdir() if entry.is_dir())
-    return {file.name: file for part in [*reversed(below), folder] for file in part.iterdir() if file.is_file()}
 
 
 def collect_items(

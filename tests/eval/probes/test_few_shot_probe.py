@@ -9,10 +9,11 @@ from dpvision.data.keys import StepKey
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.probes import fine_tune as module
-from dpvision.eval.probes.few_shot import FewShotSettings, draw_shots, few_shot_probe
+from dpvision.eval.probes.few_shot_probe import FewShotProbeSettings, few_shot_probe
 from dpvision.eval.probes.fine_tune import FineTuneSettings, Tuned, augmented, fine_tune, make_optimizer
 from dpvision.eval.probes.linear_probe import fit_linear_probe
 from dpvision.eval.probes.records import units
+from dpvision.eval.probes.shots import draw_shots
 
 from ..labelled import MEAN, STD, conv_encoder, vit_encoder, write_colours
 
@@ -69,12 +70,12 @@ def test_the_probe_sees_the_drawn_pictures_only_and_more_of_them_help() -> None:
     unit = np.arange(600)
     share = {}
     for k in (3, 100):
-        predicted = few_shot_probe(x, label, unit, test_x, k, FewShotSettings(draws=4))
+        predicted = few_shot_probe(x, label, unit, test_x, k, FewShotProbeSettings(draws=4))
         rows = draw_shots(label, k, 2)
         assert (predicted[2] == fit_linear_probe(x[rows], label[rows], unit[rows], seed=2).predict(test_x)).all()
         share[k] = np.mean([(p == truth).mean() for p in predicted])
     assert share[3] + 0.05 < share[100]
-    ridge = few_shot_probe(x, label, unit, test_x, 100, FewShotSettings(draws=1, classifier="ridge"))
+    ridge = few_shot_probe(x, label, unit, test_x, 100, FewShotProbeSettings(draws=1, classifier="ridge"))
     assert abs((ridge[0] == truth).mean() - share[100]) < 0.05
 
 
@@ -155,7 +156,7 @@ def test_training_pictures_are_augmented_by_record(train: Store) -> None:
 
 def test_what_cannot_be_tuned_is_refused(train: Store, test: Store) -> None:
     fixed = replace(vit_encoder(), name="hog", family="fixed", backbone=None)
-    with pytest.raises(ConfigError, match=r"few_shot: hog has nothing to train.*few_shot_probe"):
+    with pytest.raises(ConfigError, match=r"fine_tune: hog has nothing to train.*few_shot_probe"):
         fine_tune(fixed, _rows(train), _rows(test), units(train), 5, QUICK)
     with pytest.raises(DataError, match=r"shots=41, but 'c0' has 40, 'c1' has 40, 'c2' has 40"):
         fine_tune(vit_encoder(), _rows(train), _rows(test), units(train), 41, QUICK)
@@ -163,7 +164,7 @@ def test_what_cannot_be_tuned_is_refused(train: Store, test: Store) -> None:
         with pytest.raises(ConfigError, match=words):
             FineTuneSettings(**wrong)
     with pytest.raises(ConfigError, match="draws=0"):
-        FewShotSettings(draws=0)
+        FewShotProbeSettings(draws=0)
 
 
 def test_a_head_starts_at_zero_on_the_features_of_the_encoder() -> None:

@@ -4,11 +4,11 @@ from typing import Any
 
 from dpvision.privacy.plan import DPPlan
 from dpvision.report.numbers import factor, one_in, percent_up, round_up, short
-from dpvision.report.words import tier
+from dpvision.report.phrases import tier
 
 
 def summary(plan: DPPlan, guarantee: dict[str, Any]) -> tuple[str, list[str]]:
-    """Headline and the paragraphs that explain it, as ``words.summary`` for a record.
+    """Headline and the paragraphs that explain it, as ``phrases.summary`` for a record.
 
     Args:
         guarantee: with unit_epsilon and unit_attack.

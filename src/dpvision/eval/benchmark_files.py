@@ -1,0 +1,28 @@
+"""Files of published benchmarks: JSON, and folders of images."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dpvision.errors import DataError
+
+Box = tuple[float, float, float, float]
+"""left, top, right, bottom in pixels of the upright image."""
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Content of a JSON file. Raises DataError when it cannot be read."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{what}: {path}: {error.strerror}; expected the benchmark's file. Correct the path.") from None
+    except (ValueError, RecursionError):
+        raise DataError(f"{what}: {path}: not JSON; expected the benchmark's file. Download it again.") from None
+
+
+def picture_finder(folder: Path, what: str) -> dict[str, Path]:
+    """Files of a folder and of the folders right below it, by name. Raises DataError when it is no folder."""
+    if not folder.is_dir():
+        raise DataError(f"{what}: {folder} is no folder; expected the pictures. Correct the path.")
+    below = sorted(entry for entry in folder.iterdir() if entry.is_dir())
+    return {file.name: file for part in [*reversed(below), folder] for file in part.iterdir() if file.is_file()}
