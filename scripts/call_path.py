@@ -11,14 +11,15 @@ import argparse
 import sys
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 # The order of imports (tests/test_rooms.py), the lowest first; later packages may import earlier ones.
 ORDER = (
-    "errors", "files", "mixing", "config", "weights", "privacy", "models", "synthetic", "checkpoint", "data", "dp", "optim", "train", "runs",
-    "features", "encoders", "eval", "adapt", "report", "cli", "dense", "recipes",
+    "errors", "files", "mixing", "config", "weights", "privacy", "models", "synthetic", "checkpoint", "data", "dp", "optim", "train",
+    "runs", "features", "encoders", "eval", "adapt", "report", "cli", "dense", "recipes",
 )  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def call_path(call: Callable[[], Any]) -> list[tuple[str, str]]:
 def climbs(stops: list[tuple[str, str]]) -> int:
     """How often a stop is in a later package than the one before it."""
     ranks = [ORDER.index(file.partition("/")[0].removesuffix(".py")) for file, _ in stops]
-    return sum(after > before for before, after in zip(ranks, ranks[1:], strict=False))
+    return sum(after > before for before, after in pairwise(ranks))
 
 
 def main() -> None:

@@ -71,6 +71,12 @@ def test_nothing_imports_the_optional_package_dense() -> None:
     assert not [path for path in FILES if _room(path) != "dense" and "dense" in _imports(path)]
 
 
+@pytest.mark.parametrize("part", ["probes", "captions"])
+def test_within_eval_probes_and_captions_leave_each_other_alone_and_what_they_share_imports_neither(part: str) -> None:
+    outside = [path for path in (SRC / "eval").rglob("*.py") if path.parent.name != part]
+    assert outside and not [path for path in outside if f"dpvision.eval.{part}" in path.read_text()]
+
+
 def test_every_room_has_its_place() -> None:
     assert {_room(p) for p in FILES} <= set(RANK) | {"recipes"}
 

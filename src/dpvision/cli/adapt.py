@@ -16,10 +16,10 @@ from dpvision.adapt.prepare import Prepared, prepare
 from dpvision.adapt.rate import final_noise
 from dpvision.adapt.session import HeadSession, adapt, new_head_session, resumed_head_session
 from dpvision.checkpoint import find_checkpoint, read_manifest
-from dpvision.cli.evaluate import scores_table
 from dpvision.cli.output import CONFIG, RecipeName, emit, may_show, private_scores
 from dpvision.cli.recipe import get_recipe, recipe_lines, typed_privacy, untyped_delta, with_budget
 from dpvision.cli.run_args import RunArgs, Where, announce, lost_words, resume_words, resumed_hardware, saved_config, spent
+from dpvision.cli.scores import scores_table
 from dpvision.cli.train import TrainArgs, plan_text, train
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.head_presets import PRESETS, HeadName, with_candidates, with_head

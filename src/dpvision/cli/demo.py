@@ -12,10 +12,10 @@ import torch
 
 from dpvision.adapt.predict import load_classifier
 from dpvision.adapt.session import adapt, new_head_session
-from dpvision.cli.evaluate import scores_table
 from dpvision.cli.output import emit, parse
 from dpvision.cli.recipe import get_recipe
 from dpvision.cli.run_args import STOPPED
+from dpvision.cli.scores import scores_table
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.data.declared import rounded_up
 from dpvision.data.decode import decode

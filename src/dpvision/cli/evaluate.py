@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import tyro
 from rich.console import Console
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.cli.output import emit, parse, private_scores, table
+from dpvision.cli.output import parse
+from dpvision.cli.scores import Encoders, check_out, emit_scores, names_of, scores_table
 from dpvision.data.store import Store
 from dpvision.encoders.open import open_encoder, recognised
 from dpvision.errors import ConfigError
@@ -24,12 +23,11 @@ from dpvision.eval.probes.own_head import has_own_head, score_own_head
 from dpvision.eval.probes.protocol import is_run
 from dpvision.eval.probes.protocols import checked_controls, make_protocols
 from dpvision.eval.probes.suite import evaluate as run_suite
-from dpvision.eval.score import Score, wilson_interval
-from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, read_scores, write_scores
+from dpvision.eval.score import Score
+from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, write_scores
 from dpvision.features import trained_in_confidence
-from dpvision.train.folder import require_confidential, run_base
+from dpvision.train.folder import run_base
 
-Encoders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")]
 _LARS, _FINE_TUNE, _FEW_SHOT_PROBE = LarsSettings(), FineTuneSettings(), FewShotProbeSettings()
 _OWN = {
     "captioner": "dpvision.cli.evaluate_captioner",
@@ -201,32 +199,7 @@ def _tell(
     scores = _told_apart(found)
     if out is not None:
         written.append(merge_entries(out, [score.to_dict() | stores for score in scores]))
-    text = scores_table(scores)
-    if written:
-        text += "\nwritten to " + ", ".join(map(str, written))
-    if any(score.visibility == "private" for score in scores):
-        text = private_scores(text, list(map(str, written)), show_confidential)
-    emit({"scores": [score.to_dict() for score in scores], "written": [str(path) for path in written]}, json, text)
-
-
-def scores_table(scores: Sequence[Score]) -> str:
-    """Scores as a table, best first within each protocol."""
-    rows = [
-        (s.protocol, s.name, f"{s.value:.1%}", f"{s.low:.1%} to {s.high:.1%}", f"{s.chance:.1%}")
-        for s in sorted(scores, key=lambda s: (s.protocol, -s.value))
-    ]
-    first, columns = scores[0], ("protocol", "features", "score", "95%", "chance")
-    if len({row[-1] for row in rows}) == 1:  # then it stands above
-        title = f"{first.n:,} test records, chance {first.chance:.1%}, {first.visibility}"
-        text = table(title, columns[:-1], [row[:-1] for row in rows])
-    else:
-        text = table(f"{first.n:,} test records, {first.visibility}", columns, rows)
-    drawn = next((s for s in scores if " draws" in s.protocol), None)
-    if drawn is not None:
-        low, high = wilson_interval(round(drawn.value * drawn.n), drawn.n)
-        half = f"{(high - low) / 2:.1%}"
-        text += f"\nOf scores over draws, the interval is Student's over the draws; Wilson's over test records would be +- {half} or so."
-    return text
+    emit_scores(scores, scores_table(scores), written, show_confidential, json)
 
 
 def _told_apart(found: dict[str, list[Score]]) -> list[Score]:
@@ -238,19 +211,3 @@ def _told_apart(found: dict[str, list[Score]]) -> list[Score]:
             name = f"{spec}{score.name.removeprefix('encoder').removeprefix('own head')}" if ours and len(found) > 1 else score.name
             scores.setdefault((name, score.protocol, score.value), replace(score, name=name))
     return list(scores.values())
-
-
-def names_of(text: str) -> list[str]:
-    """Names that a person wrote with commas between them."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def check_out(out: Path, private: bool) -> None:
-    """Refuse a place that will not do before any work is done."""
-    if private:
-        require_confidential(out, "evaluate", "scores of private pictures")
-    if out.suffix != ".json" or out.is_dir():
-        raise ConfigError(f"evaluate: out={str(out)!r}; expected a file that ends in .json. Rename it.")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"evaluate: out={str(out)!r}; expected a folder that exists. Make {out.parent}.")
-    read_scores(out)

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from dpvision.cli.evaluate import check_out, names_of
-from dpvision.cli.output import RunPath, emit, private_scores, table
+from dpvision.cli.output import RunPath, table
+from dpvision.cli.scores import check_out, emit_scores, names_of
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.any_of_labels import load_any_of_labels
@@ -143,14 +143,10 @@ def evaluate_captioner(
         if out is not None:
             stores = {"train_data": NOTHING_FITTED, "test_data": part.test_data}
             written.append(merge_entries(out, [score.to_dict() | stores for score in part.scores]))
-    written = list(dict.fromkeys(written))
     text = "\n\n".join([captioner_table(part) for part in found] + notes)
-    if written:
-        text += "\nwritten to " + ", ".join(map(str, written))
-    if any(score.visibility == "private" for part in found for score in part.scores):
-        text = private_scores(text, list(map(str, written)), show_confidential)
-    scores = [score.to_dict() | {"test_data": part.test_data} for part in found for score in part.scores]
-    emit({"scores": scores, "notes": notes, "written": [str(path) for path in written]}, json, text)
+    entries = [score.to_dict() | {"test_data": part.test_data} for part in found for score in part.scores]
+    scores = [score for part in found for score in part.scores]
+    emit_scores(scores, text, written, show_confidential, json, scores=entries, notes=notes)
 
 
 def captioner_table(part: ScoredOn) -> str:

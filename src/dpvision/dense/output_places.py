@@ -4,7 +4,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from dpvision.cli.evaluate import check_out
+from dpvision.cli.scores import check_out
 from dpvision.errors import ConfigError
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dpvision.config.checks import check_choices
+from dpvision.config.checks import check_choices, check_ranges
 from dpvision.data.keys import StepKey
 from dpvision.data.ordered import ordered_map
 from dpvision.dense.training_state import DenseCheckpoint, open_checkpoint
@@ -71,7 +71,7 @@ class DenseTrainSettings:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check(
+        check_ranges(
             "training",
             self,
             ("epochs", 0 < self.epochs < math.inf, "more than 0"),
@@ -106,7 +106,7 @@ class DenseHardware:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check(
+        check_ranges(
             "hardware",
             self,
             ("physical_batch_size", self.physical_batch_size >= 1, "at least 1"),
@@ -127,13 +127,6 @@ class DenseHardware:
                 "hardware: precision='float16'; expected float32 or bfloat16 without a GPU. Use --hardware.precision bfloat16."
             )
         return torch.autocast(device.type, dtype=getattr(torch, self.precision))
-
-
-def check(where: str, settings: Any, *rules: tuple[str, bool, str]) -> None:
-    """Refuse the first setting, by name, whose rule does not hold."""
-    for name, fits, rule in rules:
-        if not fits:
-            raise ConfigError(f"{where}: {name}={getattr(settings, name)!r}; expected {rule}. Leave it out for the default.")
 
 
 def rate_factor(settings: DenseTrainSettings, step: int, steps: int) -> float:

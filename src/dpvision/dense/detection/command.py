@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dpvision.cli.evaluate import Encoders
-from dpvision.cli.output import emit, pairs, private_scores, table
+from dpvision.cli.output import emit, pairs, table
+from dpvision.cli.scores import Encoders, emit_scores
 from dpvision.data.ordered import ordered_map
 from dpvision.dense.detection.coco_data import CocoSet, check_apart, load_coco
 from dpvision.dense.detection.detector import Detector, detection_loss
@@ -141,13 +141,7 @@ def evaluate_detection(
         stores = {"train_data": data.train.name, "test_data": data.test.name}
         written.append(merge_entries(out, [score.to_dict() | stores for score in found]))
     text = "\n".join([_table(found, data), *data.notes])
-    if written:
-        text += "\nwritten to " + ", ".join(map(str, dict.fromkeys(written)))
-    if any(score.visibility == "private" for score in found):
-        text = private_scores(text, list(map(str, written)), show_confidential)
-    emit(
-        {"scores": [score.to_dict() for score in found], "notes": list(data.notes), "written": [str(path) for path in written]}, json, text
-    )
+    emit_scores(found, text, written, show_confidential, json, notes=list(data.notes))
 
 
 @dataclass(frozen=True)

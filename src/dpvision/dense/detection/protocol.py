@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
-from dpvision.config.checks import check_choices
+from dpvision.config.checks import check_choices, check_ranges
 from dpvision.data.keys import StepKey
 from dpvision.data.ordered import ordered_map
 from dpvision.dense.backbone import dense_backbone
@@ -30,7 +30,7 @@ from dpvision.dense.detection.coco_scores import Found, Kind, average_precisions
 from dpvision.dense.detection.crops import DetectionExample, Placement, example, fitted, jittered, square
 from dpvision.dense.detection.detector import Detector, HeadSizes, detection_loss
 from dpvision.dense.detection.feature_pyramid import FeaturePyramid
-from dpvision.dense.supervised import DenseHardware, DenseTrainSettings, check, checked_steps, fit
+from dpvision.dense.supervised import DenseHardware, DenseTrainSettings, checked_steps, fit
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.score import Score, Visibility
@@ -92,7 +92,7 @@ class DetectionSettings:
     def __post_init__(self) -> None:
         check_choices(self)
         self.training()
-        check(
+        check_ranges(
             "detection",
             self,
             ("image_size", self.image_size >= 2, "at least 2"),

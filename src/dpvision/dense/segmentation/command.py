@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from dpvision.cli.evaluate import Encoders
-from dpvision.cli.output import emit, private_scores, shown, table
+from dpvision.cli.output import emit, shown, table
+from dpvision.cli.scores import Encoders, emit_scores
 from dpvision.dense.output_places import check_places, folder_name
 from dpvision.dense.segmentation.mean_iou import class_iou
 from dpvision.dense.segmentation.protocol import (
@@ -257,10 +257,4 @@ def _tell(job: _Job, specs: Sequence[str], out: Path | None, picture: Path | Non
         f"trained on {job.train.name}, {shown(len(job.train))} pictures: {job.settings.words(job.hardware)}",
     ]
     lines += [note for note in [job.train.classes.note()] if note]
-    if written:
-        lines.append("written to " + ", ".join(map(str, dict.fromkeys(written))))
-    found = {"scores": [score.to_dict() for score in named], "class_iou": job.iou, "written": [str(p) for p in dict.fromkeys(written)]}
-    text = "\n".join(lines)
-    if any(score.visibility == "private" for score in named):
-        text = private_scores(text, list(map(str, written)), show_confidential)
-    emit(found, json, text)
+    emit_scores(named, "\n".join(lines), written, show_confidential, json, class_iou=job.iou)

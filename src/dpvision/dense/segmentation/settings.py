@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass
 
-from dpvision.config.checks import check_choices
+from dpvision.config.checks import check_choices, check_ranges
 from dpvision.dense.segmentation.semantic_augment import Augmentation
 from dpvision.dense.segmentation.upernet import NormKind
-from dpvision.dense.supervised import DenseHardware, DenseTrainSettings, check
+from dpvision.dense.supervised import DenseHardware, DenseTrainSettings
 from dpvision.encoders.base import FrozenEncoder
 
 
@@ -60,7 +60,7 @@ class SegmentationSettings:
     def __post_init__(self) -> None:
         check_choices(self)
         self.training()
-        check(
+        check_ranges(
             "segmentation",
             self,
             ("crop_size", self.crop_size >= 2, "at least 2"),

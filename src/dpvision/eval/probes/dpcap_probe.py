@@ -15,7 +15,7 @@ import numpy as np
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
-from dpvision.eval.probes.protocol import FeatureProtocol, Say
+from dpvision.eval.probes.protocol import FeatureProtocol
 from dpvision.eval.probes.shots import check_shots, draw_shots
 
 STRENGTH = 0.0025
@@ -37,10 +37,9 @@ class DPCapProbe(FeatureProtocol):
         check_shots(self.shots)
 
     def predict(
-        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None, say: Say
+        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
         for k in self.shots:
-            say(f"{k}-shot DP-Cap probe")
             predicted = dpcap_probe(train_ND, label_N, test_MD, k, self.draws, names=names)
             yield f"{k}-shot DP-Cap probe", f"{self.draws} draws", predicted
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from dpvision.errors import ConfigError
 from dpvision.eval.probes.linear_probe import fit_linear_probe
-from dpvision.eval.probes.protocol import FeatureProtocol, Say
+from dpvision.eval.probes.protocol import FeatureProtocol
 from dpvision.eval.probes.ridge import fit_ridge
 from dpvision.eval.probes.shots import check_shots, draw_shots
 
@@ -44,10 +44,9 @@ class FewShotProbe(FeatureProtocol):
         check_shots(self.shots)
 
     def predict(
-        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None, say: Say
+        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
         for k in self.shots:
-            say(f"{k}-shot probe")
             predicted = few_shot_probe(train_ND, label_N, unit_N, test_MD, k, self.settings, names=names)
             yield f"{k}-shot {self.settings.classifier} probe", f"{self.settings.draws} draws", predicted
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
+from dpvision.config.checks import check_ranges
 from dpvision.data.decode import BadPicture, decode
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import pictures
@@ -28,7 +29,7 @@ from dpvision.data.store import Store
 from dpvision.data.transform import CROP_NUMBERS, crop_box, cut, normalise
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.probes.lars_probe import warmup_cosine
+from dpvision.eval.probes.epochs import Epochs
 from dpvision.eval.probes.linear_probe import held_out
 from dpvision.eval.probes.protocol import Protocol, Say, Subject, Task
 from dpvision.eval.probes.shots import check_shots, draw_shots
@@ -60,7 +61,9 @@ class FineTuneSettings:
 
     def __post_init__(self) -> None:
         rates = self.learning_rates
-        for name, fits, rule in (
+        check_ranges(
+            "fine_tune",
+            self,
             ("draws", self.draws >= 1, "at least 1"),
             ("epochs", self.epochs >= 1, "at least 1"),
             ("warmup_epochs", 0 <= self.warmup_epochs < self.epochs, f"0 to epochs - 1 ({self.epochs - 1}), lowered together with epochs"),
@@ -69,9 +72,7 @@ class FineTuneSettings:
             ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
             ("momentum", 0 <= self.momentum < 1, "0 <= momentum < 1"),
             ("crop_scale", 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1, "0 < low <= high <= 1"),
-        ):
-            if not fits:
-                raise ConfigError(f"fine_tune: {name}={getattr(self, name)!r}; expected {rule}. Leave it out for the paper's value.")
+        )
 
     def rates(self, encoder: FrozenEncoder) -> tuple[float, ...]:
         """The grid for this kind of network."""
@@ -230,15 +231,13 @@ class _Job:
             torch.manual_seed(seed)
             model = Tuned(self.encoder, self.num_classes).to(self.device)
             optimizer = make_optimizer(model, self.encoder, settings)
-            parts = math.ceil(len(rows) / settings.batch_size)
-            steps, done = parts * settings.epochs, 0
+            epochs, done = Epochs(len(rows), settings.batch_size, settings.epochs, settings.warmup_epochs, seed), 0
             for epoch in range(settings.epochs):
-                order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(len(rows))
                 model.train()
-                for part in np.array_split(rows[order], parts):
+                for part in np.array_split(rows[epochs.order(epoch)], epochs.batches):
                     x_BCHW, row_B = augmented(self.store, part, StepKey(seed, epoch), self.encoder, settings, self.workers)
                     for group in optimizer.param_groups:
-                        group["lr"] = learning_rate * warmup_cosine(done, steps, settings.warmup_epochs * parts)
+                        group["lr"] = learning_rate * epochs.level(done)
                     done += 1
                     if len(row_B) < 2:  # batch normalisation needs two
                         continue

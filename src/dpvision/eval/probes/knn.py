@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpvision.errors import ConfigError
-from dpvision.eval.probes.protocol import FeatureProtocol, Say
+from dpvision.eval.probes.protocol import FeatureProtocol
 
 TEMPERATURE = 0.07
 _CHUNK_NUMBERS = 1 << 26  # similarities held at a time: 256 MiB in float32
@@ -34,9 +34,8 @@ class KNN(FeatureProtocol):
             raise ConfigError(f"evaluate: k={self.k!r}; expected at least 1 neighbour. Use 20.")
 
     def predict(
-        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None, say: Say
+        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
-        say("k-NN")
         predicted_M = knn_predict(*map(torch.from_numpy, (train_ND, label_N, test_MD)), k=self.k)
         yield "k-NN", f"k={self.k}, cosine", [predicted_M.numpy()]
 

@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpvision.config import DataConfig
+from dpvision.config.checks import check_ranges
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches, pictures
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import ConfigError, DataError
+from dpvision.eval.probes.epochs import Epochs
 from dpvision.eval.probes.linear_probe import held_out
 from dpvision.eval.probes.protocol import Protocol, Subject, Task
 from dpvision.eval.score import Score
@@ -60,7 +62,9 @@ class LarsSettings:
     """Last blocks whose mean patch tokens are joined; all if there are fewer."""
 
     def __post_init__(self) -> None:
-        for name, fits, rule in (
+        check_ranges(
+            "lars",
+            self,
             ("blrs", bool(self.blrs) and all(0 < blr < math.inf for blr in self.blrs), "positive numbers"),
             ("batch_size", self.batch_size >= 2, "at least 2"),
             ("epochs", self.epochs >= 1, "at least 1"),
@@ -70,9 +74,7 @@ class LarsSettings:
             ("crop_scale", 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1, "0 < low <= high <= 1"),
             ("eval_resize", 1 <= self.eval_resize < 4, "1 to 4"),
             ("num_blocks", self.num_blocks >= 1, "at least 1"),
-        ):
-            if not fits:
-                raise ConfigError(f"lars: {name}={getattr(self, name)!r}; expected {rule}. Leave it out for the paper's value.")
+        )
 
     def words(self, num_records: int) -> str:
         """The settings as scores name them."""
@@ -151,17 +153,6 @@ class LarsTrainer:
         self.optimizer.step()
         self.steps += 1
         return loss_R.detach()
-
-
-def warmup_cosine(step: int, steps: int, warmup: int) -> float:
-    """Level of the learning rate at ``step`` of ``steps``: linear up to 1, then half a cosine towards 0.
-
-    >>> [round(warmup_cosine(t, 4, 2), 3) for t in range(4)]
-    [0.5, 1.0, 1.0, 0.5]
-    """
-    if step < warmup:
-        return (step + 1) / warmup
-    return (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
 
 
 @dataclass(frozen=True)
@@ -246,19 +237,19 @@ def lars_probe(
     is_held = np.zeros(store.num_records, dtype=bool)
     is_held[rows[held_N]] = True
     view = _Views(feature_of, data, image_size, settings, seed, batch_size, workers, device)
-    parts = math.ceil(len(rows) / settings.batch_size)
-    steps, factor = parts * settings.epochs, len(rows) / parts / 256
+    epochs = Epochs(len(rows), settings.batch_size, settings.epochs, settings.warmup_epochs, seed)
+    factor = len(rows) / epochs.batches / 256
     trainers: list[LarsTrainer] = []
     done = 0
     for epoch in range(settings.epochs):
         loss, seen = 0.0, 0
-        for x_BD, row_B in view.epoch(store, rows, epoch, parts):
+        for x_BD, row_B in view.epoch(store, rows, epoch, epochs):
             label_B = torch.from_numpy(labels[row_B]).to(device)
             if not trainers:
                 for _ in range(2 if choose else 1):
                     heads = LarsHeads(x_BD.shape[1], num_classes, settings, torch.Generator().manual_seed(seed)).to(device)
                     trainers.append(LarsTrainer(heads, settings))
-            level = factor * warmup_cosine(done, steps, settings.warmup_epochs * parts)
+            level = factor * epochs.level(done)
             kept_B = torch.from_numpy(~is_held[row_B]).to(device)
             for trainer, some in zip(trainers, (None, kept_B), strict=False):
                 x, y = (x_BD, label_B) if some is None else (x_BD[some], label_B[some])
@@ -311,9 +302,9 @@ class _Views:
         self.data = DataConfig(mean=data.mean, std=data.std, crop_scale=settings.crop_scale)
         self._kept: tuple[Tensor, np.ndarray] | None = None
 
-    def epoch(self, store: Store, rows: np.ndarray, epoch: int, parts: int) -> Iterator[tuple[Tensor, np.ndarray]]:
-        """Batches x_BD and row_B of one pass in random order, ``parts`` of nearly equal size."""
-        order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(len(rows))
+    def epoch(self, store: Store, rows: np.ndarray, epoch: int, epochs: Epochs) -> Iterator[tuple[Tensor, np.ndarray]]:
+        """Batches x_BD and row_B of one pass in random order, of nearly equal size."""
+        order = epochs.order(epoch)
         if not self.settings.augment:
             if self._kept is None:
                 found = [*self.centred(store, rows)]
@@ -322,10 +313,10 @@ class _Views:
                 self._kept = torch.cat([x for x, _ in found]), np.concatenate([row for _, row in found])
             x_ND, row_N = self._kept
             order = order[order < len(row_N)]  # pictures that do not decode are absent
-            for part in np.array_split(order, parts):
+            for part in np.array_split(order, epochs.batches):
                 yield x_ND[torch.from_numpy(part).to(x_ND.device)], row_N[part]
             return
-        for part in np.array_split(rows[order], parts):
+        for part in np.array_split(rows[order], epochs.batches):
             x, row = self._augmented(store, part, epoch)
             if len(row):
                 yield torch.cat(x), row

@@ -20,7 +20,7 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
 from dpvision.errors import DataError
-from dpvision.eval.probes.protocol import FeatureProtocol, Say
+from dpvision.eval.probes.protocol import FeatureProtocol
 
 STRENGTHS = (1e-1, 1e-2, 1e-3, 1e-4)
 """L2 strengths in the order in which they are tried, until the held-out accuracy falls."""
@@ -54,9 +54,8 @@ class Linear(FeatureProtocol):
     name: ClassVar[str] = "linear"
 
     def predict(
-        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None, say: Say
+        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
-        say("linear probe")
         yield "linear probe", "", [fit_linear_probe(train_ND, label_N, unit_N).predict(test_MD)]
 
 

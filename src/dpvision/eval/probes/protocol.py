@@ -84,14 +84,13 @@ class FeatureProtocol(Protocol):
 
     @abstractmethod
     def predict(
-        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None, say: Say
+        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
         """The title of each score, its settings, and the predicted test labels (M,) of each draw.
 
         Args:
             unit_N: records of one unit (person) are held out together.
             names: of the classes, for errors.
-            say: called with the title before the work.
         """
 
     def run(self, subject: Subject, task: Task) -> list[Score]:
@@ -127,11 +126,8 @@ def score_features(
                 if not torch.isfinite(x_ND).all():
                     bad = int((~torch.isfinite(x_ND)).any(dim=1).sum())
                     raise DataError(f"evaluate: features of {name} are not finite for {bad} records; expected numbers. Train again.")
-
-            def tell(title: str, name: str = name, pooling: str = pooling) -> None:
-                say(f"{title}: {name}, {pooling}")
-
-            for title, how, predicted in protocol.predict(train_ND.numpy(), label_N, train.unit_N, test_MD.numpy(), names, tell):
+            say(f"{protocol.name}: {name}, {pooling}")
+            for title, how, predicted in protocol.predict(train_ND.numpy(), label_N, train.unit_N, test_MD.numpy(), names):
                 described = f"{how}, {pooling}" if how else pooling
                 scores.append(scoring.score(name, title, described, predicted, truth_M, row_M))
     return scores

@@ -19,7 +19,7 @@ from scipy import linalg
 
 from dpvision.errors import DataError
 from dpvision.eval.probes.linear_probe import held_out
-from dpvision.eval.probes.protocol import FeatureProtocol, Say
+from dpvision.eval.probes.protocol import FeatureProtocol
 
 STRENGTHS = (10.0, 3.0, 1.0, 0.3, 0.1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 1e-5, 1e-6)
 """All are tried; of equal held-out accuracies the strongest wins."""
@@ -57,9 +57,8 @@ class Ridge(FeatureProtocol):
     name: ClassVar[str] = "ridge"
 
     def predict(
-        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None, say: Say
+        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
-        say("ridge probe")
         yield "ridge probe", "", [fit_ridge(train_ND, label_N, unit_N).predict(test_MD)]
 
 
