@@ -36,12 +36,12 @@ from dpvision.checkpoint import load_checkpoint
 from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
-from dpvision.eval.choice import answer_choices, choice_scores
-from dpvision.eval.cider import cider_d
-from dpvision.eval.label_sets import load_label_set
-from dpvision.eval.open_captioner import OpenCaptioner, open_captioner
-from dpvision.eval.scene_choices import scene_compositional
-from dpvision.eval.zero_shot import ZeroShotSettings, zero_shot_scores
+from dpvision.eval.captions.choice import answer_choices, choice_scores
+from dpvision.eval.captions.cider import cider_d
+from dpvision.eval.captions.label_sets import load_label_set
+from dpvision.eval.captions.open_captioner import OpenCaptioner, open_captioner
+from dpvision.eval.captions.scene_choices import scene_compositional
+from dpvision.eval.captions.zero_shot import ZeroShotSettings, zero_shot_scores
 from dpvision.features import Encoder, load_model
 from dpvision.models import make_model
 from dpvision.models.generate import GenerateSettings, generate

@@ -5,7 +5,7 @@ import torch
 
 from dpvision.config import DataConfig
 from dpvision.data.transform import normalise
-from dpvision.eval.ridge import fit_ridge
+from dpvision.eval.probes.ridge import fit_ridge
 from dpvision.features import Encoder
 from dpvision.synthetic.scenes import ATTRIBUTES, Scene, make_scene
 

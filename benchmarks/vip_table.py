@@ -27,8 +27,9 @@ from common import row, write_result
 from runs import trained
 
 from dpvision.data.store import Store
-from dpvision.eval.protocols import ProtocolSettings
-from dpvision.eval.suite import evaluate
+from dpvision.eval.probes.few_shot_probe import FewShotProbe
+from dpvision.eval.probes.ridge import Ridge
+from dpvision.eval.probes.suite import evaluate
 
 ARMS = ("random", "warm", "textures", "pictures", "private_eps8", "private_eps2", "random_eps8")
 SHOTS = (5, 10, 30)
@@ -84,14 +85,12 @@ def scores(arm: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
     kept = args.work / f"{arm}-{seed}.scores.json"
     if not kept.exists():
         spec = f"random:{train('warm', seed, args)}" if arm == "random" else str(train(arm, seed, args))
-        settings = ProtocolSettings(shots=SHOTS)
         found = evaluate(
             spec,
             Store.open(args.probe),
             Store.open(args.test),
-            protocols=("ridge", "few_shot_probe"),
+            protocols=(Ridge(), FewShotProbe(SHOTS)),
             against=(),
-            settings=settings,
             workers=1,
         )
         kept.write_text(json.dumps({s.protocol: 100 * s.value for s in found}))

@@ -25,7 +25,7 @@ from PIL import Image
 from torch import Tensor
 
 from dpvision.config import MAEConfig
-from dpvision.eval.ridge import fit_ridge
+from dpvision.eval.probes.ridge import fit_ridge
 from dpvision.features import Encoder
 from dpvision.models import mae, make_model
 from dpvision.recipes import vip

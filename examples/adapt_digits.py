@@ -11,7 +11,7 @@ from dpvision.adapt.session import adapt, new_head_session
 from dpvision.config import FrozenEncoderConfig, HeadConfig
 from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
-from dpvision.eval.own_head import score_own_head
+from dpvision.eval.probes.own_head import score_own_head
 from dpvision.recipes import RECIPES
 
 

@@ -20,6 +20,7 @@ ORDER = [
     {"eval", "adapt", "audit"},
     {"report"},
     {"cli"},
+    {"dense"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 # dp and optim share a line, yet optim takes the type that dp gives: the wall itself (decision 0007).
@@ -64,6 +65,16 @@ def test_a_file_imports_only_rooms_above_its_own(path: Path) -> None:
             assert room == "cli", "recipes are imported by cli only"
         else:
             assert RANK[other] < RANK[room] or (room, other) in ALLOWED, f"{room} imports {other}"
+
+
+def test_nothing_imports_the_optional_package_dense() -> None:
+    assert not [path for path in FILES if _room(path) != "dense" and "dense" in _imports(path)]
+
+
+@pytest.mark.parametrize("part", ["probes", "captions"])
+def test_within_eval_probes_and_captions_leave_each_other_alone_and_what_they_share_imports_neither(part: str) -> None:
+    outside = [path for path in (SRC / "eval").rglob("*.py") if path.parent.name != part]
+    assert outside and not [path for path in outside if f"dpvision.eval.{part}" in path.read_text()]
 
 
 def test_every_room_has_its_place() -> None:

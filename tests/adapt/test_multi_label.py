@@ -20,7 +20,7 @@ from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.own_head import score_own_head
+from dpvision.eval.probes.own_head import score_own_head
 from dpvision.privacy.ledger_format import read_ledger
 
 from .runs_of_heads import head_config, write_digits

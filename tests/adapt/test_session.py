@@ -29,7 +29,7 @@ from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient
 from dpvision.encoders.centre import texture_centre
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
-from dpvision.eval.own_head import score_own_head
+from dpvision.eval.probes.own_head import score_own_head
 from dpvision.privacy.ledger import set_cap
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.plan import DPPlan

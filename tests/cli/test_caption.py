@@ -18,7 +18,7 @@ from dpvision.cli import caption as command
 from dpvision.cli import main
 from dpvision.config import MAEConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
 from dpvision.data.tokenizer import train_tokenizer
-from dpvision.eval.caption_pictures import Captioned
+from dpvision.eval.captions.caption_images import Captioned
 from dpvision.models import make_model
 
 from ..captioners import VOCAB_SIZE, lineage, make_config, picture, png, train_captioner, write_checkpoint, write_run, write_squares

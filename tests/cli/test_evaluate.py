@@ -87,9 +87,9 @@ def test_no_cache_leaves_nothing_in_the_store(tmp_path: Path, capsys: pytest.Cap
 
 def test_few_shot_and_lars_settings_reach_the_protocol(stores: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(_run(tmp_path / "a"))
-    text = f"{run} --train {stores['train']} --test {stores['test']} --protocols few_shot_probe,linear_lars,few_shot --against none"
+    text = f"{run} --train {stores['train']} --test {stores['test']} --protocols few_shot_probe,linear_lars,fine_tune --against none"
     text += " --shots 2 3 --few-shot-probe.draws 2 --lars.epochs 2 --lars.warmup-epochs 1 --lars.blrs 0.5 --lars.no-augment"
-    text += " --few-shot.epochs 1 --few-shot.warmup-epochs 0 --few-shot.draws 2 --metric mean_per_class"
+    text += " --fine-tune.epochs 1 --fine-tune.warmup-epochs 0 --fine-tune.draws 2 --metric mean_per_class"
     protocols = [s["protocol"] for s in _json(capsys, text.split())["scores"]]
     assert any(p.startswith("3-shot linear probe (mean per class), 2 draws, 2x2") for p in protocols)
     assert any(p.startswith("LARS probe (mean per class), 2 epochs, batch 160, blr 0.5, no augmentation") for p in protocols)
@@ -110,7 +110,7 @@ def test_wrong_input_gets_one_clear_error(stores: dict[str, str], tmp_path: Path
         ([run, *train, "--against", "hog"], "against='hog'; expected random, pixels, both or none"),
         ([run, *train, "--metric", "top5"], "metric='top5'; expected one of accuracy, mean_per_class"),
         ([run, *train, "--protocols", "few_shot_probe", "--shots", "500"], "expected 500 training pictures of each class"),
-        ([run, *train, "--protocols", "few_shot", "--shots", "0"], "shots=(0,)"),
+        ([run, *train, "--protocols", "fine_tune", "--shots", "0"], "shots=(0,)"),
         ([run, *train, "--protocols", "own_head"], "own_head: no test store"),
         ([run, *train, "--test", stores["train"]], "shares records"),
         ([run, *train, "--out", str(tmp_path / "no" / "s.json")], "expected a folder that exists"),

@@ -9,7 +9,7 @@ from dpvision.cli import main
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.eval.score_file import read_scores
 
-from ..eval import captioners
+from ..eval.captions import captioners
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.fixed import FIXED, fixed_encoder, raw_pixels
 from dpvision.encoders.open import open_encoder
 from dpvision.errors import ConfigError
-from dpvision.eval.ridge import fit_ridge
+from dpvision.eval.probes.ridge import fit_ridge
 
 NAMES = list(FIXED)
 CIFAR = Path(__file__).parents[2].parent / "shared" / "data" / "cifar10"

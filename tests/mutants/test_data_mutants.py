@@ -14,7 +14,8 @@ from dpvision.data.store import Store
 from dpvision.data.store_key import keyed_hash
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
-from dpvision.eval.suite import evaluate
+from dpvision.eval.probes.knn import KNN
+from dpvision.eval.probes.suite import evaluate
 from dpvision.train import same, start
 from dpvision.train.distributed import Group
 
@@ -84,7 +85,7 @@ def test_twins_counted_by_a_score(tmp_path: Path) -> None:
     train = write_scenes(tmp_path / "train", 40, 16, first=1000)
 
     def check() -> None:
-        for score in evaluate("pixels", train, clean, protocols=("knn",), against=(), cache=False):
+        for score in evaluate("pixels", train, clean, protocols=(KNN(),), against=(), cache=False):
             assert score.visibility == "private" or score.n == public.num_records, "a public score tells how many twins there are"
 
     check()

@@ -22,7 +22,7 @@ from dpvision.dp.clip import clipped_sum
 from dpvision.dp.support import check_separable
 from dpvision.encoders import weights_file
 from dpvision.errors import DPVisionError, PrivacyError
-from dpvision.eval.suite import read_scores
+from dpvision.eval.score_file import read_scores
 from dpvision.models import make_model
 from dpvision.optim import ema
 from dpvision.optim.ema import update_ema

@@ -21,8 +21,8 @@ from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_textures
 from dpvision.errors import ConfigError, DataError, PrivacyError
-from dpvision.eval.cider import cider_d
-from dpvision.eval.open_captioner import open_captioner
+from dpvision.eval.captions.cider import cider_d
+from dpvision.eval.captions.open_captioner import open_captioner
 from dpvision.models.captioner import Captioner
 from dpvision.report import gallery as module
 from dpvision.report.gallery import OWN, Gallery, Row, gallery_of_run, make_gallery

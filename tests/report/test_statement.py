@@ -18,7 +18,7 @@ from dpvision.config import PrivacyConfig
 from dpvision.errors import CheckpointError, PrivacyError
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
-from dpvision.report import words
+from dpvision.report import phrases
 from dpvision.report.schema import problems, statement_schema
 from dpvision.report.statement import make_statement, write_statement
 
@@ -265,6 +265,6 @@ def test_a_captioners_statement_tells_of_its_words(tmp_path: Path, small_privacy
     manifest["config"]["model"]["kind"] = "captioner"
     save_checkpoint(folder, manifest, checkpoint.model, files={"tokenizer.json": b"{}"})
     made = make_statement(run)
-    assert words.TOKENIZER in made["history"]["preprocessing"]
+    assert phrases.TOKENIZER in made["history"]["preprocessing"]
     assert made["hashes"]["weights"]["tokenizer.json"] == hashlib.sha256(b"{}").hexdigest()
     assert problems(json.loads(json.dumps(made, allow_nan=False)), json.loads(SCHEMA.read_text()), "statement") == []

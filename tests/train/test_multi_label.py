@@ -22,9 +22,9 @@ from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp.clip import clipped_sum
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.own_head import score_own_head
-from dpvision.eval.several_labels import SeveralLabels
-from dpvision.eval.suite import evaluate
+from dpvision.eval.any_of_labels import AnyOfLabels
+from dpvision.eval.probes.own_head import OwnHead, score_own_head
+from dpvision.eval.probes.suite import evaluate
 from dpvision.features import write_embeddings
 from dpvision.models import make_model
 from dpvision.privacy.ledger_format import read_ledger
@@ -208,11 +208,11 @@ def test_scores_that_would_mean_nothing_are_refused(config: RunConfig, halves: t
         score_own_head(tmp_path / "several", write_scenes(tmp_path / "single2", 40, 16, first=900))
     with pytest.raises(DataError, match="has several labels a record; expected one"):
         score_own_head(tmp_path / "one", test)
-    real = SeveralLabels("real.json", tuple(frozenset({1}) for _ in range(test.num_records)))
+    real = AnyOfLabels("real.json", tuple(frozenset({1}) for _ in range(test.num_records)))
     with pytest.raises(ConfigError, match=r"any of which is right.*Leave --labels out"):
-        score_own_head(tmp_path / "several", test, several_labels=real)
+        score_own_head(tmp_path / "several", test, any_of=real)
     with pytest.raises(DataError, match=r"several labels a record; expected one, which is what probes learn.*leave --train out"):
-        evaluate(tmp_path / "several", halves[0], test, protocols=("own_head",))
+        evaluate(tmp_path / "several", halves[0], test, protocols=(OwnHead(),))
     renamed = import_samples(
         (Sample(f"k{i}", test.read(i), {"label": [LABELS[i % 8]]}) for i in range(20)), tmp_path / "named", public=True
     )

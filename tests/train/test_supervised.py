@@ -26,7 +26,7 @@ from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn, clipped_sum
 from dpvision.encoders.open import run_encoder
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
-from dpvision.eval.own_head import score_own_head
+from dpvision.eval.probes.own_head import score_own_head
 from dpvision.models import make_model
 from dpvision.models.classifier import Classifier
 from dpvision.privacy.ledger_format import read_ledger

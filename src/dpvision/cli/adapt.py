@@ -16,10 +16,10 @@ from dpvision.adapt.prepare import Prepared, prepare
 from dpvision.adapt.rate import final_noise
 from dpvision.adapt.session import HeadSession, adapt, new_head_session, resumed_head_session
 from dpvision.checkpoint import find_checkpoint, read_manifest
-from dpvision.cli.evaluate import scores_table
 from dpvision.cli.output import CONFIG, RecipeName, emit, may_show, private_scores
 from dpvision.cli.recipe import get_recipe, recipe_lines, spelled_out, typed_privacy, untyped_delta, with_budget
 from dpvision.cli.run_args import RunArgs, Where, announce, lost_words, resume_words, resumed_hardware, saved_config, spent
+from dpvision.cli.scores import scores_table
 from dpvision.cli.train import TrainArgs, plan_text, train
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.head_presets import PRESETS, HeadName, with_candidates, with_head
@@ -27,7 +27,7 @@ from dpvision.data.store import Store
 from dpvision.encoders.feature_file import feature_dtype, seconds_per_image
 from dpvision.encoders.parent import adapted
 from dpvision.errors import OPERATOR_ONLY, ConfigError
-from dpvision.eval.own_head import check_scorable, score_own_head
+from dpvision.eval.probes.own_head import check_scorable, score_own_head
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import NOTHING_FITTED, write_scores
 from dpvision.train.folder import read_run, run_base

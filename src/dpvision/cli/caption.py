@@ -15,9 +15,9 @@ from rich.console import Console
 
 from dpvision.cli.output import RunPath, emit, parse
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
-from dpvision.eval.caption_pictures import Captioned, caption_pictures, find_pictures, prompt_ids
-from dpvision.eval.open_captioner import open_captioner
-from dpvision.eval.picture_source import Fit
+from dpvision.eval.captions.caption_images import Captioned, caption_pictures, find_pictures, prompt_ids
+from dpvision.eval.captions.image_source import Fit
+from dpvision.eval.captions.open_captioner import open_captioner
 from dpvision.models.generate import GenerateSettings
 from dpvision.train.folder import require_confidential
 

@@ -12,10 +12,10 @@ import torch
 
 from dpvision.adapt.predict import load_classifier
 from dpvision.adapt.session import adapt, new_head_session
-from dpvision.cli.evaluate import scores_table
 from dpvision.cli.output import emit, parse
 from dpvision.cli.recipe import get_recipe
 from dpvision.cli.run_args import STOPPED
+from dpvision.cli.scores import scores_table
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.data.declared import rounded_up
 from dpvision.data.decode import decode
@@ -24,10 +24,10 @@ from dpvision.data.importer import import_source
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import OPERATOR_ONLY, DataError
-from dpvision.eval.own_head import score_own_head
+from dpvision.eval.probes.own_head import score_own_head
+from dpvision.eval.probes.suite import evaluate
 from dpvision.eval.score import Score
-from dpvision.eval.score_file import NOTHING_FITTED
-from dpvision.eval.suite import evaluate, write_scores
+from dpvision.eval.score_file import NOTHING_FITTED, write_scores
 from dpvision.privacy.planner import what_if
 from dpvision.report.examples import save_examples
 from dpvision.report.operator_page import make_operator_page

@@ -4,42 +4,44 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import tyro
 from rich.console import Console
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.cli.output import emit, parse, private_scores, table
+from dpvision.cli.output import parse
+from dpvision.cli.scores import Encoders, check_out, emit_scores, names_of, scores_table
 from dpvision.data.store import Store
 from dpvision.encoders.open import open_encoder, recognised
 from dpvision.errors import ConfigError
-from dpvision.eval.few_shot import FewShotSettings
-from dpvision.eval.fine_tune import FineTuneSettings
-from dpvision.eval.lars_probe import LarsSettings
+from dpvision.eval.any_of_labels import load_any_of_labels
 from dpvision.eval.metric import checked_metric
-from dpvision.eval.own_head import has_own_head, score_own_head
-from dpvision.eval.protocols import ProtocolSettings, checked_controls, checked_protocols
-from dpvision.eval.score import Score, wilson_interval
-from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, read_scores, write_scores
-from dpvision.eval.several_labels import load_several_labels
-from dpvision.eval.suite import evaluate as run_suite
-from dpvision.eval.suite import is_run
+from dpvision.eval.probes.few_shot_probe import FewShotProbeSettings
+from dpvision.eval.probes.fine_tune import FineTuneSettings
+from dpvision.eval.probes.lars_probe import LarsSettings
+from dpvision.eval.probes.own_head import has_own_head, score_own_head
+from dpvision.eval.probes.protocol import is_run
+from dpvision.eval.probes.protocols import checked_controls, make_protocols
+from dpvision.eval.probes.suite import evaluate as run_suite
+from dpvision.eval.score import Score
+from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, write_scores
 from dpvision.features import trained_in_confidence
-from dpvision.train.folder import require_confidential, run_base
+from dpvision.train.folder import run_base
 
-Encoders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")]
-_DEFAULTS = ProtocolSettings()
-_OWN = ("captioner", "detection", "segmentation")
-"""Evaluations that are commands of their own: `dpvision evaluate WORD` is evaluate_WORD of the module evaluate_WORD."""
+_LARS, _FINE_TUNE, _FEW_SHOT_PROBE = LarsSettings(), FineTuneSettings(), FewShotProbeSettings()
+_OWN = {
+    "captioner": "dpvision.cli.evaluate_captioner",
+    "detection": "dpvision.dense.detection.command",
+    "segmentation": "dpvision.dense.segmentation.command",
+}
+"""Evaluations that are commands of their own: `dpvision evaluate WORD` calls evaluate_WORD of this module, imported only then."""
 
 
 def run(argv: Sequence[str]) -> None:
     """Parse and run; a first word that is no encoder asks for an evaluation of its own."""
     if argv and argv[0] in _OWN:
         name = f"evaluate_{argv[0]}"
-        parse(getattr(import_module(f"dpvision.cli.{name}"), name), f"evaluate {argv[0]}", argv[1:])
+        parse(getattr(import_module(_OWN[argv[0]]), name), f"evaluate {argv[0]}", argv[1:])
         return
     parse(evaluate, "evaluate", argv)
 
@@ -58,9 +60,9 @@ def evaluate(
     no_cache: bool = False,
     batch_size: int = 256,
     workers: int = 2,
-    lars: LarsSettings = _DEFAULTS.lars,
-    few_shot: FineTuneSettings = _DEFAULTS.tune,
-    few_shot_probe: FewShotSettings = _DEFAULTS.probe,
+    lars: LarsSettings = _LARS,
+    fine_tune: FineTuneSettings = _FINE_TUNE,
+    few_shot_probe: FewShotProbeSettings = _FEW_SHOT_PROBE,
     show_confidential: bool = False,
     json: bool = False,
 ) -> None:
@@ -82,7 +84,7 @@ def evaluate(
       few_shot_dpcap  the same as DP-Cap's tables have it: centred features of length one, fixed strength
       linear_lars     the linear probe of ViP's tables: tokens of the last 12 blocks, LARS, augmented pictures, 90 epochs
       linear_cls      the same on the class token alone, as in the MAE paper; never compare the two
-      few_shot        the whole network fine-tuned on K pictures per class, 200 epochs, 3 draws
+      fine_tune       the whole network fine-tuned on K pictures per class, 200 epochs, 3 draws
       own_head        a classifier run's own head, on --test; of a run with several labels a picture, on a store that has them
 
     What a captioner says is measured by `dpvision evaluate captioner RUN` (see its --help): zero-shot classes, compositional tests, CIDEr.
@@ -107,7 +109,7 @@ def evaluate(
         batch_size: Pictures in one forward pass.
         workers: Threads that read pictures.
         lars: Settings of linear_lars and linear_cls; the defaults are the paper's.
-        few_shot: Settings of few_shot; the defaults are the paper's.
+        fine_tune: Settings of fine_tune; the defaults are the paper's.
         few_shot_probe: Settings of few_shot_probe; few_shot_dpcap has its draws from here.
         show_confidential: Print scores on private images also where the output is no terminal, as in a job's log.
         json: Print JSON, with private scores too.
@@ -117,14 +119,13 @@ def evaluate(
     if train is None:
         _own_heads(encoders, test, labels, ema, out, batch_size, workers, show_confidential, json)
         return
-    asked = checked_protocols(names_of(protocols))
+    asked = make_protocols(names_of(protocols), shots=shots, few_shot_probe=few_shot_probe, fine_tune=fine_tune, lars=lars)
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
     measure = checked_metric(metric) if metric is not None else None
-    settings = ProtocolSettings(shots=shots, metric=measure, probe=few_shot_probe, tune=few_shot, lars=lars)
     train_store, test_store = Store.open(train), Store.open(test) if test is not None else None
     if labels is not None and measure not in (None, "accuracy"):
         raise ConfigError(f"evaluate: labels={str(labels)!r} with metric={metric}; expected accuracy, which is by them. Drop --metric.")
-    several = load_several_labels(labels, test_store or train_store) if labels is not None else None
+    any_of = load_any_of_labels(labels, test_store or train_store) if labels is not None else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Each is opened before the first is scored: a name that is wrong is said at once, and so is a place that is.
     known = [train_store, *([] if test_store is None else [test_store])]
@@ -142,9 +143,8 @@ def evaluate(
                 status.update(f"{spec}: {text}")
 
             found[spec] = run_suite(
-                spec, train_store, test_store, protocols=asked, against=controls, settings=settings, ema=ema and is_run(spec),
-                batch_size=batch_size, workers=workers, device=device, cache=not no_cache, progress=say,
-                several=several,
+                spec, train_store, test_store, protocols=asked, against=controls, metric=measure, any_of=any_of,
+                ema=ema and is_run(spec), batch_size=batch_size, workers=workers, device=device, cache=not no_cache, progress=say,
             )  # fmt: skip
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)
@@ -170,7 +170,7 @@ def _own_heads(
             f"evaluate: {what}; expected --test STORE for runs of classifiers and heads, --train STORE for all others. Name one."
         )
     store = Store.open(test)
-    several = load_several_labels(labels, store) if labels is not None else None
+    any_of = load_any_of_labels(labels, store) if labels is not None else None
     if out is not None:
         tainted = any(trained_in_confidence(load_checkpoint(spec).manifest) for spec in specs)
         check_out(out, tainted or store.results_visibility == "private")
@@ -185,7 +185,7 @@ def _own_heads(
                 status.update(f"{spec}: {done:,} test pictures")
 
             found[spec] = score_own_head(
-                spec, store, several_labels=several, ema=ema, batch_size=batch_size, workers=workers, device=device, progress=say
+                spec, store, any_of=any_of, ema=ema, batch_size=batch_size, workers=workers, device=device, progress=say
             )
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)
@@ -199,32 +199,7 @@ def _tell(
     scores = _told_apart(found)
     if out is not None:
         written.append(merge_entries(out, [score.to_dict() | stores for score in scores]))
-    text = scores_table(scores)
-    if written:
-        text += "\nwritten to " + ", ".join(map(str, written))
-    if any(score.visibility == "private" for score in scores):
-        text = private_scores(text, list(map(str, written)), show_confidential)
-    emit({"scores": [score.to_dict() for score in scores], "written": [str(path) for path in written]}, json, text)
-
-
-def scores_table(scores: Sequence[Score]) -> str:
-    """Scores as a table, best first within each protocol."""
-    rows = [
-        (s.protocol, s.name, f"{s.value:.1%}", f"{s.low:.1%} to {s.high:.1%}", f"{s.chance:.1%}")
-        for s in sorted(scores, key=lambda s: (s.protocol, -s.value))
-    ]
-    first, columns = scores[0], ("protocol", "features", "score", "95%", "chance")
-    if len({row[-1] for row in rows}) == 1:  # then it stands above
-        title = f"{first.n:,} test records, chance {first.chance:.1%}, {first.visibility}"
-        text = table(title, columns[:-1], [row[:-1] for row in rows])
-    else:
-        text = table(f"{first.n:,} test records, {first.visibility}", columns, rows)
-    drawn = next((s for s in scores if " draws" in s.protocol), None)
-    if drawn is not None:
-        low, high = wilson_interval(round(drawn.value * drawn.n), drawn.n)
-        half = f"{(high - low) / 2:.1%}"
-        text += f"\nOf scores over draws, the interval is Student's over the draws; Wilson's over test records would be +- {half} or so."
-    return text
+    emit_scores(scores, scores_table(scores), written, show_confidential, json)
 
 
 def _told_apart(found: dict[str, list[Score]]) -> list[Score]:
@@ -236,19 +211,3 @@ def _told_apart(found: dict[str, list[Score]]) -> list[Score]:
             name = f"{spec}{score.name.removeprefix('encoder').removeprefix('own head')}" if ours and len(found) > 1 else score.name
             scores.setdefault((name, score.protocol, score.value), replace(score, name=name))
     return list(scores.values())
-
-
-def names_of(text: str) -> list[str]:
-    """Names that a person wrote with commas between them."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def check_out(out: Path, private: bool) -> None:
-    """Refuse a place that will not do before any work is done."""
-    if private:
-        require_confidential(out, "evaluate", "scores of private pictures")
-    if out.suffix != ".json" or out.is_dir():
-        raise ConfigError(f"evaluate: out={str(out)!r}; expected a file that ends in .json. Rename it.")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"evaluate: out={str(out)!r}; expected a folder that exists. Make {out.parent}.")
-    read_scores(out)

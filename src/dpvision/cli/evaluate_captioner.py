@@ -6,23 +6,24 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from dpvision.cli.evaluate import check_out, names_of
-from dpvision.cli.output import RunPath, emit, private_scores, table
+from dpvision.cli.output import RunPath, table
+from dpvision.cli.scores import check_out, emit_scores, names_of
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.aro import aro_tests
-from dpvision.eval.benchmark_files import Visibility
-from dpvision.eval.captioner_suite import CaptionerTests, ScoredOn, checked_beside, checked_fit, score_captioner
-from dpvision.eval.choice import ChoiceTest
-from dpvision.eval.label_sets import PROMPT, load_label_set
-from dpvision.eval.open_captioner import open_captioner
-from dpvision.eval.order import order_test
-from dpvision.eval.scene_choices import scene_compositional
-from dpvision.eval.score import printed
+from dpvision.eval.any_of_labels import load_any_of_labels
+from dpvision.eval.captions.aro import aro_tests
+from dpvision.eval.captions.choice import ChoiceTest
+from dpvision.eval.captions.cider_scores import Cider
+from dpvision.eval.captions.label_sets import PROMPT, load_label_set
+from dpvision.eval.captions.open_captioner import open_captioner
+from dpvision.eval.captions.order import order_test
+from dpvision.eval.captions.protocol import Asking, CaptionProtocol
+from dpvision.eval.captions.scene_choices import scene_compositional
+from dpvision.eval.captions.sugarcrepe import negclip_test, sugarcrepe_test
+from dpvision.eval.captions.suite import ScoredOn, checked_controls, checked_fit, score_captioner
+from dpvision.eval.captions.zero_shot import ZeroShot, ZeroShotSettings, checked_methods
+from dpvision.eval.score import Visibility, printed
 from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, write_scores
-from dpvision.eval.several_labels import load_several_labels
-from dpvision.eval.sugarcrepe import negclip_test, sugarcrepe_test
-from dpvision.eval.zero_shot import ZeroShotSettings, checked_methods
 from dpvision.models.generate import GenerateSettings
 from dpvision.train.folder import run_base
 
@@ -98,11 +99,13 @@ def evaluate_captioner(
     for name, value in (("batch_size", batch_size), ("workers", workers)):
         if not value >= 1:
             raise ConfigError(f"evaluate: {name}={value}; expected at least 1. Leave it out.")
-    controls = checked_beside([] if against.strip() == "none" else names_of(against))
+    controls = checked_controls([] if against.strip() == "none" else names_of(against))
     how_fit = checked_fit(fit)
     ready = open_captioner(run, ema=ema)  # a run that is none is said before anything is read
     opened = Store.open(store) if store is not None else None
-    for asked_for, flag, what in ((order, "--order", "captions"), (zero_shot is not None, "--zero-shot", "labels")):
+    for asked_for, flag, what in (
+        (order, "--order", "captions"), (captions, "--captions", "captions"), (zero_shot is not None, "--zero-shot", "labels"),
+    ):  # fmt: skip
         if asked_for and opened is None:
             raise ConfigError(f"evaluate: no store; expected pictures with {what} for {flag}. Name one with --store.")
     if labels is not None and zero_shot is None:
@@ -117,26 +120,22 @@ def evaluate_captioner(
         notes.append(
             f"order test: {made.left_out:,} captions left out (no shuffle differs), {made.short_of_shuffles:,} with fewer than four"
         )
-    classes = load_label_set(zero_shot, opened) if zero_shot is not None and opened is not None else None
-    right = load_several_labels(labels, opened, len(classes.classes)) if labels and classes and opened is not None else None
-    asked = CaptionerTests(
-        store=opened,
-        labels=classes,
-        several=right,
-        zero_shot=ZeroShotSettings(checked_methods(names_of(method)), prompt, match_article),
-        captions=(GenerateSettings() if beams is None else GenerateSettings("beam", beams=beams)) if captions else None,
-        choices=tuple(tests),
-    )
-    uses_store = opened is not None and (asked.labels is not None or asked.captions is not None)
-    private = ready.confidential or (uses_store and opened is not None and opened.results_visibility == "private")
-    private = private or any(test.pictures.visibility == "private" for test in tests)
+    on_store: list[CaptionProtocol] = []
+    if zero_shot is not None and opened is not None:
+        classes = load_label_set(zero_shot, opened)
+        any_of = load_any_of_labels(labels, opened, len(classes.classes)) if labels is not None else None
+        asked = ZeroShotSettings(checked_methods(names_of(method)), prompt, match_article, limit=limit)
+        on_store.append(ZeroShot(opened, classes, asked, any_of))
+    if captions and opened is not None:
+        on_store.append(Cider(opened, GenerateSettings() if beams is None else GenerateSettings("beam", beams=beams), limit))
+    private = ready.confidential or any(test.pictures.visibility == "private" for test in tests)
+    private = private or (len(on_store) > 0 and opened is not None and opened.results_visibility == "private")
     if out is not None:
         check_out(out, private)
     with Console(stderr=True).status("reading") as status:
-        found = score_captioner(
-            run, asked, against=controls, fit=how_fit, limit=limit, ema=ema, batch_size=batch_size, workers=workers,
-            device="cuda" if torch.cuda.is_available() else "cpu", progress=status.update,
-        )  # fmt: skip
+        how = Asking(how_fit, "other" in controls, batch_size, workers, status.update)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        found = score_captioner(run, [*on_store, *tests], how, untrained="random" in controls, ema=ema, device=device)
     written: list[Path] = []
     for part in found:
         if run_base(Path(run)) is not None:
@@ -144,14 +143,10 @@ def evaluate_captioner(
         if out is not None:
             stores = {"train_data": NOTHING_FITTED, "test_data": part.test_data}
             written.append(merge_entries(out, [score.to_dict() | stores for score in part.scores]))
-    written = list(dict.fromkeys(written))
     text = "\n\n".join([captioner_table(part) for part in found] + notes)
-    if written:
-        text += "\nwritten to " + ", ".join(map(str, written))
-    if any(score.visibility == "private" for part in found for score in part.scores):
-        text = private_scores(text, list(map(str, written)), show_confidential)
-    scores = [score.to_dict() | {"test_data": part.test_data} for part in found for score in part.scores]
-    emit({"scores": scores, "notes": notes, "written": [str(path) for path in written]}, json, text)
+    entries = [score.to_dict() | {"test_data": part.test_data} for part in found for score in part.scores]
+    scores = [score for part in found for score in part.scores]
+    emit_scores(scores, text, written, show_confidential, json, scores=entries, notes=notes)
 
 
 def captioner_table(part: ScoredOn) -> str:

@@ -8,7 +8,7 @@ from dpvision.errors import ConfigError
 from dpvision.report.gallery import Gallery, gallery_of_run
 from dpvision.report.operator_page import make_operator_page
 from dpvision.report.page import make_report
-from dpvision.report.words import Tuning
+from dpvision.report.phrases import Tuning
 
 
 def run(argv: Sequence[str]) -> None:

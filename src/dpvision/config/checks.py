@@ -16,3 +16,9 @@ def check_choices(config: Any) -> None:
         if get_origin(hint) is Literal:
             value, choices = getattr(config, name), get_args(hint)
             require(value in choices, type(config).__name__, name, value, f"one of {', '.join(map(repr, choices))}", "Correct it.")
+
+
+def check_ranges(where: str, settings: Any, *rules: tuple[str, bool, str]) -> None:
+    """Refuse the first setting, by name, whose rule does not hold."""
+    for name, holds, rule in rules:
+        require(holds, where, name, getattr(settings, name), rule, "Leave it out for the default.")

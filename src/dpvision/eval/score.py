@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from dpvision.errors import DataError
 
+Visibility = Literal["private", "public"]
 CIDER = "CIDEr-D"
 """How protocols of CIDEr begin, the only measure that is no share."""
 _Z = 1.959963984540054  # 97.5% quantile of the normal distribution
@@ -29,7 +30,7 @@ class Score:
     number; of CIDEr, what the same captions get when each is given to another picture."""
     protocol: str
     """How, in words that are complete enough to repeat it."""
-    visibility: Literal["private", "public"]
+    visibility: Visibility
     """"private" when any record it was computed from is: it then belongs under confidential/."""
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from dpvision.checkpoint import find_checkpoint, list_checkpoints, read_manifest
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.errors import CheckpointError, DataError
-from dpvision.eval.suite import read_scores
+from dpvision.eval.score_file import read_scores
 from dpvision.features import trained_in_confidence
 from dpvision.models import count_parameters
 from dpvision.privacy.composition import parts_of, total_epsilon, unit_epsilon

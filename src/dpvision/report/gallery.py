@@ -20,10 +20,10 @@ from dpvision.data.decode import BadPicture, decode
 from dpvision.data.keys import StepKey
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.caption_pictures import one_line
-from dpvision.eval.caption_scores import say_captions
-from dpvision.eval.cider import cider_d
-from dpvision.eval.open_captioner import OpenCaptioner, open_captioner
+from dpvision.eval.captions.caption_images import one_line
+from dpvision.eval.captions.cider import cider_d
+from dpvision.eval.captions.cider_scores import say_captions
+from dpvision.eval.captions.open_captioner import OpenCaptioner, open_captioner
 from dpvision.models.generate import GenerateSettings
 from dpvision.report.compared_run import made_of_public_pictures
 

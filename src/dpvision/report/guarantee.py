@@ -4,7 +4,7 @@ from typing import Any
 
 from dpvision.privacy.composition import Curve, Part, curve, parts_of, total
 from dpvision.privacy.plan import DPPlan
-from dpvision.report import words
+from dpvision.report import phrases
 from dpvision.train.lineage import private_stores, runs_on
 from dpvision.train.versions import code_versions
 
@@ -33,8 +33,8 @@ def figures_of(parts: tuple[Part, ...], *, fixed: bool) -> dict[str, Any]:
         "composition": {
             "runs": len(parts),
             "methods": dict(found.methods),
-            "reasons": found.reasons | ({} if profile is not None else {"privacy_profile": words.NO_PROFILE}),
-            "text": words.composition(len(parts), found.methods["epsilon"]),
+            "reasons": found.reasons | ({} if profile is not None else {"privacy_profile": phrases.NO_PROFILE}),
+            "text": phrases.composition(len(parts), found.methods["epsilon"]),
         },
     }
 
@@ -53,7 +53,7 @@ def guarantee_of(plan: DPPlan, steps: int, inherited: list[dict[str, Any]], stor
     behind, spent = runs_on(inherited, store_id), plan.spent(steps)
     figures = figures_of(parts_of([*behind, (plan, steps)]) or ((plan, steps),), fixed=fixed)
     return figures | {
-        "delta_rule": words.delta_rule(plan, len(behind)),
+        "delta_rule": phrases.delta_rule(plan, len(behind)),
         "this_run": {
             "epsilon": spent.epsilon,
             "delta": spent.delta,
@@ -61,7 +61,7 @@ def guarantee_of(plan: DPPlan, steps: int, inherited: list[dict[str, Any]], stor
             "epsilon_of_all_planned_steps": plan.epsilon,
         },
         "accountant": {
-            "method": words.accountant_method(plan),
+            "method": phrases.accountant_method(plan),
             "software": f"dp-accounting {code_versions()['dp-accounting']}",
             "value_discretization_interval": plan.value_discretization_interval,
         },

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from dpvision.data.store import Store
 from dpvision.errors import CheckpointError
-from dpvision.eval.suite import read_scores
+from dpvision.eval.score_file import read_scores
 from dpvision.privacy.plan import DPPlan
 from dpvision.report.figures import series_figure
 from dpvision.report.gallery import Gallery

@@ -12,14 +12,14 @@ from typing import Any
 from dpvision.checkpoint import load_checkpoint, write_json
 from dpvision.errors import CheckpointError, DataError, PrivacyError
 from dpvision.eval.score import is_of_the_run
-from dpvision.eval.suite import read_scores
+from dpvision.eval.score_file import read_scores
 from dpvision.privacy.ledger import LedgerContents, read_ledger, store_account
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report import head_words, unit_words, words
+from dpvision.report import head_phrases, phrases, unit_phrases
 from dpvision.report.guarantee import guarantee_of, other_stores
-from dpvision.report.lineage_words import entry_text
-from dpvision.report.words import Tuning
+from dpvision.report.lineage_phrases import entry_text
+from dpvision.report.phrases import Tuning
 from dpvision.train.folder import read_run
 from dpvision.weights import lineage_digest
 
@@ -75,8 +75,8 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
     inherited, store_id = evidence.ledger.lineage, evidence.ledger.store_id
     guarantee = guarantee_of(plan, steps, inherited, store_id, fixed=fixed) if evidence.guaranteed else None
     of_unit = guarantee is not None and guarantee["unit_epsilon"] is not None
-    headline, in_words = unit_words.summary(plan, guarantee) if guarantee and of_unit else words.summary(plan, guarantee)
-    head = head_words.is_head(manifest["config"])
+    headline, in_words = unit_phrases.summary(plan, guarantee) if guarantee and of_unit else phrases.summary(plan, guarantee)
+    head = head_phrases.is_head(manifest["config"])
     lineage = _lineage(evidence, guarantee)
     return {
         "format": FORMAT,
@@ -86,18 +86,18 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
         "run_id": evidence.ledger.run_id,
         "recipe": manifest["config"]["recipe"],
         "scope": {
-            "released": head_words.released(plan) if head else words.released(plan),
-            "not_covered": words.not_covered(plan) + (words.not_covered_of(lineage) if guarantee else []),
-            "trust_model": words.trust_model(plan),
-            "adjacency": words.ADJACENCY,
-            "unit": {"max_records_per_unit": plan.max_records_per_unit, "num_units": plan.num_units, "text": words.unit(plan)},
-            "dataset_size": {"value": plan.dataset_size, "public": True, "text": words.DATASET_SIZE},
+            "released": head_phrases.released(plan) if head else phrases.released(plan),
+            "not_covered": phrases.not_covered(plan) + (phrases.not_covered_of(lineage) if guarantee else []),
+            "trust_model": phrases.trust_model(plan),
+            "adjacency": phrases.ADJACENCY,
+            "unit": {"max_records_per_unit": plan.max_records_per_unit, "num_units": plan.num_units, "text": phrases.unit(plan)},
+            "dataset_size": {"value": plan.dataset_size, "public": True, "text": phrases.DATASET_SIZE},
         },
         "guarantee": guarantee,
         "other_stores": other_stores(inherited, store_id if guarantee else None, fixed=fixed),
         "mechanism": {
-            "sampling_assumed": words.sampling_assumed(plan),
-            "sampling_executed": words.sampling_executed(plan),
+            "sampling_assumed": phrases.sampling_assumed(plan),
+            "sampling_executed": phrases.sampling_executed(plan),
             "sample_rate": plan.sample_rate,
             "noise_multiplier": plan.noise_multiplier,
             "max_grad_norm": plan.max_grad_norm,
@@ -106,25 +106,25 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
             "max_batch_size": plan.max_batch_size,
             "steps_planned": plan.steps,
             "steps_executed": steps,
-            "clipping": head_words.clipping(plan) if head else words.clipping(plan),
-            "sensitivity": words.sensitivity(plan, manifest["config"]),
-            "noise_generator": words.noise_generator(plan),
-            "bad_records": words.BAD_RECORDS,
-            "selection": words.selection(plan),
+            "clipping": head_phrases.clipping(plan) if head else phrases.clipping(plan),
+            "sensitivity": phrases.sensitivity(plan, manifest["config"]),
+            "noise_generator": phrases.noise_generator(plan),
+            "bad_records": phrases.BAD_RECORDS,
+            "selection": phrases.selection(plan),
         },
         "history": {
-            "ledger": words.ledger_source(evidence.from_store),
+            "ledger": phrases.ledger_source(evidence.from_store),
             "steps_in_weights": manifest["updates"],
             "steps_wasted": steps - manifest["updates"],
             "restarts": evidence.ledger.restarts,
             "other_runs": _other_runs(evidence),
-            "tuning": {"declared": tuning, "charged": plan.selection is not None, "text": words.tuning(plan, tuning)},
-            "preprocessing": (head_words if head else words).preprocessing(manifest["config"]),
+            "tuning": {"declared": tuning, "charged": plan.selection is not None, "text": phrases.tuning(plan, tuning)},
+            "preprocessing": head_phrases.preprocessing(manifest["config"]) if head else phrases.preprocessing(manifest["config"]),
             "lineage": lineage,
-            "heads_and_evaluations": head_words.HEADS if head else words.HEADS,
-            "audits": {"runs": [], "text": words.NO_AUDITS},
+            "heads_and_evaluations": head_phrases.HEADS if head else phrases.HEADS,
+            "audits": {"runs": [], "text": phrases.NO_AUDITS},
         },
-        "side_channels": words.side_channels(plan),
+        "side_channels": phrases.side_channels(plan),
         "settings": _settings(manifest),
         "scores": evidence.scores,
         "hashes": {
@@ -247,7 +247,7 @@ def _lineage(evidence: Evidence, guarantee: dict[str, Any] | None) -> list[dict[
         own["guarantee"] = {**figures, "steps": evidence.ledger.steps, "plan": evidence.plan.to_dict(), "total": total}
     entries = [{"licence": None, **entry} for entry in [*evidence.ledger.lineage, own]]
     more = [
-        {"deduplicated": words.deduplicated(entry.get("deduplicated")), "declared": words.declared(entry.get("declared"))}
+        {"deduplicated": phrases.deduplicated(entry.get("deduplicated")), "declared": phrases.declared(entry.get("declared"))}
         for entry in entries
     ]
     last = len(entries) - 1
@@ -258,7 +258,7 @@ def _lineage(evidence: Evidence, guarantee: dict[str, Any] | None) -> list[dict[
 def _other_runs(evidence: Evidence) -> dict[str, Any]:
     """All runs that the store knows of, this one included."""
     if evidence.store_dir is None:
-        return {"known": False, "text": words.OTHER_RUNS_UNKNOWN}
+        return {"known": False, "text": phrases.OTHER_RUNS_UNKNOWN}
     account = store_account(evidence.store_dir)
     runs = [
         {
@@ -272,7 +272,7 @@ def _other_runs(evidence: Evidence) -> dict[str, Any]:
     ]
     return {
         "known": True,
-        "text": words.other_runs(account, evidence.ledger.run_id),
+        "text": phrases.other_runs(account, evidence.ledger.run_id),
         "runs": runs,
         "epsilon_total": account.epsilon,
         "epsilon_filter": account.epsilon_filter,
@@ -287,4 +287,4 @@ def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
     config = manifest["config"]
     kept = {key: value for key, value in config.items() if key not in _NOT_SETTINGS}
     kept = {**kept, "data": {key: value for key, value in config["data"].items() if key != "store"}}
-    return head_words.settings(kept, manifest["encoder"]) if head_words.is_head(config) else kept
+    return head_phrases.settings(kept, manifest["encoder"]) if head_phrases.is_head(config) else kept

@@ -12,7 +12,7 @@ from typing import Any
 
 from dpvision.checkpoint import find_checkpoint, list_checkpoints, read_manifest
 from dpvision.errors import CheckpointError, DataError, DPVisionError, PrivacyError
-from dpvision.eval.suite import read_scores
+from dpvision.eval.score_file import read_scores
 from dpvision.privacy.ledger import LedgerContents, read_ledger, store_account
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers

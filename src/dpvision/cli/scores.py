@@ -1,0 +1,73 @@
+"""What the commands that measure share: their arguments, where scores may go, and how they are printed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from dpvision.cli.output import emit, private_scores, table
+from dpvision.errors import ConfigError
+from dpvision.eval.score import Score, wilson_interval
+from dpvision.eval.score_file import read_scores
+from dpvision.train.folder import require_confidential
+
+Encoders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")]
+
+
+def names_of(text: str) -> list[str]:
+    """Names that a person wrote with commas between them."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def check_out(out: Path, private: bool) -> None:
+    """Refuse a place that will not do before any work is done."""
+    if private:
+        require_confidential(out, "evaluate", "scores of private pictures")
+    if out.suffix != ".json" or out.is_dir():
+        raise ConfigError(f"evaluate: out={str(out)!r}; expected a file that ends in .json. Rename it.")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"evaluate: out={str(out)!r}; expected a folder that exists. Make {out.parent}.")
+    read_scores(out)
+
+
+def emit_scores(
+    found: Sequence[Score],
+    text: str,
+    written: Sequence[Path],
+    show_confidential: bool,
+    json: bool,
+    **more: Any,
+) -> None:
+    """Print scores, and the files that hold them; private ones only where ``private_scores`` allows.
+
+    Args:
+        text: the scores as people read them.
+        more: further entries of the JSON, or others in the place of "scores".
+    """
+    files = list(dict.fromkeys(map(str, written)))
+    if files:
+        text += "\nwritten to " + ", ".join(files)
+    if any(score.visibility == "private" for score in found):
+        text = private_scores(text, files, show_confidential)
+    emit({"scores": [score.to_dict() for score in found], **more, "written": files}, json, text)
+
+
+def scores_table(scores: Sequence[Score]) -> str:
+    """Scores as a table, best first within each protocol."""
+    rows = [
+        (s.protocol, s.name, f"{s.value:.1%}", f"{s.low:.1%} to {s.high:.1%}", f"{s.chance:.1%}")
+        for s in sorted(scores, key=lambda s: (s.protocol, -s.value))
+    ]
+    first, columns = scores[0], ("protocol", "features", "score", "95%", "chance")
+    if len({row[-1] for row in rows}) == 1:  # then it stands above
+        title = f"{first.n:,} test records, chance {first.chance:.1%}, {first.visibility}"
+        text = table(title, columns[:-1], [row[:-1] for row in rows])
+    else:
+        text = table(f"{first.n:,} test records, {first.visibility}", columns, rows)
+    drawn = next((s for s in scores if " draws" in s.protocol), None)
+    if drawn is not None:
+        low, high = wilson_interval(round(drawn.value * drawn.n), drawn.n)
+        half = f"{(high - low) / 2:.1%}"
+        text += f"\nOf scores over draws, the interval is Student's over the draws; Wilson's over test records would be +- {half} or so."
+    return text

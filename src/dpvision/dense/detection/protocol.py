@@ -1,0 +1,297 @@
+"""Detection and instance segmentation on public pictures: a copy of an encoder under Mask R-CNN, trained end to end (ViP, Table 4, A.4).
+
+    settings = DetectionSettings()
+    model = make_detector(encoder, settings, num_classes=80)
+    train_detector(model, encoder, train, settings, hardware, work=Path("work/vip"))
+    found = detect(model, encoder, test, settings, hardware)
+    scores = detection_scores(encoder, test, found, settings, visibility="public")
+
+Legend: B pictures, N detections, C channels, S side of the square, H height, W width (px).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchvision.models.detection.roi_heads import paste_masks_in_image
+
+from dpvision.config.checks import check_choices, check_ranges
+from dpvision.data.keys import StepKey
+from dpvision.data.ordered import ordered_map
+from dpvision.dense.backbone import dense_backbone
+from dpvision.dense.dense_vit import layer_decay_groups
+from dpvision.dense.detection.coco_data import CocoPicture, CocoSet, mask_tools
+from dpvision.dense.detection.coco_scores import Found, Kind, average_precisions
+from dpvision.dense.detection.crops import DetectionExample, Placement, example, fitted, jittered, square
+from dpvision.dense.detection.detector import Detector, HeadSizes, detection_loss
+from dpvision.dense.detection.feature_pyramid import FeaturePyramid
+from dpvision.dense.supervised import DenseHardware, DenseTrainSettings, checked_steps, fit
+from dpvision.encoders.base import FrozenEncoder
+from dpvision.errors import ConfigError, DataError
+from dpvision.eval.score import Score, Visibility
+from dpvision.train.distributed import Group
+
+Say = Callable[[str], None]
+KINDS: tuple[Kind, ...] = ("box", "mask")
+
+
+@dataclass(frozen=True)
+class DetectionSettings:
+    """What is learned and how it is scored. The defaults are ViTDet-Base's; docs/detection.md says where each is from."""
+
+    epochs: float = 100.0
+    """Passes over the training pictures that have objects."""
+    batch_size: int = 64
+    """Pictures of one step, over all processes."""
+    image_size: int = 1024
+    """Side of the square that pictures are fitted into, in pixels; a multiple of twice the encoder's patch."""
+    jitter: tuple[float, float] = (0.1, 2.0)
+    """In training pictures are resized to fit into image_size times a factor from here, then cut to the square."""
+    learning_rate: float = 1e-4
+    """Of pyramid and heads; the encoder's falls with depth by layer_decay."""
+    layer_decay: float = 0.7
+    """The rate of each block is this part of the one above it."""
+    weight_decay: float = 0.1
+    """Not of norms, biases and positions."""
+    warmup_steps: int = 250
+    """Steps in which the rate rises."""
+    step_at: tuple[float, ...] = (8 / 9, 0.963)
+    """Parts of the run after which the rate is divided by ten."""
+    max_grad_norm: float = 0.0
+    """Largest norm of a step's gradient; 0: not clipped."""
+    drop_path: float = 0.1
+    """Stochastic depth of the last block; that of the others rises to it in a line."""
+    window: int = 14
+    """Side of the attention's windows in tokens, at most that of the picture; 0: all blocks attend everywhere."""
+    global_blocks: tuple[int, ...] | None = None
+    """Blocks from 0 on that attend everywhere; left out, the last of each quarter (2, 5, 8, 11 of 12)."""
+    relative_positions: bool = True
+    """Give the encoder relative positions that start at zero."""
+    channels: int = HeadSizes.channels
+    """Of the pyramid and of the heads' convolutions."""
+    hidden: int = HeadSizes.hidden
+    """Width of the box head's linear layer."""
+    anchors: int = HeadSizes.anchors
+    """Anchors a picture that the proposals' loss is taken from."""
+    proposals: int = HeadSizes.proposals
+    """Proposals a picture."""
+    regions: int = HeadSizes.regions
+    """Regions a picture that the box loss is taken from."""
+    detections: int = HeadSizes.detections
+    """Detections of a test picture, at most; COCO counts 100."""
+    resamples: int = 200
+    """Of the test pictures, for the intervals; 0: none."""
+    seed: int = 0
+    """Of the new parts' first weights, the order and the crops."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        self.training()
+        check_ranges(
+            "detection",
+            self,
+            ("image_size", self.image_size >= 2, "at least 2"),
+            ("jitter", 0 < self.jitter[0] <= self.jitter[1] < math.inf, "0 < low <= high"),
+            ("learning_rate", 0 < self.learning_rate < math.inf, "more than 0"),
+            ("layer_decay", 0 < self.layer_decay <= 1, "0 < decay <= 1"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
+            ("drop_path", 0 <= self.drop_path < 1, "0 <= drop_path < 1"),
+            ("window", self.window >= 0, "0 (none) or more"),
+            ("resamples", self.resamples >= 0, "0 (no interval) or more"),
+            *((name, getattr(self, name) >= 1, "at least 1") for name in HeadSizes.__dataclass_fields__),
+        )
+
+    def training(self) -> DenseTrainSettings:
+        """The part that the training loop knows."""
+        return DenseTrainSettings(
+            epochs=self.epochs, batch_size=self.batch_size, warmup_steps=self.warmup_steps, warmup_start=1e-3, schedule="steps",
+            step_at=self.step_at, step_factor=0.1, max_grad_norm=self.max_grad_norm, seed=self.seed,
+        )  # fmt: skip
+
+    def heads(self) -> HeadSizes:
+        """The part that the detector knows."""
+        return HeadSizes(**{name: getattr(self, name) for name in HeadSizes.__dataclass_fields__})
+
+    def words(self, hardware: DenseHardware | None = None) -> str:
+        """The settings as scores name them."""
+        usual = DetectionSettings()
+        changed = [
+            f"{name} {getattr(self, name)}" for name in HeadSizes.__dataclass_fields__ if getattr(self, name) != getattr(usual, name)
+        ]
+        where = "last of each quarter" if self.global_blocks is None else " ".join(map(str, self.global_blocks)) or "none"
+        windows = f"windows of {self.window}, global blocks: {where}" if self.window else "no windows"
+        net = ["Mask R-CNN on ViTDet's simple pyramid", *changed, windows, *(["relative positions"] if self.relative_positions else [])]
+        rate = f"AdamW, lr {self.learning_rate:g}, layer decay {self.layer_decay:g}, decay {self.weight_decay:g}"
+        if self.max_grad_norm:
+            rate += f", gradients clipped to {self.max_grad_norm:g}"
+        steps = " ".join(f"{at:.3g}" for at in self.step_at)
+        run = f"{self.epochs:g} epochs, batch {self.batch_size}, {self.warmup_steps:,} warm-up steps, rate / 10 at {steps} of the run"
+        precision = f", {hardware.precision}" if hardware is not None and hardware.precision != "float32" else ""
+        views = f"{self.image_size} px, large-scale jitter {self.jitter[0]:g}-{self.jitter[1]:g} + flip, drop path {self.drop_path:g}"
+        return f"{', '.join(net)}, {rate}, {run}, {views}, seed {self.seed}{precision}"
+
+
+def make_detector(
+    encoder: FrozenEncoder, settings: DetectionSettings, num_classes: int, *, recompute: bool = False, device: str | torch.device = "cpu"
+) -> Detector:
+    """A fresh detector around a copy of the encoder, a function of the encoder and ``settings.seed``.
+
+    Args:
+        recompute: compute the encoder's blocks again in the backward pass: less memory, a third more time.
+
+    Raises:
+        ConfigError: the encoder is no plain transformer of ours, or its patches do not tile the square.
+    """
+    plain = dense_backbone(encoder)
+    depth, patch, side = plain.depth, plain.patch_size, settings.image_size
+    if side % (2 * patch):
+        raise ConfigError(
+            f"detection: image_size={side} with patches of {patch} px; expected a multiple of {2 * patch}. Use "
+            f"{max(1, round(side / (2 * patch))) * 2 * patch}."
+        )
+    quarters = tuple(sorted({(i + 1) * depth // 4 - 1 for i in range(4)} - {-1}))
+    vit = dense_backbone(
+        encoder, window=min(settings.window, side // patch), relative_grid=side // patch, class_token=False, checkpointing=recompute,
+        global_blocks=quarters if settings.global_blocks is None else settings.global_blocks, drop_path=settings.drop_path,
+        relative_positions=settings.relative_positions,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = Detector(FeaturePyramid(vit, settings.channels), num_classes, encoder.mean, encoder.std, settings.heads())
+    return model.to(device)
+
+
+@dataclass(frozen=True)
+class TrainingCrops:
+    """Pictures with objects, jittered; what the training loop asks for."""
+
+    pictures: tuple[CocoPicture, ...]
+    side: int
+    jitter: tuple[float, float]
+    mean: tuple[float, float, float]
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def load(self, number: int, epoch: int) -> DetectionExample:
+        """One picture with its objects, a function of (seed, epoch, picture). Raises DataError where it cannot be read."""
+        picture = self.pictures[number]
+        place = jittered(picture, StepKey(self.seed, epoch), self.side, self.jitter)
+        return example(picture, picture.read(), place, self.side, self.mean)
+
+
+def training_crops(train: CocoSet, encoder: FrozenEncoder, settings: DetectionSettings) -> TrainingCrops:
+    """The pictures of ``train`` that have an object to learn from.
+
+    Raises:
+        DataError: there is none.
+    """
+    chosen = tuple(picture for picture in train.pictures if picture.learned)
+    if not chosen:
+        raise DataError(f"detection: {train.name} has no picture with an object (crowds aside); expected some. Name another file.")
+    return TrainingCrops(chosen, settings.image_size, settings.jitter, encoder.mean, settings.seed)
+
+
+def parameter_groups(model: Detector, settings: DetectionSettings) -> list[dict]:
+    """AdamW's groups, rates falling towards the encoder's input."""
+    return layer_decay_groups(
+        model.pyramid.vit, model.parameters(), learning_rate=settings.learning_rate, layer_decay=settings.layer_decay,
+        weight_decay=settings.weight_decay,
+    )  # fmt: skip
+
+
+def train_detector(
+    model: Detector,
+    encoder: FrozenEncoder,
+    train: CocoSet,
+    settings: DetectionSettings,
+    hardware: DenseHardware,
+    *,
+    work: Path | None = None,
+    group: Group | None = None,
+    progress: Say | None = None,
+) -> None:
+    """Train in place; with a ``work`` folder a stopped training goes on. Raises as ``supervised.fit``."""
+    crops = training_crops(train, encoder, settings)
+    checked_steps(settings.training(), len(crops), group.world_size if group is not None else 1)
+    about = f"detection, {train.name}, {len(train.classes)} classes, {train.num_objects} objects, {settings.words()}"
+    fit(
+        model, crops, detection_loss, parameter_groups(model, settings), settings.training(), hardware,
+        work=work, group=group, about=about, lineage=encoder.lineage, progress=progress,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def detect(
+    model: Detector,
+    encoder: FrozenEncoder,
+    pictures: Sequence[CocoPicture],
+    settings: DetectionSettings,
+    hardware: DenseHardware,
+    *,
+    group: Group | None = None,
+    progress: Say | None = None,
+) -> list[Found]:
+    """What the detector finds in each picture; under torchrun each rank looks at a part, and all get the whole.
+
+    Raises:
+        DataError: a picture cannot be read.
+    """
+    model.eval()
+    device, side, group = next(model.parameters()).device, settings.image_size, group or Group(0, 1, torch.device("cpu"))
+    mine = pictures[group.rank :: group.world_size]
+
+    def load(picture: CocoPicture) -> tuple[CocoPicture, Placement, Tensor]:
+        place = fitted(picture.height, picture.width, side)
+        return picture, place, square(picture.read(), place, side, encoder.mean)
+
+    found: list[Found] = []
+    batch: list[tuple[CocoPicture, Placement, Tensor]] = []
+    size = hardware.physical_batch_size
+    for i, loaded in enumerate(ordered_map(load, mine, workers=hardware.workers, ahead=max(2 * hardware.workers, size))):
+        batch.append(loaded)
+        if len(batch) == size or i == len(mine) - 1:
+            with hardware.autocast(device):
+                answers = model([x.to(device) for *_, x in batch])
+            found += [in_picture(answer, picture, place) for answer, (picture, place, _) in zip(answers, batch, strict=True)]
+            batch = []
+            if progress is not None:
+                progress(f"{(i + 1) * group.world_size:,} of {len(pictures):,} test pictures")
+    if group.world_size == 1:
+        return found
+    parts: list[list[Found]] = [[] for _ in range(group.world_size)]
+    dist.all_gather_object(parts, found)
+    return [parts[i % group.world_size][i // group.world_size] for i in range(len(pictures))]
+
+
+def in_picture(answer: dict[str, Tensor], picture: CocoPicture, place: Placement) -> Found:
+    """A detector's answer for a square, in the picture's own pixels; what lies in the padding is left out."""
+    across, down = place.width / picture.width, place.height / picture.height
+    box_N4 = answer["boxes"].float().cpu() / torch.tensor([across, down, across, down])
+    limits = torch.tensor([picture.width, picture.height, picture.width, picture.height], dtype=torch.float32)
+    inside_N4 = box_N4.clamp(min=0).minimum(limits)
+    keep = (inside_N4[:, 2] > inside_N4[:, 0]) & (inside_N4[:, 3] > inside_N4[:, 1])
+    mask_N1HW = paste_masks_in_image(answer["masks"].float().cpu()[keep], box_N4[keep], (picture.height, picture.width))
+    tools = mask_tools()
+    runs = tuple(tools.encode(np.asfortranarray((mask[0] > 0.5).numpy().astype(np.uint8))) for mask in mask_N1HW)
+    label_N, score_N = answer["labels"].cpu()[keep] - 1, answer["scores"].float().cpu()[keep]
+    return Found(inside_N4[keep].numpy(), label_N.numpy(), score_N.numpy(), runs)
+
+
+def detection_scores(
+    name: str, test: CocoSet, found: Sequence[Found], settings: DetectionSettings, hardware: DenseHardware, *,
+    visibility: Visibility, progress: Say | None = None,
+) -> list[Score]:  # fmt: skip
+    """COCO's average precisions of boxes and of masks as scores; chance is 0, what no detection gets."""
+    words = settings.words(hardware)
+    return [
+        Score(name, p.value, p.low, p.high, p.num_pictures, 0.0, f"detection, {words}, {p.name}", visibility)
+        for kind in KINDS
+        for p in average_precisions(test, found, kind, resamples=settings.resamples, progress=progress)
+    ]

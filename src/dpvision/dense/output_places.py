@@ -1,0 +1,33 @@
+"""Where detection and segmentation may write, checked before any work is done."""
+
+import hashlib
+import re
+from pathlib import Path
+
+from dpvision.cli.scores import check_out
+from dpvision.errors import ConfigError
+
+
+def check_places(out: Path | None, picture: Path | None, work: Path | None, private: bool) -> None:
+    """Refuse places that will not do before any work is done."""
+    if out is not None:
+        check_out(out, private)
+    for name, place, within in (("picture", picture, True), ("work", work, False)):
+        if place is None:
+            continue
+        parts = place.absolute().parent.parts if within else place.absolute().parts
+        if private and "confidential" not in parts:
+            raise ConfigError(
+                f"evaluate: {name}={str(place)!r} would hold what private pictures shaped; expected a folder called confidential in its "
+                "path. Name one, or say --public if the pictures need no protection."
+            )
+    if picture is not None and (picture.suffix != ".png" or picture.is_dir() or not picture.absolute().parent.is_dir()):
+        raise ConfigError(f"evaluate: picture={str(picture)!r}; expected a file that ends in .png in a folder that exists. Correct it.")
+    if work is not None and work.exists() and not work.is_dir():
+        raise ConfigError(f"evaluate: work={str(work)!r}; expected a folder. Name another.")
+
+
+def folder_name(spec: str) -> str:
+    """A folder's name for an encoder's checkpoints: readable, and different for different encoders."""
+    mark = hashlib.sha256(spec.encode()).hexdigest()[:8]
+    return f"{re.sub(r'[^A-Za-z0-9]+', '-', spec).strip('-')[-40:]}-{mark}"

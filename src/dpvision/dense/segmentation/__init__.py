@@ -1,0 +1,1 @@
+"""Semantic segmentation: UPerNet on an encoder, scored by mean intersection over union."""

@@ -1,0 +1,108 @@
+"""Mean intersection over union, pixel accuracy and mean class accuracy of one answer per pixel.
+
+    IoU_k = right_k / (true_k + said_k - right_k)        over all pixels of all test pictures together
+
+Pixels whose truth is ``IGNORED`` do not count. A class that occurs neither in the truth nor in the answers has no IoU and is left out of
+the mean; one that has no true pixel is left out of the mean class accuracy (Everingham et al. 2010; ADE20K, Zhou et al. 2019).
+
+Legend: N pictures, K classes, R draws of the bootstrap.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpvision.dense.segmentation.semantic_data import IGNORED
+from dpvision.errors import DataError
+
+_DRAWS = 1000
+_Z = 1.959963984540054  # 97.5% quantile of the normal distribution
+RIGHT, TRUE, SAID = 0, 1, 2
+"""Columns of counts: diagonal, row sums and column sums of a confusion matrix, all that the measures need."""
+
+
+def count_pixels(truth: np.ndarray, said: np.ndarray, num_classes: int) -> np.ndarray:
+    """Pixels of one picture, int64 (3, K): rightly answered, truly there, and answered, by class.
+
+    Args:
+        truth: class numbers of any shape, ``IGNORED`` where a pixel does not count.
+        said: answers in [0, K), of the same shape.
+    """
+    counted = truth != IGNORED
+    t, s = truth[counted].astype(np.int64), said[counted].astype(np.int64)
+    return np.stack([np.bincount(part, minlength=num_classes) for part in (t[t == s], t, s)])
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure with its 95% interval and what the best constant answer gets."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    chance: float
+
+
+def measures(count_N3K: np.ndarray, seed: int = 0) -> list[Measure]:
+    """mIoU, pixel accuracy and mean class accuracy, with intervals by bootstrap over pictures.
+
+    An interval is the figure +- 1.96 standard deviations of its bootstrap draws, within [0, 1]. Percentiles of the draws would lie too
+    high: a draw lacks some of the rare classes, on which networks are worst.
+
+    Raises:
+        DataError: no pixel counts.
+    """
+    total_3K = count_N3K.sum(axis=0)
+    if not total_3K[TRUE].any():
+        raise DataError("segmentation: no test pixel counts; expected some that are not ignored. Correct --ignore-ids.")
+    drawn_R3K = _resampled(count_N3K, seed)
+    commonest, present = total_3K[TRUE].max() / total_3K[TRUE].sum(), np.count_nonzero(total_3K[TRUE])
+    found = []
+    chances = {"mIoU": commonest / present, "pixel accuracy": commonest, "mean class accuracy": 1 / present}
+    for name, function in _FUNCTIONS.items():
+        value = float(function(total_3K[None])[0])
+        half = _Z * float(function(drawn_R3K).std()) if len(count_N3K) > 1 else 1.0
+        found.append(Measure(name, value, max(0.0, value - half), min(1.0, value + half), float(chances[name])))
+    return found
+
+
+def class_iou(total_3K: np.ndarray) -> np.ndarray:
+    """IoU of each class, float64 (..., K); NaN where it occurs neither in truth nor in answers."""
+    right, true, said = (total_3K[..., i, :].astype(np.float64) for i in (RIGHT, TRUE, SAID))
+    return _share(right, true + said - right)
+
+
+def mean_iou(total_3K: np.ndarray) -> np.ndarray:
+    """Mean over the classes that occur, of counts (..., 3, K)."""
+    return np.nanmean(class_iou(total_3K), axis=-1)
+
+
+def pixel_accuracy(total_3K: np.ndarray) -> np.ndarray:
+    """Share of the pixels that are right."""
+    return total_3K[..., RIGHT, :].sum(axis=-1) / total_3K[..., TRUE, :].sum(axis=-1)
+
+
+def mean_class_accuracy(total_3K: np.ndarray) -> np.ndarray:
+    """Mean over the classes in the truth of the share of their pixels that are right."""
+    return np.nanmean(_share(total_3K[..., RIGHT, :].astype(np.float64), total_3K[..., TRUE, :]), axis=-1)
+
+
+_FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "mIoU": mean_iou, "pixel accuracy": pixel_accuracy, "mean class accuracy": mean_class_accuracy,
+}  # fmt: skip
+MEASURES: Sequence[str] = tuple(_FUNCTIONS)
+
+
+def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    return np.divide(part, whole, out=np.full(part.shape, np.nan), where=whole > 0)
+
+
+def _resampled(count_N3K: np.ndarray, seed: int) -> np.ndarray:
+    """Sums over pictures drawn with replacement, (R, 3, K); draws without a pixel that counts are left out."""
+    num = len(count_N3K)
+    rng = np.random.Generator(np.random.PCG64(seed))
+    times_RN = rng.multinomial(num, np.full(num, 1 / num), size=_DRAWS)
+    drawn = (times_RN @ count_N3K.reshape(num, -1)).reshape(_DRAWS, *count_N3K.shape[1:])
+    return drawn[drawn[:, TRUE].any(axis=1)]

@@ -1,0 +1,115 @@
+"""How an encoder is trained and scored for semantic segmentation: the settings of MAE's transfer to ADE20K, all of which may shrink."""
+
+import math
+from dataclasses import dataclass
+
+from dpvision.config.checks import check_choices, check_ranges
+from dpvision.dense.segmentation.semantic_augment import Augmentation
+from dpvision.dense.segmentation.upernet import NormKind
+from dpvision.dense.supervised import DenseHardware, DenseTrainSettings
+from dpvision.encoders.base import FrozenEncoder
+
+
+@dataclass(frozen=True)
+class SegmentationSettings:
+    """What is learned and how it is scored. The defaults are MAE's transfer to ADE20K; docs/segmentation.md says where each is from."""
+
+    epochs: float = 100.0
+    """Passes over the training pictures."""
+    batch_size: int = 16
+    """Pictures of one step, over all processes."""
+    crop_size: int = 512
+    """Side of training crops and of test windows in pixels, a multiple of the encoder's patch. Pictures are resized about it."""
+    scale: tuple[float, float] = (0.5, 2.0)
+    """In training the shorter side becomes crop_size times a factor from here."""
+    flip: bool = True
+    """Mirror every second picture, left to right."""
+    photometric: bool = True
+    """Change brightness, contrast, saturation and hue."""
+    max_class_share: float = 0.75
+    """Crops in which one class has more of the pixels are drawn again, ten times at most; 1: never."""
+    learning_rate: float = 1e-4
+    """Of the head; the encoder's falls with depth by layer_decay."""
+    layer_decay: float = 0.65
+    """The rate of each block is this part of the one above it."""
+    weight_decay: float = 0.05
+    """Not of norms, biases, class token and positions."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Of AdamW."""
+    warmup_steps: int = 1500
+    """Steps in which the rate rises; then it falls in a line to zero."""
+    max_grad_norm: float = 0.0
+    """Largest norm of a step's gradient; 0: not clipped."""
+    drop_path: float = 0.1
+    """Stochastic depth of the last block; that of the others rises to it in a line."""
+    relative_positions: bool = True
+    """Give the encoder relative positions that start at zero."""
+    channels: int | None = None
+    """Of UPerNet; left out, the encoder's width."""
+    dropout: float = 0.1
+    """Of the channels before the last layer."""
+    auxiliary_weight: float = 0.4
+    """Of the auxiliary head's loss."""
+    norm: NormKind = "batch"
+    """batch: statistics of the pictures that are in one forward pass (over all GPUs under torchrun); group: of each by itself."""
+    stride: int | None = None
+    """Pixels between test windows; left out, two thirds of crop_size (341 of 512)."""
+    seed: int = 0
+    """Of the head's first weights, the order and the views."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        self.training()
+        check_ranges(
+            "segmentation",
+            self,
+            ("crop_size", self.crop_size >= 2, "at least 2"),
+            ("scale", 0 < self.scale[0] <= self.scale[1] < math.inf, "0 < low <= high"),
+            ("max_class_share", 0 < self.max_class_share <= 1, "0 < share <= 1"),
+            ("learning_rate", 0 < self.learning_rate < math.inf, "more than 0"),
+            ("layer_decay", 0 < self.layer_decay <= 1, "0 < decay <= 1"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
+            ("drop_path", 0 <= self.drop_path < 1, "0 <= drop_path < 1"),
+            ("channels", self.channels is None or self.channels >= 1, "at least 1"),
+            ("dropout", 0 <= self.dropout < 1, "0 <= dropout < 1"),
+            ("auxiliary_weight", 0 <= self.auxiliary_weight < math.inf, "0 or more"),
+            ("stride", self.stride is None or 1 <= self.stride <= self.crop_size, f"1 to crop_size ({self.crop_size})"),
+        )
+
+    @property
+    def window_stride(self) -> int:
+        """Pixels between test windows."""
+        return self.stride if self.stride is not None else max(1, self.crop_size * 2 // 3)
+
+    def training(self) -> DenseTrainSettings:
+        """The part that the training loop knows."""
+        return DenseTrainSettings(
+            epochs=self.epochs, batch_size=self.batch_size, warmup_steps=self.warmup_steps, schedule="polynomial", power=1.0,
+            betas=self.betas, max_grad_norm=self.max_grad_norm, seed=self.seed,
+        )  # fmt: skip
+
+    def augmentation(self, encoder: FrozenEncoder) -> Augmentation:
+        """How training views are drawn, normalised as the encoder's pictures are."""
+        return Augmentation(
+            self.crop_size, self.scale, self.flip, self.photometric, self.max_class_share, encoder.mean, encoder.std, self.seed
+        )
+
+    def words(self, hardware: DenseHardware | None = None) -> str:
+        """The settings as scores name them."""
+        rate = f"AdamW, lr {self.learning_rate:g}, layer decay {self.layer_decay:g}, decay {self.weight_decay:g}"
+        if self.betas != SegmentationSettings.betas:
+            rate += f", betas {self.betas[0]:g} {self.betas[1]:g}"
+        if self.max_grad_norm:
+            rate += f", gradients clipped to {self.max_grad_norm:g}"
+        run = f"{self.epochs:g} epochs, {self.warmup_steps:,} warm-up steps, then linear to 0, batch {self.batch_size}"
+        most = f" with at most {self.max_class_share:g} of one class" if self.max_class_share < 1 else ""
+        changes = [name for name, on in (("flip", self.flip), ("colour distortion", self.photometric)) if on]
+        views = ", ".join([f"{self.crop_size} px crops at {self.scale[0]:g}-{self.scale[1]:g}{most}", *changes])
+        width = "the encoder's width" if self.channels is None else f"{self.channels} channels"
+        precision = f", {hardware.precision}" if hardware is not None and hardware.precision != "float32" else ""
+        norm = "BatchNorm" if self.norm == "batch" else "GroupNorm"
+        norm += f" over {hardware.physical_batch_size} pictures a pass" if hardware is not None and self.norm == "batch" else ""
+        head = f"UPerNet of {width}, {norm}, dropout {self.dropout:g}, auxiliary loss x {self.auxiliary_weight:g}"
+        net = f"{head}, drop path {self.drop_path:g}" + (", relative positions" if self.relative_positions else "")
+        test = f"windows of {self.crop_size} px every {self.window_stride} px, their probabilities averaged, one scale"
+        return f"{net}, {rate}, {run}, {views}, seed {self.seed}{precision}; {test}"

@@ -1,0 +1,334 @@
+"""Training on public pictures for dense predictions (detection, segmentation): one loop, not private, for the paper's batch on any device.
+
+    fit(model, pictures, loss, groups, settings, hardware, work=Path("work/vip"), group=join("auto"), progress=print)
+
+``settings`` are what is learned. ``hardware`` and the number of processes under torchrun must not change it beyond rounding, BatchNorm
+and dropout aside: those see the pictures of one forward pass (``synchronised`` makes BatchNorm see all ranks').
+
+What a batch holds follows from (seed, place in the stream) and what a picture looks like from (seed, epoch, picture), never from worker,
+rank or physical batch. Epochs follow one another without a gap, so that every batch is full.
+"""
+
+import math
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dpvision.config.checks import check_choices, check_ranges
+from dpvision.data.keys import StepKey
+from dpvision.data.ordered import ordered_map
+from dpvision.dense.training_state import DenseCheckpoint, open_checkpoint
+from dpvision.errors import ConfigError
+from dpvision.train.distributed import Group
+
+Say = Callable[[str], None]
+Example = TypeVar("Example", covariant=True)
+T = TypeVar("T")
+Loss = Callable[[nn.Module, list[T]], Tensor]
+"""(model, examples of one forward pass, on the CPU) -> the mean over the examples of their losses, a number. It moves them there."""
+
+
+class Pictures(Protocol[Example]):
+    """Training pictures by number."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, number: int, epoch: int) -> Example:
+        """A picture and its truth, augmented by (seed, epoch, number) alone: called from several threads, so no global generator."""
+        ...
+
+
+@dataclass(frozen=True)
+class DenseTrainSettings:
+    """What is learned. Rates stand in the parameter groups; the schedule multiplies them."""
+
+    epochs: float = 100.0
+    """Passes over the pictures; parts of one are allowed. Steps are epochs x pictures / batch, rounded down, at least 1."""
+    batch_size: int = 16
+    """Pictures of one step, over all ranks."""
+    warmup_steps: int = 1500
+    """Steps in which the rate rises in a line from ``warmup_start`` of its scheduled value to all of it."""
+    warmup_start: float = 1e-6
+    schedule: Literal["polynomial", "steps", "constant"] = "polynomial"
+    """"polynomial": (1 - t / T)^power; "steps": ``step_factor`` for each of ``step_at`` that t / T has passed."""
+    power: float = 1.0
+    step_at: tuple[float, ...] = (8 / 9, 0.963)
+    step_factor: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: float = 0.0
+    """Largest norm of the whole gradient; 0: not clipped."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_ranges(
+            "training",
+            self,
+            ("epochs", 0 < self.epochs < math.inf, "more than 0"),
+            ("batch_size", self.batch_size >= 1, "at least 1"),
+            ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
+            ("warmup_start", 0 <= self.warmup_start <= 1, "0 to 1"),
+            ("power", 0 < self.power < math.inf, "more than 0"),
+            ("step_at", all(0 < at < 1 for at in self.step_at), "parts of the run, between 0 and 1"),
+            ("step_factor", 0 < self.step_factor <= 1, "0 < factor <= 1"),
+            ("betas", all(0 <= beta < 1 for beta in self.betas), "0 <= beta < 1"),
+            ("max_grad_norm", 0 <= self.max_grad_norm < math.inf, "0 or more"),
+            ("seed", 0 <= self.seed < 2**31, "between 0 and 2^31 - 1"),
+        )
+
+    def steps(self, num_pictures: int) -> int:
+        """Steps of a run over so many pictures."""
+        return max(1, int(self.epochs * num_pictures / self.batch_size + 1e-9))
+
+
+@dataclass(frozen=True)
+class DenseHardware:
+    """Where and how fast; what is learned does not depend on it beyond rounding and batch statistics."""
+
+    physical_batch_size: int = 2
+    """Pictures in one forward pass of one process; gradients of several passes are added up to the batch."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Autocast of the forward pass; weights, gradients and optimizer stay in float32. float16 needs a GPU."""
+    workers: int = 2
+    """Threads that read and augment pictures."""
+    checkpoint_every_s: float = 600.0
+    """Seconds between checkpoints in the work folder; one is also written at the end."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_ranges(
+            "hardware",
+            self,
+            ("physical_batch_size", self.physical_batch_size >= 1, "at least 1"),
+            ("workers", self.workers >= 1, "at least 1"),
+            ("checkpoint_every_s", 0 <= self.checkpoint_every_s < math.inf, "0 or more"),
+        )
+
+    def autocast(self, device: torch.device) -> Any:
+        """The context of a forward pass.
+
+        Raises:
+            ConfigError: float16 without a GPU.
+        """
+        if self.precision == "float32":
+            return nullcontext()
+        if self.precision == "float16" and device.type != "cuda":
+            raise ConfigError(
+                "hardware: precision='float16'; expected float32 or bfloat16 without a GPU. Use --hardware.precision bfloat16."
+            )
+        return torch.autocast(device.type, dtype=getattr(torch, self.precision))
+
+
+def rate_factor(settings: DenseTrainSettings, step: int, steps: int) -> float:
+    """What the rates are multiplied by in ``step`` of [0, steps).
+
+    >>> [round(rate_factor(DenseTrainSettings(warmup_steps=2, warmup_start=0.0), t, 4), 3) for t in range(4)]
+    [0.0, 0.375, 0.5, 0.25]
+    """
+    level = 1.0
+    if settings.schedule == "polynomial":
+        level = (1 - step / steps) ** settings.power
+    elif settings.schedule == "steps":
+        level = settings.step_factor ** sum(step >= at * steps for at in settings.step_at)
+    if step < settings.warmup_steps:
+        level *= settings.warmup_start + (1 - settings.warmup_start) * step / settings.warmup_steps
+    return level
+
+
+def fit(
+    model: nn.Module,
+    pictures: Pictures[T],
+    loss: Loss[T],
+    groups: Sequence[dict[str, Any]],
+    settings: DenseTrainSettings,
+    hardware: DenseHardware | None = None,
+    *,
+    work: Path | None = None,
+    group: Group | None = None,
+    about: str = "",
+    lineage: Sequence[dict[str, Any]] = (),
+    progress: Say | None = None,
+) -> None:
+    """Train ``model`` in place with AdamW; it is left in evaluation mode.
+
+    With a ``work`` folder the state is kept there every so often, whole or not at all, and a call with the same model, pictures' number,
+    settings and ``about`` goes on where it stopped, bit for bit on one machine. All ranks have to see the folder.
+
+    Args:
+        model: on ``group.device``, the same weights on every rank.
+        groups: AdamW's parameter groups, each with its "lr" and "weight_decay"; every trained parameter of the model in one of them.
+        group: this process among torchrun's; None: alone, on the model's device.
+        about: whatever else a checkpoint has to agree in (data, classes), as a line.
+        lineage: what shaped the model, and the images here (``train.lineage``): the state in ``work`` carries it.
+        progress: called with a line after every step, on rank 0.
+
+    Raises:
+        ConfigError: the batch does not divide among the ranks, the warm-up is longer than the run, or the loss is not finite.
+        CheckpointError: ``work`` holds another training's checkpoint, or cannot be written.
+    """
+    hardware = hardware or DenseHardware()
+    group = group or Group(0, 1, next(model.parameters()).device)
+    steps = checked_steps(settings, len(pictures), group.world_size)
+    say = progress if progress is not None and group.is_main else (lambda text: None)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    listed = [p for g in groups for p in g["params"] if p.requires_grad]
+    assert {id(p) for p in listed} == {id(p) for p in named.values()} and len(listed) == len(named), "each parameter in exactly one group"
+    kept = [dict(g) | {"params": [p for p in g["params"] if p.requires_grad]} for g in groups]
+    optimizer = torch.optim.AdamW([g for g in kept if g["params"]], betas=settings.betas)
+    rates = [g["lr"] for g in optimizer.param_groups]
+    scaler = torch.amp.GradScaler(group.device.type, enabled=hardware.precision == "float16")
+    checkpoint: DenseCheckpoint | None = None
+    step = 0
+    if work is not None:
+        agreed = f"{settings}, {len(pictures)} pictures, {about}"
+        checkpoint = open_checkpoint(work, model, optimizer, scaler, agreed, list(lineage))
+        step = checkpoint.restore()
+    counts = _micro_sizes(settings.batch_size // group.world_size, hardware.physical_batch_size)
+    stream = _stream(pictures, settings, group, step, steps, hardware, sum(counts))
+    model.train()
+    began, saved, first = time.monotonic(), time.monotonic(), step
+    on_gpu = [group.device] if group.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=on_gpu):  # dropout and stochastic depth draw from torch's global generator
+        while step < steps:
+            for rate, one in zip(rates, optimizer.param_groups, strict=True):
+                one["lr"] = rate * rate_factor(settings, step, steps)
+            optimizer.zero_grad(set_to_none=True)
+            total = 0.0
+            for m, count in enumerate(counts):
+                torch.manual_seed(StepKey(settings.seed, step).base(f"dense {group.rank} {m}") >> 1)
+                examples = list(islice(stream, count))
+                with hardware.autocast(group.device):
+                    value = loss(model, examples).float() * (count / settings.batch_size)
+                scaler.scale(value).backward()
+                total += value.item()
+            total = _sum_over_ranks(list(named.values()), model, total, group)
+            if not math.isfinite(total) and not scaler.is_enabled():
+                raise ConfigError(
+                    f"training: loss={total} at step {step + 1}; expected a finite number. Lower the learning rate, or use float32."
+                )
+            if settings.max_grad_norm > 0:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(list(named.values()), settings.max_grad_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            step += 1
+            left = (time.monotonic() - began) / (step - first) * (steps - step)
+            say(f"step {step:,} of {steps:,}, loss {total:.3f}, {_duration(left)} left")
+            due = time.monotonic() - saved >= hardware.checkpoint_every_s
+            if checkpoint is not None and group.is_main and (due or step == steps):
+                checkpoint.save(step)
+                saved = time.monotonic()
+    stream.close()
+    model.eval()
+    if group.world_size > 1:
+        dist.barrier()
+
+
+def checked_steps(settings: DenseTrainSettings, num_pictures: int, world_size: int = 1) -> int:
+    """Steps of a run.
+
+    Raises:
+        ConfigError: no pictures, the warm-up is as long as the run, or the batch does not divide among the ranks.
+    """
+    if num_pictures < 1:
+        raise ConfigError("training: no pictures; expected at least one. Name a folder that has some.")
+    steps = settings.steps(num_pictures)
+    if not settings.warmup_steps < steps:
+        got = f"warmup_steps={settings.warmup_steps} of {steps:,} steps ({settings.epochs:g} epochs of {num_pictures:,} pictures)"
+        raise ConfigError(f"training: {got}; expected fewer than the steps. Lower warmup-steps to {max(0, steps // 20)}, or train longer.")
+    if settings.batch_size % world_size:
+        got = f"batch_size={settings.batch_size} on {world_size} processes"
+        raise ConfigError(f"training: {got}; expected a multiple of the processes. Start another number of processes, or change the batch.")
+    return steps
+
+
+def seconds_a_step(
+    model: nn.Module, pictures: Pictures[T], loss: Loss[T], settings: DenseTrainSettings, hardware: DenseHardware | None = None
+) -> float:
+    """Seconds of one step on this process alone, from one forward and backward pass after one to warm up (a pass of over ten seconds needs
+    none); the model's batch statistics are spoilt. For dry runs."""
+    hardware, device = hardware or DenseHardware(), next(model.parameters()).device
+    counts = _micro_sizes(settings.batch_size, hardware.physical_batch_size)
+    model.train()
+    seconds = 0.0
+    for turn in range(2):
+        if turn and seconds > 10:
+            break
+        began = time.monotonic()
+        examples = [pictures.load(i % len(pictures), 0) for i in range(counts[0])]
+        with hardware.autocast(device):
+            value = loss(model, examples).float()
+        value.backward()
+        value.item()
+        seconds = time.monotonic() - began
+    model.zero_grad(set_to_none=True)
+    return seconds * len(counts)
+
+
+def synchronised(model: nn.Module, group: Group) -> nn.Module:
+    """The model with BatchNorm over all ranks' pictures where torch can do that, on GPUs under torchrun; else as it is."""
+    if group.world_size > 1 and group.device.type == "cuda":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return model
+
+
+def _stream(
+    pictures: Pictures[T], settings: DenseTrainSettings, group: Group, step: int, steps: int, hardware: DenseHardware, share: int
+) -> Generator[T, None, None]:
+    """This rank's examples from ``step`` on, in the order in which they are trained on."""
+    num = len(pictures)
+
+    def places() -> Iterator[tuple[int, int]]:
+        epoch, order = -1, np.empty(0, dtype=np.int64)
+        for t in range(step, steps):
+            first = t * settings.batch_size + group.rank * share
+            for place in range(first, first + share):
+                if place // num != epoch:
+                    epoch = place // num
+                    order = np.random.Generator(np.random.PCG64([settings.seed, epoch])).permutation(num)
+                yield int(order[place % num]), epoch
+
+    def load(place: tuple[int, int]) -> T:
+        return pictures.load(*place)
+
+    yield from ordered_map(load, places(), workers=hardware.workers, ahead=max(2 * hardware.workers, hardware.physical_batch_size))
+
+
+def _micro_sizes(share: int, physical: int) -> list[int]:
+    """Sizes of the forward passes over ``share`` pictures, nearly equal and at most ``physical``."""
+    return [len(part) for part in np.array_split(np.arange(share), math.ceil(share / physical))]
+
+
+def _sum_over_ranks(parameters: list[nn.Parameter], model: nn.Module, total: float, group: Group) -> float:
+    """Gradients and loss summed over the ranks (each holds its part of the batch's mean); running batch statistics averaged."""
+    if group.world_size == 1:
+        return total
+    for p in parameters:  # a parameter that this rank's pictures did not reach: an absent mask head's, say
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None] + [torch.tensor([total], device=group.device)])
+    dist.all_reduce(flat)
+    pieces = flat.split([p.numel() for p in parameters] + [1])
+    for p, piece in zip(parameters, pieces[:-1], strict=True):
+        p.grad = piece.view_as(p)
+    for part in model.modules():
+        if isinstance(part, _BatchNorm) and part.running_mean is not None and part.running_var is not None:
+            for statistic in (part.running_mean, part.running_var):
+                dist.all_reduce(statistic)
+                statistic /= group.world_size
+    return float(pieces[-1].item())
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

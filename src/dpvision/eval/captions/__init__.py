@@ -1,0 +1,1 @@
+"""Tests of a captioner: zero-shot classification, choices between captions, CIDEr."""

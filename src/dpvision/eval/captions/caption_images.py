@@ -1,0 +1,212 @@
+"""Captions of pictures wherever they are: single files, folders, tars, parquet files, stores.
+
+Legend: B pictures of a batch, N captions of a picture, C channels, H height, W width, L words.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from dpvision.data.captions import clean_caption
+from dpvision.data.decode import BadPicture, decode
+from dpvision.data.keys import StepKey
+from dpvision.data.ordered import ordered_map
+from dpvision.data.sources import file_sample, open_source
+from dpvision.data.store import Store
+from dpvision.data.transform import centre_box, cut, normalise
+from dpvision.errors import DataError
+from dpvision.eval.captions.image_source import Fit
+from dpvision.eval.captions.open_captioner import OpenCaptioner
+from dpvision.eval.score import Visibility
+from dpvision.models.generate import GenerateSettings, generate
+
+_MOST_ROWS = 256
+"""Captions that are said at once, unfinished ones of a beam search counted: their keys and values lie in memory."""
+
+
+class Picture(NamedTuple):
+    """One picture before it is read."""
+
+    name: str
+    image: bytes
+    """The picture file; empty when ``problem`` is set."""
+    problem: str | None = None
+
+
+class Caption(NamedTuple):
+    """One caption."""
+
+    text: str
+    """On one line: control characters and runs of blanks are one blank."""
+    log_probability: float
+    """As of ``models.generate.Said``: per word."""
+
+
+class Captioned(NamedTuple):
+    """A picture's captions, or why it has none."""
+
+    name: str
+    captions: tuple[Caption, ...]
+    """Best first where they are ranked; empty when ``problem`` is set."""
+    problem: str | None = None
+    """"not a picture", "damaged" and the like."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures in a fixed order. Made by ``find_pictures``."""
+
+    samples: Iterator[Picture]
+    visibility: Visibility
+    """"public" when all come from public stores; a file that is in no store counts as private, as for ``embed``."""
+
+
+def find_pictures(places: Sequence[str | Path], workers: int = 2) -> Pictures:
+    """Pictures of stores, of anything that ``data import`` takes, and of single files.
+
+    Args:
+        places: one or more. A picture's name is its path, of stores, tars and parquet files its key there; in a folder FOLDER/KEY.
+
+    Raises:
+        DataError: there are no places, or one of them holds no pictures; found before the first picture is read.
+    """
+    if not places:
+        raise DataError("caption: no pictures; expected one or more. Name a picture, a folder, a tar or a store.")
+    stores = [Store.open(place) if (Path(place) / "store.json").exists() else None for place in places]
+    parts = [_store_pictures(store) if store else _file_pictures(place, workers) for store, place in zip(stores, places, strict=True)]
+    public = all(store is not None and store.results_visibility == "public" for store in stores)
+    return Pictures(chain.from_iterable(parts), "public" if public else "private")
+
+
+def caption_pictures(
+    captioner: OpenCaptioner,
+    pictures: Iterable[Picture],
+    settings: GenerateSettings | None = None,
+    *,
+    fit: Fit = "squash",
+    seed: int = 0,
+    batch_size: int = 32,
+    workers: int = 2,
+) -> Iterator[Captioned]:
+    """Captions of each picture, in their order, as they are made.
+
+    What is sampled is keyed by ``seed`` and the picture's bytes: neither its name nor the pictures beside it change its captions.
+
+    Args:
+        fit: how a picture becomes square, as of ``eval.picture_source``.
+        batch_size: pictures that are read and encoded together, at least 1.
+        workers: threads that read pictures, at least 1.
+
+    Raises:
+        ConfigError, CheckpointError: as ``models.generate.generate``.
+    """
+    how = settings or GenerateSettings()
+    how.longest(captioner.num_tokens, captioner.tokenizer.vocab_size)  # refused before the first picture is read
+
+    def read(picture: Picture) -> tuple[Captioned, np.ndarray | None, int]:
+        pixels, problem = None, picture.problem
+        if problem is None:
+            try:
+                pixels = square(decode(picture.image), captioner.image_size, fit)
+            except BadPicture as error:
+                problem = error.reason
+        return Captioned(picture.name, (), problem), pixels, picture_number(picture.image)
+
+    waiting: list[tuple[Captioned, np.ndarray | None, int]] = []
+    for found in ordered_map(read, pictures, workers=workers, ahead=2 * batch_size):
+        waiting.append(found)
+        if len(waiting) == batch_size:
+            yield from _captioned(captioner, waiting, how, seed)
+            waiting.clear()
+    yield from _captioned(captioner, waiting, how, seed)
+
+
+@torch.inference_mode()
+def caption_pixels(
+    captioner: OpenCaptioner, pixels_BHWC: np.ndarray, number_B: Sequence[int], settings: GenerateSettings, seed: int = 0
+) -> list[tuple[Caption, ...]]:
+    """Captions of pictures of the captioner's size.
+
+    Args:
+        pixels_BHWC: uint8.
+        number_B: of each picture (``picture_number``), for sampling.
+
+    Raises:
+        ConfigError, CheckpointError: as ``models.generate.generate``.
+    """
+    x_BCHW = np.empty((len(pixels_BHWC), 3, *pixels_BHWC.shape[1:3]), dtype=np.float32)
+    normalise(pixels_BHWC, captioner.data.mean, captioner.data.std, x_BCHW)
+    memory_BSD = captioner.model.encode(torch.from_numpy(x_BCHW).to(captioner.device))
+    uniform_BNL = None
+    if settings.method == "sample":
+        words = settings.longest(captioner.num_tokens, captioner.tokenizer.vocab_size) + 1
+        key, number = StepKey(seed, 0), torch.tensor(number_B, dtype=torch.int64)
+        uniform_BNL = torch.stack([key.uniform(number, f"say.{n}", words) for n in range(settings.num)], dim=1)
+    made: list[tuple[Caption, ...]] = []
+    at_once = max(1, _MOST_ROWS // (settings.beams if settings.method == "beam" else settings.num))
+    for b in range(0, len(memory_BSD), at_once):
+        here = slice(b, b + at_once)
+        for said in generate(captioner.model, memory_BSD[here], settings, None if uniform_BNL is None else uniform_BNL[here]):
+            made.append(tuple(Caption(one_line(captioner.tokenizer.decode(s.ids)), s.log_probability) for s in said))
+    return made
+
+
+def square(pixels_HWC: np.ndarray, image_size: int, fit: Fit) -> np.ndarray:
+    """A picture as a captioner sees it, uint8 of shape (image_size, image_size, 3)."""
+    image = Image.fromarray(pixels_HWC)
+    box = centre_box(*image.size) if fit == "crop" else (0.0, 0.0, float(image.width), float(image.height))
+    return cut(image, box, image_size)
+
+
+def picture_number(image: bytes) -> int:
+    """63-bit hash of a picture file, the same wherever the picture is. It tells of the picture: for keys of draws, not for files."""
+    return int.from_bytes(hashlib.blake2b(image, digest_size=8).digest(), "little") >> 1
+
+
+def prompt_ids(captioner: OpenCaptioner, prompt: str) -> tuple[int, ...]:
+    """Tokens of a prompt, cleaned as captions are; the blank before the next word is the next word's."""
+    return tuple(captioner.tokenizer.words(clean_caption(prompt)))
+
+
+def one_line(text: str) -> str:
+    """The text without anything that moves a terminal's cursor or starts a new line."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def _captioned(
+    captioner: OpenCaptioner, waiting: list[tuple[Captioned, np.ndarray | None, int]], settings: GenerateSettings, seed: int
+) -> Iterator[Captioned]:
+    readable = [(pixels, number) for _, pixels, number in waiting if pixels is not None]
+    said: Iterator[tuple[Caption, ...]] = iter(())
+    if readable:
+        pixels_B, number_B = zip(*readable, strict=True)
+        said = iter(caption_pixels(captioner, np.stack(pixels_B), number_B, settings, seed))
+    for made, pixels, _ in waiting:
+        yield made if pixels is None else made._replace(captions=next(said))
+
+
+def _store_pictures(store: Store) -> Iterator[Picture]:
+    for row in range(store.num_records):
+        record = store.record(row)
+        yield Picture(record.key, record.image)
+
+
+def _file_pictures(place: str | Path, workers: int) -> Iterator[Picture]:
+    path = Path(place)
+    if path.is_file() and path.suffix not in (".tar", ".parquet"):
+        return _one_file(path)
+    folder = f"{path}/" if path.is_dir() else ""
+    samples = open_source(path, workers=workers).samples
+    return (Picture(folder + sample.key, sample.image, sample.problem) for sample in samples)
+
+
+def _one_file(path: Path) -> Iterator[Picture]:
+    sample = file_sample(path, str(path), {})
+    yield Picture(sample.key, sample.image, sample.problem)

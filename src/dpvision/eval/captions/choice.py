@@ -1,0 +1,201 @@
+"""Which of several captions is said of a picture? The one form of all compositional tests: one true caption, the others false.
+
+The answer is the caption with the lowest loss (Sander et al., ICML 2024, appendix A.3.2); a tie is wrong. Micro accuracy counts items,
+macro accuracy averages the groups' accuracies (relations, pairs of attributes, subsets), as ARO's own scripts do.
+
+Legend: N items, B pictures of a batch, C candidates of a picture, L tokens, S encoder tokens, D width.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpvision.config import PAD_ID
+from dpvision.data.store import Store
+from dpvision.errors import DataError
+from dpvision.eval.captions.candidate_losses import best_candidate, candidate_losses
+from dpvision.eval.captions.image_source import Fit, PictureSource, StorePictures, picture_batches
+from dpvision.eval.captions.open_captioner import OpenCaptioner
+from dpvision.eval.captions.protocol import Asking, CaptionProtocol
+from dpvision.eval.metric import measure
+from dpvision.eval.score import Score, Visibility, wilson_interval
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One item: a picture and what might be said of it."""
+
+    picture: int
+    """Its place in the source of pictures."""
+    captions: tuple[str, ...]
+    """Two or more; the first is true of the picture, the others are not."""
+    group: str = ""
+    """What macro accuracy averages over: a relation, a pair of attributes, a subset."""
+
+
+@dataclass(frozen=True)
+class ChoiceTest(CaptionProtocol):
+    """A compositional test: pictures and items."""
+
+    name: str
+    """As protocols print it."""
+    pictures: PictureSource
+    choices: tuple[Choice, ...]
+    groups_called: str = "groups"
+    """What the groups are, in the plural."""
+    min_group: int = 1
+    """Groups with fewer items do not count for macro accuracy (ARO's attribution: 25)."""
+    show_groups: bool = False
+    """One score for each group too."""
+
+    @property
+    def test_data(self) -> str:
+        return self.pictures.test_data
+
+    @property
+    def needs(self) -> Store | None:
+        return self.pictures.store if isinstance(self.pictures, StorePictures) else None
+
+    def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
+        """Scores by protocol, the captioner before its controls."""
+        asked = [(asker.name, asker, self) for asker in askers]
+        if how.other_images:
+            asked.append((f"{askers[0].name}, other pictures", askers[0], self.dealt_out()))
+        scores: list[Score] = []
+        for name, asker, test in asked:
+            right_N = answer_choices(asker, test, how.fit, batch_size=how.batch_size, workers=how.workers, progress=how.progress)
+            private = asker.confidential or self.pictures.visibility == "private"
+            scores += choice_scores(test, right_N, name, "private" if private else "public", f"lowest loss, {how.fit}")
+        return sorted(scores, key=lambda score: [s.protocol for s in scores].index(score.protocol))
+
+    def dealt_out(self) -> "ChoiceTest":
+        """The same items, each about the next picture that has any: what the words alone give away, "other pictures" among the scores."""
+        asked = sorted({choice.picture for choice in self.choices})
+        if len(asked) < 2:
+            raise DataError(f"{self.name}: items about {len(asked)} picture; expected two or more for the control. Add pictures.")
+        after = dict(zip(asked, [*asked[1:], asked[0]], strict=True))
+        return replace(self, choices=tuple(replace(choice, picture=after[choice.picture]) for choice in self.choices))
+
+
+def encoded_pictures(
+    ready: OpenCaptioner, source: PictureSource, fit: Fit, *, batch_size: int, workers: int
+) -> Iterator[tuple[Tensor, np.ndarray]]:
+    """memory_BSD of the pictures in order of their places, on the captioner's device, and place_B int64."""
+    for x_BCHW, place_B in picture_batches(source, ready.data, ready.image_size, fit, batch_size=batch_size, workers=workers):
+        with torch.inference_mode():
+            yield ready.model.encode(x_BCHW.to(ready.device)), place_B
+
+
+def answer_choices(
+    ready: OpenCaptioner,
+    test: ChoiceTest,
+    fit: Fit = "squash",
+    *,
+    batch_size: int = 32,
+    workers: int = 2,
+    progress: Callable[[str], None] | None = None,
+) -> np.ndarray:
+    """int8 (N,): 1 where the true caption has the lowest loss of its item, 0 where it has not, -1 where the picture does not decode.
+
+    Raises:
+        DataError: an item has fewer than two captions; a caption is empty; losses are not finite.
+    """
+    items_of: dict[int, list[int]] = {}
+    for n, choice in enumerate(test.choices):
+        if len(choice.captions) < 2 or not all(caption.strip() for caption in choice.captions):
+            raise DataError(f"{test.name}: captions={choice.captions!r}; expected two or more, none of them empty. Leave the item out.")
+        items_of.setdefault(choice.picture, []).append(n)
+    rows: dict[str, bytes] = {}
+    right_N = np.full(len(test.choices), -1, dtype=np.int8)
+    for memory_BSD, place_B in encoded_pictures(ready, test.pictures, fit, batch_size=batch_size, workers=workers):
+        asked = [b for b, place in enumerate(place_B.tolist()) if place in items_of]
+        if not asked:
+            continue
+        items = [items_of[int(place_B[b])] for b in asked]
+        # Each distinct caption of a picture once: equal captions then have equal losses to the bit, and tie.
+        said = [_distinct(ready, rows, [c for n in own for c in test.choices[n].captions]) for own in items]
+        token_BCL = np.full((len(asked), max(map(len, said)), ready.num_tokens), PAD_ID, dtype=np.int64)
+        for b, own_rows in enumerate(said):
+            token_BCL[b, : len(own_rows)] = [np.frombuffer(row, dtype=np.int64) for row in own_rows]
+        loss_BC = candidate_losses(ready.model, memory_BSD[asked], torch.from_numpy(token_BCL).to(memory_BSD.device)).cpu()
+        for b, own in enumerate(items):
+            place_of = {row: c for c, row in enumerate(said[b])}
+            for n in own:
+                loss_C = loss_BC[b, [place_of[rows[caption]] for caption in test.choices[n].captions]]
+                if not torch.isfinite(loss_C).all():
+                    raise DataError(f"{test.name}: losses that are not finite; expected numbers. The run has diverged: train again.")
+                right_N[n] = best_candidate(loss_C[None], torch.arange(len(loss_C))[None]).item() == 0
+        if progress is not None:
+            progress(f"{test.name}: {int(place_B[-1]) + 1:,} of {len(test.pictures):,} pictures")
+    return right_N
+
+
+def _distinct(ready: OpenCaptioner, rows: dict[str, bytes], captions: Sequence[str]) -> list[bytes]:
+    for caption in captions:
+        if caption not in rows:
+            rows[caption] = ready.encode(caption).tobytes()
+    return list(dict.fromkeys(rows[caption] for caption in captions))
+
+
+def choice_scores(test: ChoiceTest, right_N: np.ndarray, name: str, visibility: Visibility, how: str = "lowest loss") -> list[Score]:
+    """Micro accuracy, macro accuracy where there are groups, and with ``show_groups`` each group's.
+
+    Chance is that of a blind draw among each item's candidates. Intervals of micro and of single groups treat the items of a picture as one
+    cluster; macro's adds up the groups' variances.
+
+    Args:
+        right_N: of ``answer_choices``; items without a picture (-1) are left out.
+        name: who answered.
+
+    Raises:
+        DataError: no item is left.
+    """
+    kept_N = right_N >= 0
+    if not kept_N.any():
+        raise DataError(f"{test.name}: no item with a readable picture; expected one or more. Correct the folder of pictures.")
+    choices = [choice for choice, kept in zip(test.choices, kept_N, strict=True) if kept]
+    right_N = right_N[kept_N].astype(np.int64)
+    picture_N = np.array([choice.picture for choice in choices])
+    chance_N = np.array([1 / len(choice.captions) for choice in choices])
+    names, group_N, num_G = np.unique([choice.group for choice in choices], return_inverse=True, return_counts=True)
+    lost = int((~kept_N).sum())
+    how += f", {lost} items without a readable picture left out" if lost else ""
+
+    def score(what: str, of: np.ndarray) -> Score:
+        value = float(right_N[of].mean())
+        low, high = clustered_interval(right_N[of], picture_N[of])
+        return Score(name, value, low, high, int(of.sum()), float(chance_N[of].mean()), f"{what}, {how}", visibility)
+
+    if len(names) < 2:
+        return [score(test.name, np.ones(len(choices), dtype=bool))]
+    scores = [score(f"{test.name}, micro", np.ones(len(choices), dtype=bool))]
+    large_G = num_G >= test.min_group
+    if large_G.sum() >= 2:
+        of = large_G[group_N]
+        value, low, high = measure(np.where(right_N[of] == 1, group_N[of], -1), group_N[of], "mean_per_class")
+        chance = float(np.mean([chance_N[group_N == g].mean() for g in np.flatnonzero(large_G)]))
+        with_at_least = f" of {test.min_group} items or more" if test.min_group > 1 else ""
+        said = f"{test.name}, macro over {int(large_G.sum())} {test.groups_called}{with_at_least}, {how}"
+        scores.append(Score(name, value, low, high, int(of.sum()), chance, said, visibility))
+    if test.show_groups:
+        scores += [score(f"{test.name}, {group}", group_N == g) for g, group in enumerate(names.tolist())]
+    return scores
+
+
+def clustered_interval(right_N: np.ndarray, cluster_N: np.ndarray) -> tuple[float, float]:
+    """95% interval of a share when items of one cluster (picture) may be right together.
+
+    Wilson's at the number of independent items that would have the variance found between clusters (Kish's design effect), at most N
+    and at least the number of clusters.
+    """
+    n, share = len(right_N), float(right_N.mean())
+    _, cluster_N = np.unique(cluster_N, return_inverse=True)
+    num_clusters = int(cluster_N.max()) + 1
+    excess = np.bincount(cluster_N, weights=right_N - share)
+    variance = float((excess**2).sum()) / n**2 * (num_clusters / max(1, num_clusters - 1))
+    effective = num_clusters if variance == 0 else min(n, max(num_clusters, math.floor(share * (1 - share) / variance)))
+    return wilson_interval(share * effective, effective)

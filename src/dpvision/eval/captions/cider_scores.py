@@ -1,0 +1,162 @@
+"""CIDEr of the captions that a captioner says, with those of people and those of other pictures beside it.
+
+Legend: N pictures, B pictures of a batch.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dpvision.data.store import Store
+from dpvision.errors import DataError
+from dpvision.eval.captions.choice import encoded_pictures
+from dpvision.eval.captions.cider import cider_d
+from dpvision.eval.captions.image_source import Fit, StorePictures
+from dpvision.eval.captions.open_captioner import OpenCaptioner
+from dpvision.eval.captions.protocol import Asking, CaptionProtocol
+from dpvision.eval.score import CIDER, Score, Visibility
+from dpvision.models.generate import GenerateSettings, generate
+
+_Z = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Cider(CaptionProtocol):
+    """``cider_scores`` as a protocol."""
+
+    store: Store
+    settings: GenerateSettings = field(default_factory=GenerateSettings)
+    """How captions are generated."""
+    limit: int | None = None
+    """At most so many images."""
+
+    @property
+    def test_data(self) -> str:
+        return self.store.path.name
+
+    @property
+    def needs(self) -> Store:
+        return self.store
+
+    def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
+        return cider_scores(
+            askers, self.store, self.settings, how.fit, limit=self.limit, batch_size=how.batch_size, workers=how.workers,
+            progress=how.progress,
+        )  # fmt: skip
+
+
+def say_captions(
+    ready: OpenCaptioner,
+    store: Store,
+    row_N: np.ndarray,
+    settings: GenerateSettings,
+    fit: Fit,
+    *,
+    batch_size: int = 32,
+    workers: int = 2,
+    progress: Callable[[str], None] | None = None,
+) -> dict[int, str]:
+    """The first caption that a captioner says of each picture, by row; pictures that do not decode are absent."""
+    said: dict[int, str] = {}
+    for memory_BSD, place_B in encoded_pictures(ready, StorePictures(store, row_N), fit, batch_size=batch_size, workers=workers):
+        for place, captions in zip(place_B.tolist(), generate(ready.model, memory_BSD, settings), strict=True):
+            said[int(row_N[place])] = ready.tokenizer.decode(captions[0].ids)
+        if progress is not None:
+            progress(f"captions, {ready.name}: {len(said):,} of {len(row_N):,} pictures")
+    return said
+
+
+def cider_scores(
+    askers: Sequence[OpenCaptioner],
+    store: Store,
+    settings: GenerateSettings | None = None,
+    fit: Fit = "squash",
+    *,
+    limit: int | None = None,
+    batch_size: int = 32,
+    workers: int = 2,
+    progress: Callable[[str], None] | None = None,
+) -> list[Score]:
+    """Mean CIDEr-D of each captioner's captions of a store's pictures, the references being the store's captions.
+
+    Chance is what the same captions get when each is given to the next picture. Where pictures have two captions or more, a score called
+    "people" is beside them: each caption against the other ones of its picture, one reference fewer than the captioners have.
+
+    Args:
+        settings: how captions are said; one that draws (``method="sample"``) is refused.
+        limit: at most so many pictures, drawn once and for all.
+
+    Raises:
+        DataError: fewer than two pictures with a caption that can be read; captions would be drawn.
+        CheckpointError: a captioner's logits are not finite.
+    """
+    settings = settings or GenerateSettings()
+    if settings.method == "sample":
+        raise DataError("CIDEr: method='sample'; expected greedy or beam, which say the same every time. Use --method greedy.")
+    row_N = _rows_with_captions(store, limit)
+    scores = []
+    for ready in askers:
+        said = say_captions(ready, store, row_N, settings, fit, batch_size=batch_size, workers=workers, progress=progress)
+        references = [store.captions(row) for row in said]
+        how = f"{CIDER}, {_described(settings)}, {_numbers(references)} references, {fit}"
+        visibility: Visibility = "private" if ready.confidential or store.results_visibility == "private" else "public"
+        captions = list(said.values())
+        figure_N = cider_d(captions, references)
+        chance = float(cider_d([*captions[1:], captions[0]], references).mean())
+        low, high = _interval(figure_N)
+        scores.append(Score(ready.name, float(figure_N.mean()), low, high, len(figure_N), chance, how, visibility))
+    return scores + people_scores(store, row_N)
+
+
+def people_scores(store: Store, row_N: np.ndarray) -> list[Score]:
+    """CIDEr-D of people: each caption held out against the others of its picture, averaged over a picture's captions.
+
+    Only pictures with as many captions as most have are taken, so that all have the same number of references; none is given when that
+    is one. Chance: the held-out caption given to the next picture.
+    """
+    captions = [store.captions(int(row)) for row in row_N]
+    counts = np.bincount([len(own) for own in captions])
+    usual = int(counts.argmax())
+    alike = [own for own in captions if len(own) == usual]
+    if usual < 2 or len(alike) < 2:
+        return []
+    figures, chances = [], []
+    for k in range(usual):
+        others = [own[:k] + own[k + 1 :] for own in alike]
+        held_out = [own[k] for own in alike]
+        figures.append(cider_d(held_out, others))
+        chances.append(cider_d([*held_out[1:], held_out[0]], others).mean())
+    figure_N = np.mean(figures, axis=0)
+    how = f"{CIDER}, people's captions held out one by one, {usual - 1} references"
+    return [
+        Score("people", float(figure_N.mean()), *_interval(figure_N), len(figure_N), float(np.mean(chances)), how, store.results_visibility)
+    ]
+
+
+def _rows_with_captions(store: Store, limit: int | None) -> np.ndarray:
+    row_N = np.arange(store.num_records)
+    row_N = row_N[store.has_captions(row_N)]
+    if len(row_N) < 2:
+        raise DataError(f"CIDEr: {store.path}: {len(row_N)} pictures with a caption; expected two or more. Import captions with them.")
+    if limit is not None and limit < len(row_N):
+        row_N = np.sort(np.random.Generator(np.random.PCG64(0)).permutation(row_N)[:limit])
+    return row_N
+
+
+def _described(settings: GenerateSettings) -> str:
+    if settings.method == "greedy":
+        return "greedy captions"
+    return f"{settings.method} captions ({settings.beams} beams, length penalty {settings.length_penalty:g})"
+
+
+def _numbers(references: Sequence[Sequence[str]]) -> str:
+    counts = sorted({len(own) for own in references})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def _interval(figure_N: np.ndarray) -> tuple[float, float]:
+    """95% interval of the mean over pictures, with the words' weights as they are."""
+    half = _Z * float(figure_N.std(ddof=1)) / math.sqrt(len(figure_N))
+    return max(0.0, float(figure_N.mean()) - half), min(10.0, float(figure_N.mean()) + half)

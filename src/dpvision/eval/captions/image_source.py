@@ -1,0 +1,161 @@
+"""Where the pictures of a question come from: rows of a store, files with boxes, or scenes by number; all give the same batches.
+
+Legend: B pictures of a batch, C channels, H height, W width.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from dpvision.config import DataConfig
+from dpvision.data.decode import BadPicture, decode
+from dpvision.data.ordered import ordered_map
+from dpvision.data.store import Store
+from dpvision.data.transform import centre_box, cut, normalise
+from dpvision.errors import DataError
+from dpvision.eval.benchmark_files import Box
+from dpvision.eval.score import Visibility
+from dpvision.synthetic.scenes import make_scene
+
+Fit = Literal["squash", "crop"]
+"""How a picture becomes square: "squash" keeps all of it (DP-Cap's protocol), "crop" cuts the centre of the resized one."""
+
+
+class PictureSource(Protocol):
+    """Pictures by their place, 0 ... len - 1."""
+
+    @property
+    def visibility(self) -> Visibility:
+        """ "private" unless all of its pictures may be shown."""
+
+    @property
+    def test_data(self) -> str:
+        """Its name, as files of scores have it."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, place: int) -> Image.Image | None:
+        """One upright RGB picture, already cut to its box; None if it does not decode."""
+
+
+@dataclass(frozen=True)
+class StorePictures:
+    """Rows of a store."""
+
+    store: Store
+    row_N: np.ndarray
+    """int64."""
+
+    @property
+    def visibility(self) -> Visibility:
+        return self.store.results_visibility
+
+    @property
+    def test_data(self) -> str:
+        return self.store.path.name
+
+    def __len__(self) -> int:
+        return len(self.row_N)
+
+    def read(self, place: int) -> Image.Image | None:
+        return _opened(self.store.read(int(self.row_N[place])))
+
+
+@dataclass(frozen=True)
+class FilePictures:
+    """Files, each cut to a box where it has one."""
+
+    paths: tuple[Path, ...]
+    boxes: tuple[Box | None, ...]
+    visibility: Visibility
+    test_data: str
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, place: int) -> Image.Image | None:
+        try:
+            image = _opened(self.paths[place].read_bytes())
+        except OSError as error:
+            raise DataError(f"pictures: {self.paths[place]}: {error.strerror}; expected a readable file. Restore it.") from None
+        box = self.boxes[place]
+        return image if image is None or box is None else _cut_to(image, box)
+
+
+@dataclass(frozen=True)
+class ScenePictures:
+    """Captioned scenes by number: nobody's pictures."""
+
+    numbers: Sequence[int]
+    size_px: int = 48
+    visibility: Visibility = "public"
+
+    @property
+    def test_data(self) -> str:
+        first, last = min(self.numbers, default=0), max(self.numbers, default=0)
+        return f"scenes {first} to {last}, {self.size_px} px"
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def read(self, place: int) -> Image.Image | None:
+        return Image.fromarray(make_scene(self.numbers[place], self.size_px).image)
+
+
+def picture_batches(
+    source: PictureSource, data: DataConfig, image_size: int, fit: Fit, *, batch_size: int = 32, workers: int = 2
+) -> Iterator[tuple[Tensor, np.ndarray]]:
+    """Pictures in the order of their places; those that do not decode are absent.
+
+    Args:
+        data: normalisation constants are taken from it.
+        batch_size: at least 1.
+        workers: threads that read, at least 1.
+
+    Yields:
+        x_BCHW float32, normalised; place_B int64.
+    """
+    starts = range(0, len(source), batch_size)
+    read = _reader(source, data, image_size, fit)
+    places = (np.arange(s, min(s + batch_size, len(source))) for s in starts)
+    for place, x_BCHW, valid in ordered_map(read, places, workers=workers, ahead=workers):
+        if valid.any():
+            yield torch.from_numpy(x_BCHW[valid]), place[valid]
+
+
+def _reader(source: PictureSource, data: DataConfig, image_size: int, fit: Fit) -> Callable[[np.ndarray], tuple[np.ndarray, ...]]:
+    def read(place: np.ndarray) -> tuple[np.ndarray, ...]:
+        pixels = np.zeros((len(place), image_size, image_size, 3), dtype=np.uint8)
+        valid = np.zeros(len(place), dtype=bool)
+        for b, p in enumerate(place.tolist()):
+            image = source.read(p)
+            if image is not None:
+                valid[b] = True
+                whole = (0.0, 0.0, float(image.width), float(image.height))
+                pixels[b] = cut(image, whole if fit == "squash" else centre_box(*image.size), image_size)
+        x_BCHW = np.empty((len(place), 3, image_size, image_size), dtype=np.float32)
+        normalise(pixels, data.mean, data.std, x_BCHW)
+        return place, x_BCHW, valid
+
+    return read
+
+
+def _opened(data: bytes) -> Image.Image | None:
+    try:
+        return Image.fromarray(decode(data))
+    except BadPicture:
+        return None
+
+
+def _cut_to(image: Image.Image, box: Box) -> Image.Image | None:
+    """The part of the box that lies inside the picture; None when nothing does."""
+    left, top, right, bottom = max(0.0, box[0]), max(0.0, box[1]), min(image.width, box[2]), min(image.height, box[3])
+    if not (round(right) > round(left) and round(bottom) > round(top)):
+        return None
+    return image.crop((round(left), round(top), round(right), round(bottom)))

@@ -1,0 +1,75 @@
+"""All measurements of a captioner, one after the other, with their controls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from dpvision.errors import ConfigError
+from dpvision.eval.captions.image_source import Fit
+from dpvision.eval.captions.open_captioner import open_captioner
+from dpvision.eval.captions.protocol import Asking, CaptionProtocol
+from dpvision.eval.score import Score
+from dpvision.eval.unseen import check_unseen
+
+Control = Literal["random", "other"]
+CONTROLS: tuple[Control, ...] = get_args(Control)
+"""The network untrained; of compositional tests, the captioner asked about another picture (what words alone give away)."""
+
+
+@dataclass(frozen=True)
+class ScoredOn:
+    """Scores of one test, and the name of the data they were measured on."""
+
+    test_data: str
+    scores: tuple[Score, ...]
+
+
+def score_captioner(
+    run_or_checkpoint: str | Path,
+    tests: Sequence[CaptionProtocol],
+    how: Asking | None = None,
+    *,
+    untrained: bool = True,
+    ema: bool = False,
+    device: str | torch.device = "cpu",
+) -> list[ScoredOn]:
+    """Scores of a captioner and of its controls.
+
+    Args:
+        tests: ``ZeroShot``, ``Cider``, and compositional tests (``ChoiceTest``), which ``aro``, ``sugarcrepe``, ``order`` and
+            ``scene_choices`` make.
+        untrained: whether the network with its initial random weights is scored too.
+
+    Returns:
+        one entry for each test. Scores are private if the pictures are, or if private pictures shaped the weights without a guarantee.
+
+    Raises:
+        ConfigError, CheckpointError: as ``open_captioner``; no test.
+        DataError: as the tests, or a store shares records with the one that the run was trained on.
+    """
+    if not tests:
+        raise ConfigError("evaluate: nothing to measure; expected a test, e.g. --zero-shot store, --order, --captions or --scenes 2000.")
+    ready = open_captioner(run_or_checkpoint, ema=ema, device=device)
+    for test in tests:
+        if test.needs is not None:
+            check_unseen(ready.data, test.needs, "evaluate")
+    askers = [ready, *([ready.untrained()] if untrained else [])]
+    return [ScoredOn(test.test_data, tuple(test.run(askers, how or Asking()))) for test in tests]
+
+
+def checked_controls(names: Sequence[str]) -> tuple[Control, ...]:
+    """The controls of these names. Raises ConfigError for an unknown one."""
+    if set(names) - set(CONTROLS):
+        raise ConfigError(f"evaluate: against={','.join(names)!r}; expected random, other, both or none. Leave it out for both.")
+    return tuple(c for c in CONTROLS if c in names)
+
+
+def checked_fit(name: str) -> Fit:
+    """``name``, if it is a way to make pictures square. Raises ConfigError otherwise."""
+    for fit in get_args(Fit):
+        if name == fit:
+            return fit
+    raise ConfigError(f"evaluate: fit={name!r}; expected squash or crop. DP-Cap squashes.")

@@ -1,0 +1,190 @@
+"""Zero-shot classification of a captioner, both ways of the paper: a walk through the labels' tree, or the caption with the lowest loss.
+
+Legend: N pictures, B pictures of a batch, C captions, L tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+
+from dpvision.config import BOS_ID, EOS_ID, PAD_ID
+from dpvision.data.captions import clean_caption
+from dpvision.data.store import Store
+from dpvision.errors import ConfigError, DataError
+from dpvision.eval.any_of_labels import AnyOfLabels
+from dpvision.eval.captions.candidate_losses import best_candidate, candidate_losses
+from dpvision.eval.captions.choice import encoded_pictures
+from dpvision.eval.captions.image_source import Fit, StorePictures
+from dpvision.eval.captions.label_sets import PROMPT, LabelSet, prompted
+from dpvision.eval.captions.label_trie import LabelTrie
+from dpvision.eval.captions.open_captioner import OpenCaptioner
+from dpvision.eval.captions.protocol import Asking, CaptionProtocol
+from dpvision.eval.metric import Metric, checked_metric
+from dpvision.eval.predictions import Scoring
+from dpvision.eval.score import Score
+
+Method = Literal["trie", "loss"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
+@dataclass(frozen=True)
+class ZeroShotSettings:
+    """How labels are asked for; the defaults are the paper's."""
+
+    methods: tuple[Method, ...] = METHODS
+    """"trie" takes one caption's time for each picture, "loss" that of all labels' captions."""
+    prompt: str = PROMPT
+    match_article: bool = False
+    """"an" before a vowel where the prompt ends in "a"."""
+    fit: Fit = "squash"
+    limit: int | None = None
+    """At most so many pictures, drawn once and for all; the paper took 10,000 of ImageNet's validation pictures."""
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and not self.limit >= 1:
+            raise ConfigError(f"zero-shot: limit={self.limit!r}; expected at least 1 picture. Leave it out for all.")
+
+
+@dataclass(frozen=True)
+class ZeroShot(CaptionProtocol):
+    """``zero_shot_scores`` as a protocol, by the metric that the store declares."""
+
+    store: Store
+    labels: LabelSet
+    settings: ZeroShotSettings = field(default_factory=ZeroShotSettings)
+    any_of: AnyOfLabels | None = None
+
+    @property
+    def test_data(self) -> str:
+        return self.store.path.name
+
+    @property
+    def needs(self) -> Store:
+        return self.store
+
+    def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
+        metric = checked_metric(self.store.meta.get("metric") or "accuracy")
+        return zero_shot_scores(
+            askers, self.store, self.labels, replace(self.settings, fit=how.fit), metric=metric, any_of=self.any_of,
+            batch_size=how.batch_size, workers=how.workers, progress=how.progress,
+        )  # fmt: skip
+
+
+def checked_methods(names: Sequence[str]) -> tuple[Method, ...]:
+    """The methods of these names. Raises ConfigError for an unknown one, or for none."""
+    if not names or set(names) - set(METHODS):
+        raise ConfigError(f"zero-shot: method={','.join(names)!r}; expected {' or '.join(METHODS)}. Leave it out for both.")
+    return tuple(method for method in METHODS if method in names)
+
+
+def zero_shot_scores(
+    askers: Sequence[OpenCaptioner],
+    store: Store,
+    labels: LabelSet,
+    settings: ZeroShotSettings | None = None,
+    *,
+    metric: Metric = "accuracy",
+    any_of: AnyOfLabels | None = None,
+    batch_size: int = 32,
+    workers: int = 2,
+    progress: Callable[[str], None] | None = None,
+) -> list[Score]:
+    """Accuracy on the labelled pictures of a store, by method, for each captioner.
+
+    With ``any_of`` the score is accuracy by these classes, whatever the metric.
+
+    Chance is the share of the most frequent class (of a ``mean_per_class`` score, one in as many as there are classes).
+
+    Raises:
+        DataError: no labelled or readable picture; a label without a string; a label's caption that is longer than the model's captions, or
+            the same tokens as another class's; scores that are not finite.
+    """
+    settings = settings or ZeroShotSettings()
+    row_N = _labelled_rows(store, labels, settings.limit)
+    source = StorePictures(store, row_N)
+    scores = []
+    for ready in askers:
+        words = _label_words(ready, labels, settings)
+        trie = LabelTrie(words)
+        token_CL, class_C = _rows(ready, words)
+        read: list[np.ndarray] = []
+        predicted: dict[Method, list[np.ndarray]] = {method: [] for method in settings.methods}
+        for memory_BSD, place_B in encoded_pictures(ready, source, settings.fit, batch_size=batch_size, workers=workers):
+            read.append(row_N[place_B])
+            if "trie" in predicted:
+                predicted["trie"].append(trie.classify(ready.model, memory_BSD).numpy())
+            if "loss" in predicted:
+                token_BCL = token_CL.to(memory_BSD.device).expand(len(memory_BSD), -1, -1)
+                loss_BC = candidate_losses(ready.model, memory_BSD, token_BCL).cpu()
+                if not torch.isfinite(loss_BC).all():
+                    raise DataError("zero-shot: losses that are not finite; expected numbers. The run has diverged: train again.")
+                predicted["loss"].append(best_candidate(loss_BC, class_C.expand(len(loss_BC), -1)).numpy())
+            if progress is not None:
+                progress(f"zero-shot, {ready.name}: {int(place_B[-1]) + 1:,} of {len(row_N):,} pictures")
+        if not read:
+            raise DataError(f"zero-shot: {store.path} has no readable picture with a label; expected one or more. Import the source again.")
+        read_N = np.concatenate(read)
+        truth_N = store.labels[read_N]
+        private = ready.confidential or store.results_visibility == "private"
+        scoring = Scoring(metric, any_of, "private" if private else "public")
+        for method in settings.methods:
+            how = _described(method, labels, settings)
+            scores.append(scoring.score(ready.name, "zero-shot", how, [np.concatenate(predicted[method])], truth_N, read_N))
+    return scores
+
+
+def _described(method: Method, labels: LabelSet, settings: ZeroShotSettings) -> str:
+    way = "walk through the label tree" if method == "trie" else "lowest loss"
+    strings = sum(map(len, labels.classes))
+    asked = f"{len(labels.classes)} classes of {labels.name}" + (f" with {strings} strings" if strings > len(labels.classes) else "")
+    article = ", a or an" if settings.match_article else ""
+    return f'{way}, {asked}, "{settings.prompt}"{article}, {settings.fit}'
+
+
+def _labelled_rows(store: Store, labels: LabelSet, limit: int | None) -> np.ndarray:
+    row_N = np.flatnonzero(store.labels >= 0)
+    if not len(row_N):
+        raise DataError(f"zero-shot: {store.path} has no labels; expected a class for each picture. Import it with --label-from FIELD.")
+    largest = int(store.labels.max())
+    if largest >= len(labels.classes):
+        raise DataError(
+            f"zero-shot: {store.path} has label={largest}; expected 0 to {len(labels.classes) - 1}, the classes of {labels.name}. "
+            "Give the label set of these pictures."
+        )
+    if limit is not None and limit < len(row_N):
+        row_N = np.sort(np.random.Generator(np.random.PCG64(0)).permutation(row_N)[:limit])
+    return row_N
+
+
+def _label_words(ready: OpenCaptioner, labels: LabelSet, settings: ZeroShotSettings) -> list[list[list[int]]]:
+    """Tokens of every caption of every class, whole."""
+    found: list[list[list[int]]] = []
+    owner: dict[tuple[int, ...], int] = {}
+    for label, captions in enumerate(prompted(labels, settings.prompt, match_article=settings.match_article)):
+        own = [ready.tokenizer.words(clean_caption(caption)) for caption in captions]
+        for caption, words in zip(captions, own, strict=True):
+            if len(words) + 2 > ready.num_tokens:
+                raise DataError(
+                    f"zero-shot: {caption!r} is {len(words) + 2} tokens; expected at most {ready.num_tokens}, the longest caption of the "
+                    f"model. Shorten the string of class {label}, or the prompt."
+                )
+            other = owner.setdefault(tuple(words), label)
+            if other != label:
+                raise DataError(
+                    f"zero-shot: class {other} ({', '.join(labels.classes[other])}) and class {label} ({', '.join(labels.classes[label])}) "
+                    "are the same tokens; expected strings that the tokenizer tells apart. Rename one of them."
+                )
+        found.append(own)
+    return found
+
+
+def _rows(ready: OpenCaptioner, words: list[list[list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """token_CL of all distinct captions, and the class of each, int64 (C,)."""
+    flat = list({tuple(w): label for label, own in enumerate(words) for w in own}.items())
+    token_CL = torch.full((len(flat), ready.num_tokens), PAD_ID, dtype=torch.int64)
+    for c, (own_words, _) in enumerate(flat):
+        token_CL[c, : len(own_words) + 2] = torch.tensor([BOS_ID, *own_words, EOS_ID])
+    return token_CL, torch.tensor([label for _, label in flat])

@@ -1,0 +1,98 @@
+"""Features and scores of earlier evaluations, and the features that are still missing.
+
+What decides a kept score: the encoder, both stores' rows and labels, the protocol with its settings, the metric, and our source.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from dpvision.data import decode, loader, transform
+from dpvision.data.store import Store
+from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.feature_cache import FeatureCache, code_digest, features_key, fingerprint, score_key
+from dpvision.errors import DataError
+from dpvision.eval import any_of_labels, metric, predictions
+from dpvision.eval.probes import epochs, protocol, shots
+from dpvision.eval.probes.protocol import Protocol, Task
+from dpvision.eval.probes.protocols import PROTOCOLS
+from dpvision.eval.probes.records import LabelledFeatures, units
+from dpvision.eval.score import Score
+from dpvision.features import collect_features
+
+_ROW = "row"
+"""The entry of a kept file that holds the features' rows."""
+
+
+@dataclass(frozen=True)
+class EvaluationCache:
+    """What is kept of a task, under the stores' confidential/features/."""
+
+    task: Task
+    enabled: bool
+
+    def fingerprint(self, encoder: FrozenEncoder) -> str | None:
+        """What the cache identifies an encoder by; None: its results are not kept."""
+        (train, _), (test, _) = self.task.train, self.task.test
+        # What a confidential encoder makes of public pictures is private, and the public store's folder is not the place for it.
+        stays = not encoder.confidential or {train.visibility, test.visibility} == {"private"}
+        return fingerprint(encoder, self.task.device) if self.enabled and stays else None
+
+    def features(self, encoders: Sequence[FrozenEncoder], prints: dict[str, str | None]) -> tuple[LabelledFeatures, LabelledFeatures]:
+        """Features of the training and of the test records by all encoders, each store read once at most."""
+        return self._of_store(self.task.train, encoders, prints, "training"), self._of_store(self.task.test, encoders, prints, "test")
+
+    def _of_store(
+        self, part: tuple[Store, np.ndarray], encoders: Sequence[FrozenEncoder], prints: dict[str, str | None], name: str
+    ) -> LabelledFeatures:
+        (store, rows), task, cache = part, self.task, FeatureCache(part[0].path)
+        keys = {e.name: features_key(mark, store, rows) for e in encoders if (mark := prints[e.name]) is not None}
+        kept = {encoder: cache.load(key) for encoder, key in keys.items()}
+        found = {(e.name, pooling): x for e in encoders for pooling, x in (kept.get(e.name) or {}).items() if pooling != _ROW}
+        row_N = next((tensors[_ROW] for tensors in kept.values() if tensors is not None), None)
+        new = [e for e in encoders if kept.get(e.name) is None]
+        for data in dict.fromkeys(e.data for e in new):  # one pass for all encoders whose images are prepared alike
+            alike = [e for e in new if e.data == data]
+            computed, _, row_N = collect_features(
+                {e.name: e.poolings for e in alike}, store, data, alike[0].image_size, rows=rows,
+                batch_size=task.batch_size, workers=task.workers, device=task.device,
+                progress=lambda n: task.say(f"features of {name} pictures: {n:,} of {len(rows):,}"),
+            )  # fmt: skip
+            found |= computed
+            for e in alike:
+                if e.name in keys:
+                    own = {pooling: x for (encoder, pooling), x in computed.items() if encoder == e.name}
+                    cache.save(keys[e.name], own | {_ROW: row_N})
+        assert row_N is not None
+        row = row_N.numpy()
+        return LabelledFeatures(found, torch.from_numpy(store.labels[row]), units(store)[row], row)
+
+    def load(self, protocol: Protocol, mark: str | None) -> list[Score] | None:
+        """Scores that an earlier evaluation left."""
+        entries = None if mark is None else self._scores.load_json(self._key(protocol, mark))
+        try:
+            return None if entries is None else [replace(Score.from_dict(e), visibility=self.task.scoring.visibility) for e in entries]
+        except (DataError, TypeError):
+            return None
+
+    def save(self, protocol: Protocol, mark: str | None, scores: list[Score]) -> None:
+        """Leave scores to the next evaluation."""
+        if mark is not None:
+            self._scores.save_json(self._key(protocol, mark), [score.to_dict() for score in scores])
+
+    @property
+    def _scores(self) -> FeatureCache:
+        (train, _), (test, _) = self.task.train, self.task.test
+        return FeatureCache((test if test.results_visibility == "private" else train).path)
+
+    def _key(self, asked: Protocol, mark: str) -> str:
+        parts, scoring = (self.task.train, self.task.test), self.task.scoring
+        stores = [features_key(mark, *part) for part in parts]
+        labels = [store.labels[rows].tolist() for store, rows in parts]
+        own = dict.fromkeys(sys.modules[kind.__module__] for kind in PROTOCOLS.values())
+        code = code_digest(decode, loader, transform, any_of_labels, metric, predictions, epochs, protocol, shots, *own)
+        any_of = [] if scoring.any_of is None else [scoring.any_of.name, scoring.any_of.digest()]
+        return score_key(repr(asked), scoring.metric, stores, labels, code, *any_of)

@@ -1,0 +1,76 @@
+"""The few-shot probe of DP-Cap's tables: logistic regression of fixed strength on centred features of length one.
+
+Minimises, for W of one row per class, mean cross-entropy + lambda / 2 * ||W||^2 with lambda = 0.0025 / n, n the number of training
+pictures, and without intercept (Sander et al., ICML 2024, appendix A.3.3, after Assran et al. 2022, whose code calls Cyanure; here scikit-
+learn's L-BFGS, which finds the same minimum: the problem is strictly convex).
+
+Legend: N training records, M test records, D numbers of a feature.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from sklearn.linear_model import LogisticRegression
+from threadpoolctl import threadpool_limits
+
+from dpvision.eval.probes.protocol import FeatureProtocol
+from dpvision.eval.probes.shots import check_shots, draw_shots
+
+STRENGTH = 0.0025
+"""lambda times the number of training pictures."""
+_TOLERANCE, _MAX_ITERATIONS = 1e-6, 5000
+
+
+@dataclass(frozen=True)
+class DPCapProbe(FeatureProtocol):
+    """``dpcap_probe`` as a protocol."""
+
+    name: ClassVar[str] = "few_shot_dpcap"
+    shots: tuple[int, ...] = (10,)
+    """Images per class."""
+    draws: int = 20
+    """Independent draws of the K images per class."""
+
+    def __post_init__(self) -> None:
+        check_shots(self.shots)
+
+    def predict(
+        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
+    ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
+        for k in self.shots:
+            predicted = dpcap_probe(train_ND, label_N, test_MD, k, self.draws, names=names)
+            yield f"{k}-shot DP-Cap probe", f"{self.draws} draws", predicted
+
+
+def dpcap_probe(
+    train_ND: np.ndarray, label_N: np.ndarray, test_MD: np.ndarray, k: int, draws: int, *, names: Sequence[str] | None = None
+) -> list[np.ndarray]:
+    """Predicted test labels (M,) of one classifier for each draw of ``k`` pictures per class; the draws are those of ``few_shot_probe``.
+
+    Raises:
+        ConfigError, DataError: as ``draw_shots``.
+    """
+    train_ND, test_MD = centred(train_ND), centred(test_MD)
+    predicted = []
+    for draw in range(draws):
+        rows = draw_shots(label_N, k, draw, names=names)
+        predicted.append(fit_fixed_strength(train_ND[rows], label_N[rows]).predict(test_MD))
+    return predicted
+
+
+def fit_fixed_strength(x_ND: np.ndarray, label_N: np.ndarray) -> LogisticRegression:
+    """The minimiser on features that are prepared already."""
+    # scikit-learn minimises C * sum of losses + ||W||^2 / 2. Of two classes it fits one vector w, W being +- w / 2: half the penalty.
+    c = (2 if len(np.unique(label_N)) == 2 else 1) / STRENGTH
+    model = LogisticRegression(C=c, fit_intercept=False, tol=_TOLERANCE, max_iter=_MAX_ITERATIONS)
+    with threadpool_limits(1):
+        return model.fit(x_ND, label_N)
+
+
+def centred(x_ND: np.ndarray) -> np.ndarray:
+    """Each row less its own mean, at length one; a row of equal numbers becomes zero."""
+    x_ND = x_ND - x_ND.mean(axis=1, keepdims=True)
+    norm_N1 = np.linalg.norm(x_ND, axis=1, keepdims=True)
+    return x_ND / np.where(norm_N1 > 0, norm_N1, 1)

@@ -1,0 +1,342 @@
+"""The linear probe of the MAE paper, as ViP uses it: a batch-normalised linear head trained with LARS on augmented pictures.
+
+ViP, appendix A.3 (Yu et al. 2024) follows He et al. (2022): BatchNorm without affine parameters before the head, LARS (You et al. 2017)
+with momentum 0.9 and trust coefficient 0.001, no decay, learning rate = blr x batch / 256 at batch 16,384, 90 epochs of which 10 warm up,
+then a half cosine; RandomResizedCrop and flip in training. ViP probes the mean patch token of each of the last 12 blocks, joined (9216
+numbers for Base); the MAE paper the class token. Neither says how blr was chosen among its values: here by a held-out fifth of the
+*training* units. For that, a second set of heads sees the same features but the held-out ones; the head that is scored has seen all.
+
+Legend: B records of a batch, N training records, M test records, D numbers of a feature, R values of blr, C channels, H height, W width.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from timm.optim.lars import Lars
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpvision.config import DataConfig
+from dpvision.config.checks import check_ranges
+from dpvision.data.keys import StepKey
+from dpvision.data.loader import physical_batches, pictures
+from dpvision.data.store import Store
+from dpvision.encoders.base import FrozenEncoder
+from dpvision.errors import ConfigError, DataError
+from dpvision.eval.probes.epochs import Epochs
+from dpvision.eval.probes.linear_probe import held_out
+from dpvision.eval.probes.protocol import Protocol, Subject, Task
+from dpvision.eval.score import Score
+
+Tokens = Literal["blocks", "cls"]
+FeatureOf = Callable[[Tensor], Tensor]
+_NORM_EPS, _HEAD_STD = 1e-6, 0.01
+
+
+@dataclass(frozen=True)
+class LarsSettings:
+    """The paper's settings, with what a small machine may shrink."""
+
+    blrs: tuple[float, ...] = (0.1, 0.05, 0.01)
+    """Base learning rates to choose from. The rate is blr x batch / 256: with few pictures it is small, and then takes many epochs."""
+    batch_size: int = 16_384
+    """Largest batch; fewer training pictures make one batch, and the rate follows."""
+    epochs: int = 90
+    """Passes over the training pictures."""
+    warmup_epochs: int = 10
+    """Epochs in which the rate rises to its peak."""
+    momentum: float = 0.9
+    trust: float = 1e-3
+    """LARS's trust coefficient."""
+    augment: bool = True
+    """Random resized crop and flip in each epoch: the encoder runs epochs x N times. False: features of the centre crop, once."""
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    """Range of a crop's area as a part of the picture's."""
+    eval_resize: float = 256 / 224
+    """Test pictures: shorter side resized to this multiple of the encoder's size, then the centre is cut."""
+    num_blocks: int = 12
+    """Last blocks whose mean patch tokens are joined; all if there are fewer."""
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            "lars",
+            self,
+            ("blrs", bool(self.blrs) and all(0 < blr < math.inf for blr in self.blrs), "positive numbers"),
+            ("batch_size", self.batch_size >= 2, "at least 2"),
+            ("epochs", self.epochs >= 1, "at least 1"),
+            ("warmup_epochs", 0 <= self.warmup_epochs < self.epochs, f"0 to epochs - 1 ({self.epochs - 1}), lowered together with epochs"),
+            ("momentum", 0 <= self.momentum < 1, "0 <= momentum < 1"),
+            ("trust", 0 < self.trust < math.inf, "a positive number"),
+            ("crop_scale", 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1, "0 < low <= high <= 1"),
+            ("eval_resize", 1 <= self.eval_resize < 4, "1 to 4"),
+            ("num_blocks", self.num_blocks >= 1, "at least 1"),
+        )
+
+    def words(self, num_records: int) -> str:
+        """The settings as scores name them."""
+        blrs = "/".join(f"{blr:g}" for blr in self.blrs)
+        chosen = f"blr {blrs} by a held-out fifth" if len(self.blrs) > 1 else f"blr {blrs}"
+        crop = f"crops {self.crop_scale[0]:g}-{self.crop_scale[1]:g} + flip" if self.augment else "no augmentation"
+        return f"{self.epochs} epochs, batch {min(self.batch_size, num_records)}, {chosen}, {crop}"
+
+
+def token_features(encoder: FrozenEncoder, tokens: Tokens, num_blocks: int = 12) -> tuple[FeatureOf, str]:
+    """What the probe looks at, and its name: x_BCHW -> x_BD float32.
+
+    "blocks": the mean patch token of each of the last ``num_blocks`` blocks, joined; of an encoder without blocks its default pooling.
+    "cls": the class token after the final norm. The norm's own scale and shift are left out: the probe's BatchNorm undoes them (up to
+    a sign per number, which the head absorbs).
+
+    Raises:
+        ConfigError: "cls" of an encoder without a class token.
+    """
+    blocks = encoder.blocks
+    if blocks is None:
+        if tokens == "cls":
+            raise ConfigError(f"linear_cls: {encoder.name} has no class token; expected a transformer. Use --protocols linear_lars.")
+        return lambda x_BCHW: next(iter(encoder.poolings(x_BCHW).values())).float(), "default pooling (it has no blocks)"
+
+    def joined(x_BCHW: Tensor) -> Tensor:
+        return torch.cat([token_BLD[:, 1:].float().mean(dim=1) for token_BLD in blocks(x_BCHW)[-num_blocks:]], dim=1)
+
+    def class_token(x_BCHW: Tensor) -> Tensor:
+        token_BD = blocks(x_BCHW)[-1][:, 0].float()
+        return F.layer_norm(token_BD, token_BD.shape[1:], eps=_NORM_EPS)
+
+    return (joined, "mean patch tokens of the last blocks") if tokens == "blocks" else (class_token, "class token")
+
+
+class LarsHeads(nn.Module):
+    """One normalisation and R linear heads, one for each blr, trained side by side on the same features."""
+
+    def __init__(self, width: int, num_classes: int, settings: LarsSettings, generator: torch.Generator) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width, affine=False, eps=_NORM_EPS)
+        self.weight_R = nn.ParameterList(torch.empty(num_classes, width).normal_(0, _HEAD_STD, generator=generator) for _ in settings.blrs)
+        self.bias_R = nn.ParameterList(torch.zeros(num_classes) for _ in settings.blrs)
+
+    def forward(self, x_BD: Tensor) -> list[Tensor]:
+        """Logits of each head; in evaluation mode those of a record do not depend on the others."""
+        z_BD = self.norm(x_BD)
+        return [F.linear(z_BD, weight, bias) for weight, bias in zip(self.weight_R, self.bias_R, strict=True)]
+
+    @torch.no_grad()
+    def predict(self, x_MD: Tensor) -> Tensor:
+        """Predicted labels of each head, int64 (R, M)."""
+        self.eval()
+        return torch.stack([logits.argmax(dim=1) for logits in self(x_MD)])
+
+
+class LarsTrainer:
+    """Heads with their optimizer; ``step`` takes one batch. The trust ratio applies to weights, not to biases (as in MAE's code)."""
+
+    def __init__(self, heads: LarsHeads, settings: LarsSettings) -> None:
+        self.heads, self.settings, self.steps = heads, settings, 0
+        groups = [{"params": [w], "always_adapt": True} for w in heads.weight_R] + [{"params": [b]} for b in heads.bias_R]
+        # timm skips the trust ratio where there is no weight decay unless it is told to adapt always.
+        self.optimizer = Lars(groups, lr=0.0, momentum=settings.momentum, trust_coeff=settings.trust, weight_decay=0.0)
+
+    def step(self, x_BD: Tensor, label_B: Tensor, factor: float) -> Tensor:
+        """One update at rate blr x ``factor``; returns the heads' mean losses (R,), before it."""
+        for group, blr in zip(self.optimizer.param_groups, [*self.settings.blrs] * 2, strict=True):
+            group["lr"] = blr * factor
+        # A plain average at first, torch's moving one later: the initial mean 0 and variance 1 are no statistics of these features.
+        self.heads.norm.momentum = max(0.1, 1 / (self.steps + 1))
+        self.heads.train()
+        loss_R = torch.stack([F.cross_entropy(logits, label_B) for logits in self.heads(x_BD)])
+        self.optimizer.zero_grad()
+        loss_R.sum().backward()
+        self.optimizer.step()
+        self.steps += 1
+        return loss_R.detach()
+
+
+@dataclass(frozen=True)
+class LarsResult:
+    """What the probe predicts of the test pictures."""
+
+    predicted_M: np.ndarray
+    label_M: np.ndarray
+    row_M: np.ndarray
+    """Rows of the test pictures."""
+    blr: float
+    """The one that was chosen."""
+    num_features: int
+
+
+@dataclass(frozen=True)
+class LinearLars(Protocol):
+    """``lars_probe`` on the mean patch tokens of the last blocks."""
+
+    name: ClassVar[str] = "linear_lars"
+    needs = "images"
+    tokens: ClassVar[Tokens] = "blocks"
+    settings: LarsSettings = field(default_factory=LarsSettings)
+
+    def check(self, subject: Subject, task: Task) -> None:
+        token_features(subject.encoder, self.tokens)
+
+    def run(self, subject: Subject, task: Task) -> list[Score]:
+        encoder, lars = subject.encoder, self.settings
+        feature_of, what = token_features(encoder, self.tokens, lars.num_blocks)
+        probed = lars_probe(
+            feature_of, task.train, task.test, task.unit_N, encoder.data, encoder.image_size, lars,
+            batch_size=task.batch_size, workers=task.workers, device=task.device, progress=task.say,
+        )  # fmt: skip
+        how = f"{lars.words(len(task.train[1]))}, {what}"
+        return [task.scoring.score(encoder.name, "LARS probe", how, [probed.predicted_M], probed.label_M, probed.row_M)]
+
+
+class LinearCls(LinearLars):
+    """``lars_probe`` on the class token."""
+
+    name = "linear_cls"
+    tokens = "cls"
+
+
+def lars_probe(
+    feature_of: FeatureOf,
+    train: tuple[Store, np.ndarray],
+    test: tuple[Store, np.ndarray],
+    unit_N: np.ndarray,
+    data: DataConfig,
+    image_size: int,
+    settings: LarsSettings | None = None,
+    *,
+    seed: int = 0,
+    batch_size: int = 256,
+    workers: int = 2,
+    device: str | torch.device = "cpu",
+    progress: Callable[[str], None] | None = None,
+) -> LarsResult:
+    """Train a head for each blr on the training rows, choose one by held-out training units, predict the test rows.
+
+    Args:
+        feature_of: x_BCHW on ``device`` -> x_BD, frozen (``token_features``).
+        train, test: a store and labelled int64 rows of it.
+        unit_N: the units of the training rows: none is in both parts when blr is chosen.
+        data: normalisation constants are taken from it.
+        seed: of the heads' initial weights, the order of the pictures, crops and flips.
+        batch_size: pictures in one forward pass of the encoder; changes time and memory alone.
+
+    Raises:
+        DataError: no picture could be read, or too few to hold some out.
+    """
+    settings = settings or LarsSettings()
+    (store, rows), say = train, progress or (lambda text: None)
+    labels = store.labels
+    num_classes = int(labels[rows].max()) + 1
+    choose = len(settings.blrs) > 1
+    held_N = held_out(labels[rows], unit_N, seed) if choose else np.zeros(len(rows), dtype=bool)
+    if choose and (not held_N.any() or len(np.unique(labels[rows[~held_N]])) < 2):
+        raise DataError(f"lars: {len(rows)} training records; expected enough to hold out a fifth. Label more pictures, or give one blr.")
+    is_held = np.zeros(store.num_records, dtype=bool)
+    is_held[rows[held_N]] = True
+    view = _Views(feature_of, data, image_size, settings, seed, batch_size, workers, device)
+    epochs = Epochs(len(rows), settings.batch_size, settings.epochs, settings.warmup_epochs, seed)
+    factor = len(rows) / epochs.batches / 256
+    trainers: list[LarsTrainer] = []
+    done = 0
+    for epoch in range(settings.epochs):
+        loss, seen = 0.0, 0
+        for x_BD, row_B in view.epoch(store, rows, epoch, epochs):
+            label_B = torch.from_numpy(labels[row_B]).to(device)
+            if not trainers:
+                for _ in range(2 if choose else 1):
+                    heads = LarsHeads(x_BD.shape[1], num_classes, settings, torch.Generator().manual_seed(seed)).to(device)
+                    trainers.append(LarsTrainer(heads, settings))
+            level = factor * epochs.level(done)
+            kept_B = torch.from_numpy(~is_held[row_B]).to(device)
+            for trainer, some in zip(trainers, (None, kept_B), strict=False):
+                x, y = (x_BD, label_B) if some is None else (x_BD[some], label_B[some])
+                if len(x) > 1:  # batch statistics need two
+                    loss_R = trainer.step(x, y, level)
+                if some is None and len(x) > 1:
+                    loss, seen = loss + float(loss_R.min()) * len(x), seen + len(x)
+            done += 1
+        say(f"LARS probe: epoch {epoch + 1} of {settings.epochs}, loss {loss / max(1, seen):.3f}")
+    if not trainers:
+        raise DataError(f"lars: {store.path} has no readable picture among {len(rows)}; expected some. Import the source again.")
+    best = 0
+    if choose:
+        right_R, n = torch.zeros(len(settings.blrs)), 0
+        for x_BD, row_B in view.centred(store, rows[held_N]):
+            right_R += (trainers[1].heads.predict(x_BD).cpu() == torch.from_numpy(labels[row_B])).sum(dim=1)
+            n += len(x_BD)
+        best = int(right_R.argmax())
+        say(f"LARS probe: blr {settings.blrs[best]:g} ({float(right_R[best]) / max(1, n):.1%} of the held-out pictures)")
+    predicted, truth, read = [], [], []
+    test_store, test_rows = test
+    test_labels = test_store.labels
+    for x_BD, row_B in view.centred(test_store, test_rows):
+        predicted.append(trainers[0].heads.predict(x_BD)[best].cpu().numpy())
+        truth.append(test_labels[row_B])
+        read.append(row_B)
+    if not predicted:
+        raise DataError(f"lars: {test_store.path} has no readable picture among {len(test_rows)}; expected some. Import the source again.")
+    return LarsResult(
+        np.concatenate(predicted), np.concatenate(truth), np.concatenate(read), settings.blrs[best], trainers[0].heads.weight_R[0].shape[1]
+    )
+
+
+class _Views:
+    """Features of augmented and of centred pictures, with the rows that they are of."""
+
+    def __init__(
+        self,
+        feature_of: FeatureOf,
+        data: DataConfig,
+        image_size: int,
+        settings: LarsSettings,
+        seed: int,
+        batch_size: int,
+        workers: int,
+        device: str | torch.device,
+    ) -> None:
+        self.feature_of, self.settings, self.seed, self.image_size = feature_of, settings, seed, image_size
+        self.batch_size, self.workers, self.device = batch_size, workers, device
+        self.data = DataConfig(mean=data.mean, std=data.std, crop_scale=settings.crop_scale)
+        self._kept: tuple[Tensor, np.ndarray] | None = None
+
+    def epoch(self, store: Store, rows: np.ndarray, epoch: int, epochs: Epochs) -> Iterator[tuple[Tensor, np.ndarray]]:
+        """Batches x_BD and row_B of one pass in random order, of nearly equal size."""
+        order = epochs.order(epoch)
+        if not self.settings.augment:
+            if self._kept is None:
+                found = [*self.centred(store, rows)]
+                if not found:
+                    return
+                self._kept = torch.cat([x for x, _ in found]), np.concatenate([row for _, row in found])
+            x_ND, row_N = self._kept
+            order = order[order < len(row_N)]  # pictures that do not decode are absent
+            for part in np.array_split(order, epochs.batches):
+                yield x_ND[torch.from_numpy(part).to(x_ND.device)], row_N[part]
+            return
+        for part in np.array_split(rows[order], epochs.batches):
+            x, row = self._augmented(store, part, epoch)
+            if len(row):
+                yield torch.cat(x), row
+
+    @torch.no_grad()
+    def _augmented(self, store: Store, rows: np.ndarray, epoch: int) -> tuple[list[Tensor], np.ndarray]:
+        key, found, valid = StepKey(self.seed, epoch), [], []
+        size, num, workers = self.image_size, self.batch_size, self.workers
+        for batch in physical_batches(store, rows, key, self.data, size, physical_batch_size=num, workers=workers):
+            valid.append(batch.valid_B)
+            if batch.valid_B.any():
+                found.append(self.feature_of(batch.image_BVCHW[batch.valid_B][:, 0].to(self.device)))
+        return found, rows[torch.cat(valid).numpy()]
+
+    @torch.no_grad()
+    def centred(self, store: Store, rows: np.ndarray) -> Iterator[tuple[Tensor, np.ndarray]]:
+        """Features of the evaluation transform, batch by batch, in the order of ``rows``."""
+        size = self.image_size
+        edge = (round(size * self.settings.eval_resize) - size) // 2
+        resized = round(size * self.settings.eval_resize)
+        for x_BCHW, row_B, _ in pictures(store, rows, resized, self.data, batch_size=self.batch_size, workers=self.workers):
+            x_BCHW = x_BCHW[..., edge : edge + size, edge : edge + size]
+            yield self.feature_of(x_BCHW.to(self.device)), row_B.numpy()

@@ -1,0 +1,205 @@
+"""The score of a run's own head: the classifier as it was trained, on test pictures, nothing fitted.
+
+Legend: B pictures of a batch, N pictures, K classes.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpvision.checkpoint import Checkpoint, load_checkpoint
+from dpvision.config import ClassifierConfig, DataConfig, HeadConfig, RunConfig
+from dpvision.data.loader import pictures
+from dpvision.data.store import Store
+from dpvision.encoders.feature_file import Extraction, feature_blocks
+from dpvision.encoders.headed import is_head, open_headed
+from dpvision.errors import ConfigError, DataError
+from dpvision.eval.any_of_labels import AnyOfLabels
+from dpvision.eval.metric import Metric
+from dpvision.eval.predictions import Scoring
+from dpvision.eval.probes.multi_label_scores import multi_label_scores
+from dpvision.eval.probes.protocol import Protocol, Subject, Task, is_run
+from dpvision.eval.score import Score, Visibility
+from dpvision.eval.unseen import check_unseen, trained_store
+from dpvision.features import Progress, load_model, trained_in_confidence
+
+
+@dataclass(frozen=True)
+class OwnHead(Protocol):
+    """``score_own_head`` as a protocol: nothing is learned from the training store."""
+
+    name: ClassVar[str] = "own_head"
+    needs = "own head"
+
+    def check(self, subject: Subject, task: Task) -> None:
+        if not is_run(subject.spec):
+            raise ConfigError(f"own_head: {subject.spec!r} has no head; expected the run folder of a classifier. Use --protocols linear.")
+        if task.test[0] is task.train[0]:
+            raise ConfigError("own_head: no test store; expected --test STORE, pictures that the head was not trained on. Name one.")
+
+    def run(self, subject: Subject, task: Task) -> list[Score]:
+        def report(done: int) -> None:
+            task.say(f"own head: {done:,} test pictures")
+
+        return score_own_head(
+            subject.spec, task.test[0], any_of=task.scoring.any_of, ema=subject.ema, batch_size=task.batch_size, workers=task.workers,
+            device=task.device, progress=report,
+        )  # fmt: skip
+
+
+@torch.inference_mode()
+def score_own_head(
+    run_or_checkpoint: str | Path,
+    test_store: Store,
+    *,
+    any_of: AnyOfLabels | None = None,
+    ema: bool = False,
+    batch_size: int = 256,
+    workers: int = 2,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> list[Score]:
+    """Accuracy of a classifier run, or of a head on a frozen encoder, on the labelled pictures of a store, one centre crop each.
+
+    Which number of the head is which class is the order of the training store's labels: import both stores in the same way. Beside the
+    accuracy over pictures stands the mean of the classes' own, where the classes are not of one size. A run with several classes a picture
+    is scored by ``multi_label_scores`` on a store with several labels.
+
+    Args:
+        any_of: the classes any of which is right, for a run with one class a picture; the accuracy is then by them.
+        ema: the averaged weights. To score both and report the better is a selection.
+        progress: called with the number of pictures done.
+
+    Returns:
+        Scores named "own head" or "own head, averaged weights"; private if the store is, or if the weights are.
+
+    Raises:
+        ConfigError: the run has no head of its own, or one for several classes a picture and ``any_of`` is given.
+        CheckpointError: as in ``features.load_encoder``, or the encoder under the head is not there.
+        DataError: no readable picture with a label, a label that the head does not have, one label a picture where the run has several or
+            the reverse, other classes than the training store's, or pictures that the run was trained on.
+    """
+    checkpoint = load_checkpoint(run_or_checkpoint)
+    scores_of = _scores_of_head if is_head(checkpoint) else _scores_of_network
+    hardware = Extraction(batch_size, workers, device, progress)
+    config, rows, score_NK = scores_of(checkpoint, test_store, any_of is not None, ema, hardware)
+    assert isinstance(config.model, ClassifierConfig | HeadConfig) and config.model.num_classes is not None
+    readable_N = ~torch.isnan(score_NK).all(dim=1)
+    score_NK, row_N = score_NK[readable_N], rows[readable_N.numpy()]
+    if len(row_N) == 0:
+        raise DataError(f"own_head: {test_store.path} has no readable picture with a label; expected one or more. Import the source again.")
+    if not torch.isfinite(score_NK).all():
+        raise DataError("own_head: logits that are not finite; expected numbers. The run has diverged: train again at a lower rate.")
+    private = test_store.results_visibility == "private" or trained_in_confidence(checkpoint.manifest)
+    visibility: Visibility = "private" if private else "public"
+    name = "own head, averaged weights" if ema else "own head"
+    if config.model.multi_label:
+        target_NK = test_store.targets(row_N, config.model.num_classes)
+        return multi_label_scores(name, score_NK.numpy(), target_NK, _threshold(config.model), "own head, centre crop", visibility)
+    predicted_N, truth_N = score_NK.argmax(1).numpy(), test_store.labels[row_N]
+    sizes = np.bincount(truth_N)
+    uneven = len(set(sizes[sizes > 0].tolist())) > 1
+    metrics: tuple[Metric, ...] = ("accuracy", "mean_per_class") if uneven and any_of is None else ("accuracy",)
+    how = f"{config.model.num_classes} classes, centre crop"
+    return [Scoring(m, any_of, visibility).score(name, "own head", how, [predicted_N], truth_N, row_N) for m in metrics]
+
+
+def check_scorable(config: RunConfig, test_store: Store, *, any_is_right: bool = False) -> np.ndarray:
+    """Rows of a test store that a run's own head can be scored on, int64; raises as ``score_own_head``, without reading a picture.
+
+    Args:
+        any_is_right: several labels are given for a run with one class a picture.
+    """
+    model = config.model
+    assert isinstance(model, ClassifierConfig | HeadConfig) and model.num_classes is not None
+    check_unseen(config.data, test_store, "own_head")
+    if model.multi_label and any_is_right:
+        raise ConfigError(
+            "own_head: labels any of which is right, for a run with several classes a picture; expected none: its test store has the "
+            "classes. Leave --labels out."
+        )
+    if model.multi_label != test_store.multi_label:
+        has, rule = ("one label", "several") if model.multi_label else ("several labels", "one")
+        raise DataError(
+            f"own_head: {test_store.path} has {has} a record; expected {rule}, as the run was trained with. Import it with such labels, or "
+            "evaluate another run."
+        )
+    _check_names(config.data, test_store)
+    return _labelled_rows(test_store, model.num_classes)
+
+
+def _threshold(model: ClassifierConfig | HeadConfig) -> float | None:
+    """Above which score a class is said to be there; None where scores mean an order only."""
+    if isinstance(model, ClassifierConfig):
+        return 0.0  # of a logit: probability 1/2
+    # Least squares is fitted to zeros and ones. One step has a rate that nothing chose, and a prototype's scores compare classes.
+    return {"least_squares": 0.5, "many_steps": 0.0, "feature_covariance": 0.0}.get(model.head)
+
+
+def _scores_of_head(
+    checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: Extraction
+) -> tuple[RunConfig, np.ndarray, Tensor]:
+    """Config, rows, and scores float32 (N, K), from features that are kept beside the store: NaN for what cannot be read."""
+    headed, config = open_headed(checkpoint, ema=ema, device=hardware.device)
+    assert isinstance(config.model, HeadConfig)
+    rows = check_scorable(config, store, any_is_right=any_is_right)
+    keep = not headed.encoder.confidential or store.visibility == "private"
+    blocks = feature_blocks(headed.encoder, headed.pooling, config.model.encoder.width, store, rows, hardware, keep=keep)
+    scored = [headed.head(torch.from_numpy(np.array(block_BD)).to(hardware.device).float()).cpu() for block_BD in blocks]
+    return config, rows, torch.cat([torch.empty(0, config.model.num_classes or 0), *scored])
+
+
+def _scores_of_network(
+    checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: Extraction
+) -> tuple[RunConfig, np.ndarray, Tensor]:
+    """As ``_scores_of_head``, of a classifier that was trained as a whole."""
+    model, config = load_model(checkpoint, ema=ema)
+    if not isinstance(config.model, ClassifierConfig):
+        raise ConfigError(
+            f"own_head: {checkpoint.path} is of model kind {config.model.kind!r}; expected 'classifier'. Use --protocols knn, linear."
+        )
+    model = model.to(hardware.device).eval()
+    rows = check_scorable(config, store, any_is_right=any_is_right)
+    score_NK, done = torch.full((len(rows), config.model.num_classes or 0), torch.nan), 0
+    size = config.model.encoder.image_size
+    for x_BCHW, row_B, _ in pictures(store, rows, size, config.data, batch_size=hardware.batch_size, workers=hardware.workers):
+        score_BK = model(x_BCHW.to(hardware.device)).float().cpu()
+        # An image that was read has scores, if only infinite ones.
+        score_NK[np.searchsorted(rows, row_B.numpy())] = score_BK.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        done += len(row_B)
+        if hardware.progress is not None:
+            hardware.progress(done)
+    return config, rows, score_NK
+
+
+def has_own_head(run_or_checkpoint: str | Path) -> bool:
+    """Whether a run classifies pictures by itself."""
+    return load_checkpoint(run_or_checkpoint).manifest["config"].get("model", {}).get("kind") in ("classifier", "head")
+
+
+def _labelled_rows(store: Store, num_classes: int) -> np.ndarray:
+    rows = np.flatnonzero(store.labelled)
+    if not len(rows):
+        raise DataError(f"own_head: {store.path} has no labels; expected a class for each picture. Import it with --label-from FIELD.")
+    if (largest := int(store.classes(rows)[1].max(initial=-1))) >= num_classes:
+        raise DataError(
+            f"own_head: {store.path} has label={largest}; expected 0 to {num_classes - 1}, the classes of the run. "
+            "Import it with the same classes as the training store."
+        )
+    return rows
+
+
+def _check_names(data: DataConfig, store: Store) -> None:
+    """Refuse classes that another store numbers otherwise: every score would be of the wrong ones."""
+    trained = trained_store(data)
+    ours, theirs = None if trained is None else trained.label_names, store.label_names
+    if ours is not None and theirs is not None and ours != theirs:
+        first = next((f"{a!r} and {b!r}" for a, b in zip(ours, theirs, strict=False) if a != b), f"{len(ours)} and {len(theirs)} of them")
+        raise DataError(
+            f"own_head: classes of {store.path} are not those of the training store ({first}); expected the same names in the same order. "
+            "Import both together and cut them with `dpvision data split`, or give classes as numbers."
+        )

@@ -1,0 +1,133 @@
+"""What a protocol is: a name, what it needs of an encoder, and a run that yields scores. Its settings are its fields.
+
+Legend: N training records, M test records, D feature dimensions.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+
+from dpvision.data.store import Store
+from dpvision.encoders.base import FrozenEncoder
+from dpvision.errors import DataError
+from dpvision.eval.predictions import Scoring
+from dpvision.eval.probes.records import LabelledFeatures, check_labels, units
+from dpvision.eval.score import Score
+
+Say = Callable[[str], None]
+Needs = Literal["features", "images", "own head"]
+"""What a protocol works on: features that are computed once, the images themselves, or the head that a run was trained with."""
+
+
+def is_run(spec: str | Path) -> bool:
+    """Whether ``spec`` is a run or checkpoint folder, as opposed to the name of some other encoder."""
+    return Path(spec).is_dir()
+
+
+@dataclass(frozen=True)
+class Task:
+    """Labelled images to learn from and to be scored on, and how."""
+
+    train: tuple[Store, np.ndarray]
+    """A store and labelled int64 rows of it."""
+    test: tuple[Store, np.ndarray]
+    """The same store where its units were divided."""
+    scoring: Scoring = field(default_factory=Scoring)
+    batch_size: int = 256
+    """Images in one forward pass."""
+    workers: int = 2
+    device: str | torch.device = "cpu"
+    say: Say = lambda text: None
+
+    @property
+    def unit_N(self) -> np.ndarray:
+        """The units of the training rows."""
+        return units(self.train[0])[self.train[1]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An encoder under evaluation."""
+
+    encoder: FrozenEncoder
+    spec: str
+    """What it was opened from."""
+    ema: bool = False
+    features: tuple[LabelledFeatures, LabelledFeatures] | None = None
+    """Of the training and of the test records; there for protocols that need features."""
+
+
+class Protocol(ABC):
+    """A way to measure an encoder. Frozen dataclasses: two protocols with equal settings are equal, and print them all."""
+
+    name: ClassVar[str]
+    """As `dpvision evaluate --protocols` takes it."""
+    needs: ClassVar[Needs]
+
+    def check(self, subject: Subject, task: Task) -> None:  # noqa: B027 (most protocols take any encoder)
+        """Refuse an encoder that cannot go through, before any work is done. Raises ConfigError."""
+
+    @abstractmethod
+    def run(self, subject: Subject, task: Task) -> list[Score]:
+        """Scores of one encoder."""
+
+
+class FeatureProtocol(Protocol):
+    """A protocol that fits a classifier to frozen features."""
+
+    needs = "features"
+
+    @abstractmethod
+    def predict(
+        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
+    ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
+        """The title of each score, its settings, and the predicted test labels (M,) of each draw.
+
+        Args:
+            unit_N: records of one unit (person) are held out together.
+            names: of the classes, for errors.
+        """
+
+    def run(self, subject: Subject, task: Task) -> list[Score]:
+        assert subject.features is not None
+        return score_features(*subject.features, [self], task.scoring, task.train[0].label_names, task.say)
+
+
+def score_features(
+    train: LabelledFeatures,
+    test: LabelledFeatures,
+    protocols: Sequence[FeatureProtocol],
+    scoring: Scoring | None = None,
+    names: Sequence[str] | None = None,
+    say: Say = lambda text: None,
+) -> list[Score]:
+    """Scores of each entry of the features by protocols that need no more than features.
+
+    Args:
+        names: of the classes, for errors.
+
+    Raises:
+        DataError: labels or features are not fit for a classifier.
+    """
+    scoring = scoring or Scoring()
+    check_labels(train.label_N, test.label_N, names)
+    label_N, truth_M, scores = train.label_N.numpy(), test.label_N.numpy(), []
+    assert scoring.any_of is None or test.row_N is not None, "which labels are right is known by row"
+    row_M = np.arange(len(truth_M)) if test.row_N is None else test.row_N
+    for protocol in protocols:
+        for (name, pooling), train_ND in train.features.items():
+            test_MD = test.features[name, pooling]
+            for x_ND in (train_ND, test_MD):
+                if not torch.isfinite(x_ND).all():
+                    bad = int((~torch.isfinite(x_ND)).any(dim=1).sum())
+                    raise DataError(f"evaluate: features of {name} are not finite for {bad} records; expected numbers. Train again.")
+            say(f"{protocol.name}: {name}, {pooling}")
+            for title, how, predicted in protocol.predict(train_ND.numpy(), label_N, train.unit_N, test_MD.numpy(), names):
+                described = f"{how}, {pooling}" if how else pooling
+                scores.append(scoring.score(name, title, described, predicted, truth_M, row_M))
+    return scores

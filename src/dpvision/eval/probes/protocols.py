@@ -1,0 +1,65 @@
+"""The protocols by name, and the controls that stand beside an encoder."""
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+from dpvision.errors import ConfigError
+from dpvision.eval.probes.dpcap_probe import DPCapProbe
+from dpvision.eval.probes.few_shot_probe import FewShotProbe, FewShotProbeSettings
+from dpvision.eval.probes.fine_tune import FineTune, FineTuneSettings
+from dpvision.eval.probes.knn import KNN
+from dpvision.eval.probes.lars_probe import LarsSettings, LinearCls, LinearLars
+from dpvision.eval.probes.linear_probe import Linear
+from dpvision.eval.probes.own_head import OwnHead
+from dpvision.eval.probes.protocol import Protocol
+from dpvision.eval.probes.ridge import Ridge
+
+Control = Literal["random", "pixels"]
+CONTROLS: tuple[Control, ...] = get_args(Control)
+PROTOCOLS: dict[str, type[Protocol]] = {
+    kind.name: kind for kind in (KNN, Linear, Ridge, LinearLars, LinearCls, FineTune, FewShotProbe, DPCapProbe, OwnHead)
+}
+
+
+def make_protocols(
+    names: Iterable[str],
+    *,
+    shots: tuple[int, ...] = (10,),
+    few_shot_probe: FewShotProbeSettings | None = None,
+    fine_tune: FineTuneSettings | None = None,
+    lars: LarsSettings | None = None,
+) -> tuple[Protocol, ...]:
+    """The protocols of these names, each once.
+
+    Args:
+        shots: images per class of the few-shot protocols.
+        few_shot_probe: of few_shot_probe; few_shot_dpcap takes its number of draws from here.
+        lars: of linear_lars and linear_cls.
+
+    Raises:
+        ConfigError: an unknown name, or none; a setting out of its range.
+    """
+    names = tuple(dict.fromkeys(names))
+    if not names or set(names) - set(PROTOCOLS):
+        raise ConfigError(
+            f"evaluate: protocols={','.join(names)!r}; expected some of {', '.join(PROTOCOLS)}. Leave it out for knn, linear."
+        )
+    drawn, lars = few_shot_probe or FewShotProbeSettings(), lars or LarsSettings()
+    set_up = {
+        p.name: p
+        for p in (
+            FewShotProbe(shots, drawn),
+            DPCapProbe(shots, drawn.draws),
+            FineTune(shots, fine_tune or FineTuneSettings()),
+            LinearLars(lars),
+            LinearCls(lars),
+        )
+    }
+    return tuple(set_up[name] if name in set_up else PROTOCOLS[name]() for name in names)
+
+
+def checked_controls(names: Iterable[str]) -> tuple[Control, ...]:
+    """The controls of these names. Raises ConfigError for an unknown one."""
+    if set(names) - set(CONTROLS):
+        raise ConfigError(f"evaluate: against={','.join(names)!r}; expected random, pixels, both or none. Leave it out for both.")
+    return tuple(c for c in CONTROLS if c in names)

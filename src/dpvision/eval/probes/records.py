@@ -1,0 +1,111 @@
+"""Which records an evaluation learns from and which it is scored on, and whether their labels are fit for that.
+
+Legend: N records, D numbers of a feature.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from dpvision.data.keys import StepKey
+from dpvision.data.store import Store
+from dpvision.errors import DataError
+from dpvision.eval.probes.shots import class_name
+
+TEST_FRACTION = 0.2
+"""Expected share of the units of a single store that are kept for the test."""
+_IMPORT = "Import both with the same --label-from and the same class folders."
+
+
+@dataclass(frozen=True)
+class LabelledFeatures:
+    """Features of the labelled records of one store, by (encoder's name, feature's name)."""
+
+    features: dict[tuple[str, str], Tensor]
+    """float32 (N, D) each."""
+    label_N: Tensor
+    unit_N: np.ndarray
+    """Records of one person share a number."""
+    row_N: np.ndarray | None = None
+    """int64 rows of the store; needed where several labels are right."""
+
+
+def check_labels(train_label_N: Tensor, test_label_N: Tensor, names: Sequence[str] | None = None) -> None:
+    """Raise DataError unless the training labels have two classes or more and cover those of the test."""
+    train, test = train_label_N.numpy(), test_label_N.numpy()
+    known, asked = set(train.tolist()), set(test.tolist())
+    if len(known) < 2:
+        only = ", ".join(f"{class_name(label, names)}, {len(train)} pictures" for label in known)
+        raise DataError(
+            f"evaluate: {len(known)} class among the training labels{f' ({only})' if only else ''}; expected two or more. "
+            "Add pictures of another class."
+        )
+    if asked - known:
+        missing = sorted(asked - known)
+        shown = "; ".join(f"{class_name(c, names)}: {int((test == c).sum())} test pictures, 0 to train on" for c in missing[:5])
+        raise DataError(
+            f"evaluate: the test store has labels {missing[:5]} that the training store lacks ({shown}); expected the same classes. "
+            f"{_IMPORT}"
+        )
+
+
+def evaluation_rows(train_store: Store, test_store: Store | None) -> tuple[np.ndarray, np.ndarray]:
+    """Labelled rows to train and to test on; one store is split by units with keyed coins, as ``data split`` does.
+
+    Raises:
+        DataError: a store has no labels, their classes have other names, a label has no name, they share records or persons, or one is
+            too small to split.
+    """
+    train_rows = _labelled_rows(train_store)
+    if test_store is None:
+        coin_N = StepKey(0, 0).uniform_numpy(units(train_store)[train_rows], "evaluation test", 1)[:, 0]
+        train_part, test_part = train_rows[coin_N >= TEST_FRACTION], train_rows[coin_N < TEST_FRACTION]
+        if not len(train_part) or not len(test_part):
+            raise DataError(f"evaluate: {train_store.path} has {len(train_rows)} labelled records; expected more. Give a test store.")
+        return train_part, test_part
+    names, test_names = train_store.label_names, test_store.label_names
+    if names is not None and test_names is not None and names != test_names:
+        raise DataError(
+            f"evaluate: classes of the stores differ ({len(names)}: {', '.join(names[:3])}, ...; {len(test_names)}: "
+            f"{', '.join(test_names[:3])}, ...); expected the same names in the same order. {_IMPORT}"
+        )
+    # Two halves of one store may be given, the same records or persons twice may not. Ids of different stores do not tell (they are keyed).
+    if train_store.store_id == test_store.store_id:
+        shared = len(np.intersect1d(units(train_store), units(test_store)))
+        if shared:
+            raise DataError(
+                f"evaluate: {test_store.path} shares records (or persons: {shared}) with the training store; expected none. "
+                "Give one store only, and it is split."
+            )
+    return train_rows, _labelled_rows(test_store)
+
+
+def units(store: Store) -> np.ndarray:
+    """int64 (N,): the unit of each record, its own id where it has none."""
+    return np.where(store.index["unit"] >= 0, store.index["unit"], store.index["id"]).astype(np.int64)
+
+
+def _labelled_rows(store: Store) -> np.ndarray:
+    if store.multi_label:
+        raise DataError(
+            f"evaluate: {store.path} has several labels a record; expected one, which is what probes learn. Score a run that was "
+            "trained with several by its own head: leave --train out."
+        )
+    labels = store.labels
+    rows = np.flatnonzero(labels >= 0)
+    if not len(rows):
+        raise DataError(f"evaluate: {store.path} has no labels; expected a class for each picture. Import it with --label-from FIELD.")
+    if store.label_names is not None and labels.max() >= len(store.label_names):
+        top, num = int(labels.max()), len(store.label_names)
+        raise DataError(
+            f"evaluate: {store.path} has label {top} ({int((labels == top).sum())} pictures) but {num} class names; expected labels 0 to "
+            f"{num - 1}. Import the source again."
+        )
+    return rows
+
+
+def only(features: LabelledFeatures, name: str) -> LabelledFeatures:
+    """The features of one encoder among those of several."""
+    return replace(features, features={key: x for key, x in features.features.items() if key[0] == name})

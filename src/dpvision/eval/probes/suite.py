@@ -1,0 +1,127 @@
+"""The scores of an encoder, whoever made it: one protocol after the other, with random weights and raw pixels beside it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dpvision.data.store import Store
+from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.fixed import raw_pixels
+from dpvision.encoders.open import open_encoder, recognised
+from dpvision.errors import ConfigError
+from dpvision.eval.any_of_labels import AnyOfLabels
+from dpvision.eval.metric import Metric, checked_metric
+from dpvision.eval.predictions import Scoring
+from dpvision.eval.probes.cache import EvaluationCache
+from dpvision.eval.probes.knn import KNN
+from dpvision.eval.probes.linear_probe import Linear
+from dpvision.eval.probes.protocol import Protocol, Subject, Task, is_run
+from dpvision.eval.probes.protocols import CONTROLS, Control, checked_controls
+from dpvision.eval.probes.records import check_labels, evaluation_rows, only
+from dpvision.eval.score import Score
+
+
+def evaluate(
+    spec: str | Path,
+    train_store: Store,
+    test_store: Store | None = None,
+    *,
+    protocols: Sequence[Protocol] = (KNN(), Linear()),
+    against: Sequence[Control] = CONTROLS,
+    metric: Metric | None = None,
+    any_of: AnyOfLabels | None = None,
+    ema: bool = False,
+    batch_size: int = 256,
+    workers: int = 2,
+    device: str | torch.device = "cpu",
+    cache: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> list[Score]:
+    """Scores of an encoder and of its controls: its architecture with the run's initial random weights, and raw pixels.
+
+    Protocols on features are run on every pooling that the encoder offers; controls go through each protocol that they can.
+
+    Args:
+        spec: what ``encoders.open.open_encoder`` takes: a run folder, ``timm:NAME``, ``hog``, ...
+        train_store: labelled pictures to learn the classes from.
+        test_store: labelled pictures to score on; None: about a fifth of the first store's units, the same ones every time.
+        protocols: with their settings; ``make_protocols`` makes them from names.
+        against: controls. "random" exists for runs only and is left out for other encoders.
+        metric: None: what the training store declares, else accuracy.
+        any_of: the classes any of which is right for each record of the test store (of the only store where there is one); the metric is
+            then accuracy.
+        cache: keep features and scores under the stores' confidential/features/, and take them from there.
+        progress: called with a line on what is being done.
+
+    Returns:
+        Scores by protocol, the encoder before its controls. They are private if a store is, or if the encoder was trained on private
+        pictures without a guarantee.
+
+    Raises:
+        ConfigError: no protocol, an unknown control, or a protocol that this encoder cannot go through.
+        DataError: a store has no labels, one class only, or labels that the training store lacks; too few pictures of a class for the
+            shots; the stores share records; a feature is not finite.
+        CheckpointError: the encoder cannot be read.
+    """
+    checked_controls(against)
+    if not protocols:
+        raise ConfigError("evaluate: protocols=(); expected some. Leave it out for k-NN and the linear probe.")
+    train_rows, test_rows = evaluation_rows(train_store, test_store)
+    scored_store = test_store or train_store
+    train_labels, test_labels = (torch.from_numpy(s.labels[r]) for s, r in ((train_store, train_rows), (scored_store, test_rows)))
+    check_labels(train_labels, test_labels, train_store.label_names)
+    encoder = recognised(open_encoder(str(spec), ema=ema, device=device), train_store, scored_store)
+    private = encoder.confidential or "private" in (train_store.results_visibility, scored_store.results_visibility)
+    measured = "accuracy" if any_of is not None else checked_metric(metric or train_store.meta.get("metric") or "accuracy")
+    task = Task(
+        (train_store, train_rows), (scored_store, test_rows), Scoring(measured, any_of, "private" if private else "public"),
+        batch_size, workers, device, progress or (lambda text: None),
+    )  # fmt: skip
+    subject = Subject(encoder, str(spec), ema)
+    for protocol in protocols:
+        protocol.check(subject, task)
+    subjects = [subject, *_controls(subject, against, device)]
+    kept = EvaluationCache(task, cache)
+    prints = {s.encoder.name: kept.fingerprint(s.encoder) for s in subjects}
+    pairs = [(protocol, s) for protocol in protocols for s in subjects if s is subject or _fits(protocol, s, task)]
+    marks = [prints[s.encoder.name] if protocol.needs != "own head" else None for protocol, s in pairs]
+    found = [kept.load(protocol, mark) for (protocol, _), mark in zip(pairs, marks, strict=True)]
+    missing = {s.encoder.name: s.encoder for (p, s), scores in zip(pairs, found, strict=True) if p.needs == "features" and scores is None}
+    features = kept.features(list(missing.values()), prints) if missing else None
+    for i, (protocol, s) in enumerate(pairs):
+        if found[i] is None:
+            own = None if features is None else (only(features[0], s.encoder.name), only(features[1], s.encoder.name))
+            scores = protocol.run(replace(s, features=own), task)
+            kept.save(protocol, marks[i], scores)
+            found[i] = scores
+    return [score for scores in found for score in scores or ()]
+
+
+def _controls(subject: Subject, against: Sequence[Control], device: str | torch.device) -> list[Subject]:
+    made = []
+    if "random" in against and is_run(subject.spec):
+        spec = f"random:{subject.spec}"
+        made.append(Subject(open_encoder(spec, device=device), spec))
+    if "pixels" in against:
+        made.append(Subject(_pixels(subject.encoder), "pixels"))
+    return made
+
+
+def _pixels(encoder: FrozenEncoder) -> FrozenEncoder:
+    """Raw pixels of images that are prepared as the encoder's."""
+    return replace(
+        encoder, name="raw pixels", poolings=raw_pixels, family="fixed", backbone=None, blocks=None, lineage=(), own_sizes=()
+    )  # fmt: skip
+
+
+def _fits(protocol: Protocol, subject: Subject, task: Task) -> bool:
+    """Whether a control can go through a protocol; none has a head of its own."""
+    if protocol.needs == "own head":
+        return False
+    try:
+        protocol.check(subject, task)
+    except ConfigError:
+        return False
+    return True
