@@ -12,8 +12,8 @@ from zoo import KEY, class_losses, make_batch, rows
 from dpvision.dp import compiled
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.compiled import compile_blocks
-from dpvision.dp.slots import Slot
 from dpvision.dp.support import check_compiled
+from dpvision.dp.weight_grads import Slot
 from dpvision.errors import ConfigError, PrivacyError
 
 NUM = 4
@@ -119,15 +119,15 @@ def test_pass_that_broke_off_leaves_nothing_for_the_next(monkeypatch):
     model, batch = vit().double(), make_batch(NUM, size=32, dtype=torch.float64)
     compile_blocks(model, NUM, backend="aot_eager")
     expected = clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1)
-    add_outer, count = Slot.add_outer, iter(range(100))
+    add_outer_products, count = Slot.add_outer_products, iter(range(100))
 
     def broken(self, outer):
         if next(count) == 8:
             raise MemoryError
-        add_outer(self, outer)
+        add_outer_products(self, outer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Slot, "add_outer", broken)
+        patch.setattr(Slot, "add_outer_products", broken)
         with pytest.raises(MemoryError):
             clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1)
     again = clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1)

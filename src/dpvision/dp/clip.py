@@ -24,7 +24,7 @@ from dpvision.dp.buckets import hashes
 from dpvision.dp.one_pass import one_pass
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
 from dpvision.dp.rounding import MOST_ROUNDED, clip_factors, require_exact_products, reserve
-from dpvision.dp.slots import sum_of_squares, summed
+from dpvision.dp.weight_grads import sum_of_squares, summed
 from dpvision.errors import ConfigError, PrivacyError
 
 LossFn = Callable[[nn.Module, Batch, StepKey], Tensor]
@@ -187,7 +187,7 @@ def _by_vmap(
 
 
 def _norms(grads: dict[str, Tensor]) -> Tensor:
-    """Norm of each record's whole gradient, float64; ``slots.sum_of_squares`` has the bound on its error."""
+    """Norm of each record's whole gradient, float64; ``weight_grads.sum_of_squares`` has the bound on its error."""
     return torch.stack([sum_of_squares(value) for value in grads.values()]).sum(0).sqrt()
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dpvision.dp.follow import Hung, Pass, Strayed
-from dpvision.dp.layout import Call, block_call
+from dpvision.dp.batch_dims import Call, block_call
+from dpvision.dp.interception import GraphChanged, Pass, Tap
 from dpvision.dp.rule import NoRule
-from dpvision.dp.slots import Slot
+from dpvision.dp.weight_grads import Slot
 from dpvision.errors import ConfigError
 from dpvision.models.head import autocast_dtype
 
@@ -79,7 +79,7 @@ class _Program:
 
     run: Callable[..., Any]
     calls: tuple[Call, ...]
-    hung: list[Hung]
+    taps: list[Tap]
     template: dict[str, Slot]
     """Slots that the sinks fill, by the parameter's name within the block; they are emptied into the real ones each time."""
 
@@ -103,9 +103,9 @@ class Pending:
         for left_over in self.program.template.values():  # by a pass that broke off, out of memory say
             left_over.release()
         with torch.no_grad():
-            for hung, saved, grad in zip(self.program.hung, self.saved, grads, strict=True):
+            for tap, saved, grad in zip(self.program.taps, self.saved, grads, strict=True):
                 if grad is not None:
-                    hung.sink(*saved, grad)
+                    tap.sink(*saved, grad)
         for name, filled in self.program.template.items():
             slot = self.slots[name]
             if filled.written_BW is not None:
@@ -134,7 +134,7 @@ def run_block(pending: list[Pending], outer: Pass, unit: _Unit, *args: Any) -> t
     program = programs[kind]
     if program is None or program.calls != outer.coming()[: len(program.calls)]:
         return None
-    zeros = [torch.zeros((), dtype=h.dtype, device=tensors[0].device).expand(h.shape).requires_grad_() for h in program.hung]
+    zeros = [torch.zeros((), dtype=h.dtype, device=tensors[0].device).expand(h.shape).requires_grad_() for h in program.taps]
     weights = [p.detach() for p in params.values()]
     output, saved = program.run(tensors, weights, zeros)
     slots = {name: outer.slot(params[name], "") for name in program.template}
@@ -152,7 +152,7 @@ def _compile(outer: Pass, unit: _Unit, args: list[Tensor], params: dict[str, Ten
         with inner, torch.enable_grad():
             output = functional_call(unit.block, given, tuple(args))
         state["inner"], state["given"] = inner, given
-        return output, [h.saved for h in inner.hung]
+        return output, [h.saved for h in inner.taps]
 
     def leaves() -> list[Tensor]:
         return [p.detach().requires_grad_(p.requires_grad) for p in params.values()]
@@ -160,20 +160,20 @@ def _compile(outer: Pass, unit: _Unit, args: list[Tensor], params: dict[str, Ten
     arguments = [a.detach().requires_grad_(a.requires_grad) for a in args]
     try:
         forward(arguments, leaves(), None)
-    except (NoRule, Strayed):
+    except (NoRule, GraphChanged):
         return None
     inner = state["inner"]
     given = state["given"]
     if any(slot.weight is not given[next(iter(slot.names))] for slot in inner.slots):
         return None  # a weight computed from parameters, a transposed one too: its gradient is not the parameter's
-    zeros = [torch.zeros(h.shape, dtype=h.dtype, device=args[0].device, requires_grad=True) for h in inner.hung]
+    zeros = [torch.zeros(h.shape, dtype=h.dtype, device=args[0].device, requires_grad=True) for h in inner.taps]
     graph = make_fx(forward)(arguments, leaves(), zeros)
     inner = state["inner"]
     if any(True for _ in graph.buffers()):
         return None  # a tensor of the block's own besides its parameters: it could change after the trace
     same = graph.code, unit.backend, tuple((t.shape, t.dtype, t.device) for t in (*arguments, *params.values(), *zeros))
     run = _COMPILED.setdefault(same, torch.compile(graph, backend=unit.backend, dynamic=False))
-    hung = [Hung(h.shape, h.dtype, (), h.sink) for h in inner.hung]
+    taps = [Tap(h.shape, h.dtype, (), h.sink) for h in inner.taps]
     for slot in inner.slots:
         slot.open = True
-    return _Program(run, outer.coming()[: inner.position], hung, {next(iter(slot.names)): slot for slot in inner.slots})
+    return _Program(run, outer.coming()[: inner.position], taps, {next(iter(slot.names)): slot for slot in inner.slots})

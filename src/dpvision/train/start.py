@@ -279,10 +279,10 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
         start_from(model, config.model, parent)
     loss_fn = loss_function(config)
     if plan.guarantee == "dp":
-        awake = _awake(model)
-        check_separable(loss_fn, awake, example_batch(config), StepKey(config.seed, 0))
-        check_exact(loss_fn, awake, example_batch(config), StepKey(config.seed, 0))
-        check_at_sizes(loss_fn, awake, example_batch(config, config.hardware.physical_batch_size), StepKey(config.seed, 0))
+        perturbed = _perturb_zeros(model)
+        check_separable(loss_fn, perturbed, example_batch(config), StepKey(config.seed, 0))
+        check_exact(loss_fn, perturbed, example_batch(config), StepKey(config.seed, 0))
+        check_at_sizes(loss_fn, perturbed, example_batch(config, config.hardware.physical_batch_size), StepKey(config.seed, 0))
     start = None if plan.guarantee == "dp" else frozenset(contents(model.state_dict().values()))
     model.to(group.device)
     if config.hardware.compile:
@@ -331,7 +331,7 @@ def _check_paths(config: RunConfig, open_parent: OpenParent) -> None:
         )
 
 
-def _awake(model: nn.Module) -> nn.Module:
+def _perturb_zeros(model: nn.Module) -> nn.Module:
     """A copy with small values where a parameter starts as zeros: behind a head of zeros every gradient is zero, any sum of them exact."""
     copied = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
