@@ -12,20 +12,6 @@ from dpvision.dp.products import wide
 from dpvision.dp.rule import Pass, require
 
 
-class _Spread(torch.autograd.Function):
-    """A weight repeated for every row along one dimension; the gradient of each row is its own."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, weight: Tensor, size: Any, sink: Any) -> Tensor:
-        ctx.sink = sink
-        return weight.expand(size)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        ctx.sink(g)
-        return None, None, None, None
-
-
 def spread(run: Pass, weight: Tensor, batch_dim: BatchDim, num_dims: int, rule: str) -> Tensor:
     """A weight with a row for every record (``per_record`` of them) in dimension ``batch_dim.dim`` of ``num_dims``, elsewhere as it is."""
     ok = batch_dim != MIXED and batch_dim.side_by_side and weight.ndim <= num_dims
@@ -43,9 +29,7 @@ def spread(run: Pass, weight: Tensor, batch_dim: BatchDim, num_dims: int, rule: 
         rows = g.movedim(batch_dim.dim, 0).unflatten(0, (num, batch_dim.per_record)).sum(1, dtype=wide(g.dtype))
         slot.add_written(rows.reshape(num, *shape))
 
-    if run.traced:
-        return run.tap(padded.expand(size), (), sink)
-    return _Spread.apply(run.anchor, padded, size, sink)
+    return run.tap(padded.expand(size), (), sink)
 
 
 def elementwise(run: Pass, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

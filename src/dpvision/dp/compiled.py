@@ -95,7 +95,7 @@ class Pending:
 
     program: _Program
     zeros: list[Tensor]
-    saved: list[tuple[Tensor, ...]]
+    saved: list[tuple[Tensor | None, ...]]
     slots: dict[str, Slot]
 
     def settle(self, grads: tuple[Tensor | None, ...]) -> None:

@@ -32,13 +32,28 @@ class GraphChanged(Exception):
     """The pass made another call than the one it made when the route was found."""
 
 
+class _Identity(torch.autograd.Function):
+    """An output as it is, whose gradient goes to the sink as soon as the backward pass has it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, output: Tensor, saved: tuple[Tensor | None, ...], sink: Any) -> Tensor:
+        ctx.save_for_backward(*saved)
+        ctx.sink = sink
+        return output.detach()  # no view: the model may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        ctx.sink(*ctx.saved_tensors, g)
+        return None, g if ctx.needs_input_grad[1] else None, None, None
+
+
 @dataclass(eq=False)
 class Tap:
-    """An output with zeros added, whose gradient is wanted: the form of a rule that a compiler can take."""
+    """An output with zeros added, whose gradient is wanted: ``_Identity`` in a form that a compiler can take."""
 
     shape: torch.Size
     dtype: torch.dtype
-    saved: tuple[Tensor, ...]
+    saved: tuple[Tensor | None, ...]
     sink: Callable[..., None] = field(repr=False)
 
 
@@ -138,7 +153,9 @@ class Pass(TorchFunctionMode):
             slot.rules.append(rule)
         return slot
 
-    def tap(self, output: Tensor, saved: tuple[Tensor, ...], sink: Callable[..., None]) -> Tensor:
+    def tap(self, output: Tensor, saved: tuple[Tensor | None, ...], sink: Callable[..., None]) -> Tensor:
+        if not self.traced:
+            return _Identity.apply(self.anchor, output, saved, sink)
         zeros = self.zeros[len(self.taps)] if self.zeros is not None else 0
         self.taps.append(Tap(output.shape, output.dtype, saved, sink))
         return output + zeros

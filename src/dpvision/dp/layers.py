@@ -17,23 +17,6 @@ from dpvision.dp.sides import Dense, OneHot, Patches, Recomputed
 from dpvision.models.head import head_forward, logit_gradients
 
 
-class _Linear(torch.autograd.Function):
-    """y = x W^T + b, or x W."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs_input: bool, sink: Any) -> Tensor:
-        ctx.save_for_backward(x if needs_input else None, weight)
-        ctx.sink = sink
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        grad = g @ weight if ctx.needs_input_grad[1] else None
-        ctx.sink(x, g)
-        return None, grad, None, None, None, None
-
-
 def linear(run: Pass, input: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Any:
     """``F.linear``, and ``x @ W`` (transposed)."""
     batch_dim = run.batch_dim(input)
@@ -52,9 +35,7 @@ def linear(run: Pass, input: Tensor, weight: Tensor, bias: Tensor | None = None,
         if bias_slot is not None:
             bias_slot.add_written(g_BTP.sum(1, dtype=wide(g.dtype)))
 
-    if run.traced:
-        return run.tap(F.linear(x, w, b), (x,), sink)
-    return _Linear.apply(run.anchor, x, w, b, slot is not None, sink)
+    return run.tap(F.linear(x, w, b), (None if slot is None else x,), sink)
 
 
 def matmul(run: Pass, input: Tensor, other: Tensor) -> Any:
@@ -62,22 +43,6 @@ def matmul(run: Pass, input: Tensor, other: Tensor) -> Any:
     if other.ndim != 2 or run.batch_dim(other) is not None or input.ndim < 2:
         return NotImplemented
     return linear(run, input, other, transposed=True)
-
-
-class _Conv(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, sink: Any) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.geometry, ctx.sink = geometry, sink
-        stride, padding, dilation, groups = geometry
-        return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        grad = _conv_backward(g, x, weight, ctx.geometry, input_grad=True) if ctx.needs_input_grad[1] else None
-        ctx.sink(x, g)
-        return None, grad, None, None, None, None
 
 
 def _conv_backward(g: Tensor, x: Tensor, weight: Tensor, geometry: Any, *, input_grad: bool) -> Tensor:
@@ -121,9 +86,7 @@ def make_conv(num_dims: int) -> Rule:
             if bias_slot is not None:
                 bias_slot.add_written(g.flatten(2).sum(2, dtype=wide(g.dtype)).view(num, -1, shape[0]).sum(1))
 
-        if run.traced:
-            return run.tap(torch.convolution(x, w, b, stride, padding, dilation, False, [0] * num_dims, groups), (x,), sink)
-        return _Conv.apply(run.anchor, x, w, b, geometry, sink)
+        return run.tap(torch.convolution(x, w, b, stride, padding, dilation, False, [0] * num_dims, groups), (x,), sink)
 
     return conv
 
@@ -145,20 +108,6 @@ def _record_kernels(g: Tensor, x: Tensor, shape: torch.Size, geometry: Any, num_
     kernel = torch.zeros(num_records * shape[0], *shape[1:], dtype=dtype, device=g.device)
     grad = _conv_backward(as_groups(g), as_groups(x), kernel, (stride, padding, dilation, groups * num_records), input_grad=False)
     return grad.view(num_records, *shape)
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, index: Tensor, weight: Tensor, sink: Any) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.sink = sink
-        return F.embedding(index, weight)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        (index,) = ctx.saved_tensors
-        ctx.sink(index, g)
-        return None, None, None, None
 
 
 def embedding(
@@ -189,9 +138,7 @@ def embedding(
         index_BT = by_record(index[..., None], batch_dim, num)[..., 0]
         slot.add_outer_products(OuterProducts(OneHot(index_BT, shape[0], g.dtype), Dense(by_record(g, batch_dim, num)), shape))
 
-    if run.traced:
-        return run.tap(F.embedding(input, weight.detach()), (input,), sink)
-    return _Embedding.apply(run.anchor, input, weight.detach(), sink)
+    return run.tap(F.embedding(input, weight.detach()), (input,), sink)
 
 
 def getitem(run: Pass, weight: Tensor, index: Any) -> Any:

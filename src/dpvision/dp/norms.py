@@ -18,26 +18,6 @@ from dpvision.models.head import autocast_dtype
 _PART_NUMBERS = 2**16
 
 
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float, sink: Any
-    ) -> Tensor:
-        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-        ctx.save_for_backward(x, mean, rstd, weight, bias)
-        ctx.shape, ctx.sink = shape, sink
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        x, mean, rstd, weight, bias = ctx.saved_tensors
-        grad = None
-        if ctx.needs_input_grad[1]:
-            grad = torch.ops.aten.native_layer_norm_backward(g, x, ctx.shape, mean, rstd, weight, bias, [True, False, False])[0]
-        ctx.sink(g, x, mean, rstd)
-        return None, grad, None, None, None, None, None
-
-
 def layer_norm(
     run: Pass, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Any:
@@ -53,7 +33,7 @@ def layer_norm(
     def rows(value: Tensor) -> Tensor:
         return by_record(value.flatten(value.ndim - len(shape)), batch_dim, num)
 
-    def sink(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
+    def sink(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor) -> None:
         dtype = wide(g.dtype)
         g_BTD = rows(g)
         if slot is not None:
@@ -67,32 +47,8 @@ def layer_norm(
             bias_slot.add_written(g_BTD.sum(1, dtype=dtype).view(num, *shape))
 
     x = _widened(input)
-    if run.traced:
-        y = F.layer_norm(x, shape, _like(weight, x), _like(bias, x), eps)
-        return run.tap(y, (x,), lambda x, g: sink(g, x, *torch.native_layer_norm(x, shape, None, None, eps)[1:]))
-    return _LayerNorm.apply(run.anchor, x, shape, _like(weight, x), _like(bias, x), eps, sink)
-
-
-class _GroupNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, sink: Any
-    ) -> Tensor:
-        x = x.contiguous()
-        sizes = (x.shape[0], x.shape[1], x.shape[2:].numel())
-        y, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, groups, eps)
-        ctx.save_for_backward(x, mean, rstd, weight)
-        ctx.sizes, ctx.groups, ctx.sink = sizes, groups, sink
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        x, mean, rstd, weight = ctx.saved_tensors
-        g, grad = g.contiguous(), None
-        if ctx.needs_input_grad[1]:
-            grad = torch.ops.aten.native_group_norm_backward(g, x, mean, rstd, weight, *ctx.sizes, ctx.groups, [True, False, False])[0]
-        ctx.sink(g, x, mean, rstd)
-        return None, grad, None, None, None, None, None
+    y, mean, rstd = torch.native_layer_norm(x, shape, _like(weight, x), _like(bias, x), eps)
+    return run.tap(y, (x, mean, rstd), sink)
 
 
 def group_norm(
@@ -106,7 +62,7 @@ def group_norm(
     require(leading(batch_dim), [weight, bias], "a group norm whose records are not its first dimension")
     num, channels = run.num_records, input.shape[1]
 
-    def sink(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
+    def sink(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor) -> None:
         dtype = wide(g.dtype)
         if slot is not None:
             normal = (x.unflatten(1, (num_groups, -1)).flatten(3) - mean[..., None, None]) * rstd[..., None, None]  # (N, G, C / G, S)
@@ -115,9 +71,10 @@ def group_norm(
         if bias_slot is not None:
             bias_slot.add_written(g.flatten(2).sum(2, dtype=dtype).view(num, -1, channels).sum(1))
 
-    x = _widened(input)
-    require(not run.traced, [weight, bias], "a group norm in a compiled block")
-    return _GroupNorm.apply(run.anchor, x, num_groups, _like(weight, x), _like(bias, x), eps, sink)
+    x = _widened(input).contiguous()
+    sizes = x.shape[0], channels, x.shape[2:].numel()
+    y, mean, rstd = torch.native_group_norm(x, _like(weight, x), _like(bias, x), *sizes, num_groups, eps)
+    return run.tap(y, (x, mean, rstd), sink)
 
 
 def _record_parts(x_BTD: Tensor) -> list[slice]:

@@ -42,11 +42,14 @@ class Pass(Protocol):
     def output_batch_dim(self) -> BatchDim | None: ...
     @property
     def traced(self) -> bool:
-        """Whether the pass is written down for a compiler: rules then use ``tap`` in place of autograd functions."""
+        """Whether the pass is written down for a compiler, which takes no autograd function."""
         ...
 
-    def tap(self, output: Tensor, saved: tuple[Tensor, ...], sink: Callable[..., None]) -> Tensor:
-        """output + 0, where the zeros' gradient g is that of the output: ``sink(*saved, g)`` after the backward pass."""
+    def tap(self, output: Tensor, saved: tuple[Tensor | None, ...], sink: Callable[..., None]) -> Tensor:
+        """The output; the backward pass calls ``sink(*saved, g)`` with its gradient g, whether or not the input has one.
+
+        The output comes from weights without a gradient, and from the input by torch's own operations.
+        """
         ...
 
     def lowered(self, input: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
