@@ -56,11 +56,11 @@ class Call:
         return all(a is None or a == b for a, b in zip(self.settings, found, strict=True))
 
 
-def block_call(unit: Any, *args: Any) -> Any:
+def block_call(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The call of a block that may be compiled as a whole (``compiled.compile_blocks``); modes see it as one call, and open it."""
     if torch._C._is_torch_function_mode_enabled():
-        return handle_torch_function(block_call, [a for a in args if isinstance(a, Tensor)], unit, *args)
-    return unit.forward(*args)
+        return handle_torch_function(block_call, list(tensors_in(args, kwargs)), name, forward, *args, **kwargs)
+    return forward(*args, **kwargs)
 
 
 def _opened(function: Any) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ def _opened(function: Any) -> Callable[..., Any]:
 
 OPENED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
-    block_call: lambda unit, *args: unit.forward(*args),
+    block_call: lambda name, forward, *args, **kwargs: forward(*args, **kwargs),
 }
 """Functions that use parameters in several ways, with a form that shows each use."""
 

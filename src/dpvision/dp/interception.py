@@ -15,7 +15,7 @@ from dpvision.dp.rule import NoRule
 from dpvision.dp.rules import ELEMENTWISE, EXPANDING, RULES
 from dpvision.dp.weight_grads import Slot
 from dpvision.errors import PrivacyError
-from dpvision.models.head import autocast_dtype, lowered_dtype
+from dpvision.precision import autocast_dtype, lowered_dtype
 
 CHECKPOINTED = (
     "clip: the model checkpoints activations or hooks saved tensors; expected neither: all activations are needed until the norms are "
@@ -78,7 +78,8 @@ class Pass(TorchFunctionMode):
         self.zeros: list[Tensor] | None = None
         """In a traced pass, the zeros that ``tap`` adds, in the order of the calls."""
         self.run_block: Callable[..., Any] | None = None
-        """Runs a block as a compiled program: (pass, unit, *arguments) -> (number of calls it stands for, output), or None."""
+        """Runs a block as a compiled program: (pass, its name, its forward method, *arguments) -> (number of
+        calls that it stands for, output), or None."""
 
     @property
     def slots(self) -> list[Slot]:
@@ -87,7 +88,7 @@ class Pass(TorchFunctionMode):
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is block_call and self.run_block is not None and torch.is_grad_enabled():
-            done = self.run_block(self, *args)
+            done = self.run_block(self, *args, **kwargs)
             if done is not None:
                 self._at += done[0]
                 return done[1]

@@ -13,7 +13,7 @@ from dpvision.dp.batch_dims import MIXED, BatchDim
 from dpvision.dp.broadcast import spread
 from dpvision.dp.products import wide
 from dpvision.dp.rule import Pass, by_record, leading, require
-from dpvision.models.head import autocast_dtype
+from dpvision.precision import autocast_dtype
 
 _PART_NUMBERS = 2**16
 

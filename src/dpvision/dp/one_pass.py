@@ -9,6 +9,7 @@ Three nets catch what the rules do not: a parameter used in another way is found
 the calls that it made for two and three records is refused.
 """
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.dp.batch_dims import NUM_RECORDS, Call, find_batch_dims
 from dpvision.dp.buckets import blocks, hashes
-from dpvision.dp.compiled import Pending, run_block
+from dpvision.dp.compiled import CompiledBlocks, Pending
 from dpvision.dp.gram import SquareNorms
 from dpvision.dp.interception import CHECKPOINTED, GraphChanged, Pass
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
@@ -43,7 +44,7 @@ from dpvision.dp.weight_grads import (
     written_out,
 )
 from dpvision.errors import PrivacyError
-from dpvision.models.head import autocast_dtype
+from dpvision.precision import autocast_dtype
 
 _LOG = logging.getLogger("dpvision")
 _UNSEEN = "used where no rule sees it"
@@ -185,6 +186,7 @@ def one_pass(
     max_grad_norm: float,
     loss_scale: float,
     chunk_size: int | None,
+    compiled: CompiledBlocks | None,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Sum of the records' gradients, each times its factor.
 
@@ -194,6 +196,7 @@ def one_pass(
         max_grad_norm: C.
         loss_scale: factor of the losses in the backward pass, undone before the norm.
         chunk_size: for parameters without a rule.
+        compiled: programs of the model's blocks.
 
     Returns:
         ({name: sum}, in the parameters' precision or float64; norms_B float64, losses_B).
@@ -204,7 +207,7 @@ def one_pass(
         route = route_of(loss_fn, model, batch, key)
         pending: list[Pending] = []  # compiled blocks that wait for their backward pass
         try:
-            run, losses_B = _forward(loss_fn, model, params, route, batch, key, pending)
+            run, losses_B = _forward(loss_fn, model, params, route, batch, key, compiled, pending)
         except (GraphChanged, NoRule) as error:
             if not fresh:  # another loss or setting than when the route was found
                 del _ROUTES[model][_route_key(loss_fn, model, batch)]
@@ -224,12 +227,19 @@ def one_pass(
 
 
 def _forward(
-    loss_fn: Any, model: nn.Module, params: dict[str, Tensor], route: Route, batch: Batch, key: StepKey, pending: list[Pending]
+    loss_fn: Any,
+    model: nn.Module,
+    params: dict[str, Tensor],
+    route: Route,
+    batch: Batch,
+    key: StepKey,
+    compiled: CompiledBlocks | None,
+    pending: list[Pending],
 ) -> tuple[Pass, Tensor]:
     run = Pass(params, route.calls, len(batch.record_id_B), route.slow)
-    run.run_block = partial(run_block, pending)
     buffers = prefixed(copied_buffers(model))
-    with run, torch.enable_grad():
+    blocks = contextlib.nullcontext() if compiled is None else compiled.intercepted(run, pending)
+    with blocks, run, torch.enable_grad():
         losses_B = functional_call(LossModule(loss_fn, model), buffers, (batch, key))
     return run, losses_B
 
