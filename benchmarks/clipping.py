@@ -130,7 +130,8 @@ class Subject:
         if variant == "one_pass_compiled":
             if compile_blocks is None:
                 raise UnavailableError("dpvision.dp.compiled is not there")
-            compile_blocks(model, self.num_records)
+            blocks = compile_blocks(model, self.num_records)
+            return lambda batch: self.clipped("one_pass", batch, model=model, blocks=blocks)
         method = "vmap" if variant == "vmap" else "one_pass"
         return lambda batch: self.clipped(method, batch, model=model)
 
@@ -143,6 +144,7 @@ class Subject:
         precision: str | None = None,
         form: str | None = None,
         clip_norm: float | None = None,
+        **settings: Any,
     ) -> ClippedSum:
         """dpvision's clipped sum; at the case's clip norm, 1 until there is one, unless another is given."""
         if clip_norm is None:
@@ -150,7 +152,7 @@ class Subject:
         with autocast(precision or self.bench.precision, self.bench.device):
             return clipped_sum(
                 self.forms[form or self.form.get(method, "plain")], model or self.model, batch, KEY, max_grad_norm=clip_norm,
-                method=method, chunk_size=self.piece if method == "vmap" else None,
+                method=method, chunk_size=self.piece if method == "vmap" else None, **settings,
             )  # fmt: skip
 
     def _non_private_step(self, form: str, *, compiled: bool, dynamic: bool = False) -> Step:

@@ -9,7 +9,7 @@ SRC = Path(__file__).parent.parent / "src" / "dpvision"
 
 # Rooms on one line do not import each other; each may import the lines above it.
 ORDER = [
-    {"errors", "mixing"},
+    {"errors", "mixing", "precision"},
     {"config", "weights"},
     {"privacy", "models", "synthetic", "checkpoint"},
     {"data"},

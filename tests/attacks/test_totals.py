@@ -25,10 +25,10 @@ from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp.buckets import blocks, num_buckets, passes
 from dpvision.dp.clip import ClippedSum, clipped_sum
-from dpvision.dp.outer import Outer
+from dpvision.dp.outer_products import OuterProducts
 from dpvision.dp.rounding import BUDGET, LOOSE, MARGIN_EPS, RESERVE, added_bound, proven_bound
 from dpvision.dp.sides import Dense
-from dpvision.dp.slots import _pulled as pulled
+from dpvision.dp.weight_grads import _pulled as pulled
 from dpvision.models import make_model
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.train import step as step_module
@@ -171,7 +171,7 @@ def test_products_stay_within_their_budget(top: float, most: int) -> None:
     """One float32 product over 64 such records is off by more than the budget; in blocks, each is within it."""
     num, places, width = 64, 128, 64
     left, right = lossy_tokens(num, places, width, top)
-    use, factor_B = Outer(Dense(left), Dense(right), torch.Size([width, width])), torch.ones(num)
+    use, factor_B = OuterProducts(Dense(left), Dense(right), torch.Size([width, width])), torch.ones(num)
     true_BPQ = torch.einsum("btp,btq->bpq", left.double(), right.double())
     bits = np.sort(np.random.default_rng(0).integers(0, 2**62, num))
     cost = (places + 1) * (left.double().norm(dim=2) * right.double().norm(dim=2)).sum(1).numpy()
@@ -181,7 +181,7 @@ def test_products_stay_within_their_budget(top: float, most: int) -> None:
     whole = (use.weighted_sum(factor_B, None, [slice(0, num)]).double() - true_BPQ.sum(0)).norm()
     assert top < 1 or whole > 3 * BUDGET, "nothing to repair"
     for part in parts:
-        own = Outer(Dense(left[part]), Dense(right[part]), use.shape)
+        own = OuterProducts(Dense(left[part]), Dense(right[part]), use.shape)
         off = own.weighted_sum(factor_B[part], None, [slice(0, part.stop - part.start)]).double() - true_BPQ[part].sum(0)
         assert off.norm() <= BUDGET
     exact = use.weighted_sum(factor_B, None, parts).double() - true_BPQ.sum(0)

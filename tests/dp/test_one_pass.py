@@ -40,7 +40,7 @@ def check_equal(model, loss_fn, batch) -> None:
     [
         (zoo.ZOO["tied"], {"down.weight": ["linear", "linear", "linear"], "up.bias": ["bias"]}),
         (zoo.ZOO["reused"], {"step.weight": ["linear"] * 3, "step.bias": ["bias"] * 3}),
-        (zoo.ZOO["bare"], {"token": ["bare"], "scale": ["bare"]}),
+        (zoo.ZOO["bare"], {"token": ["broadcast"], "scale": ["broadcast"]}),
         (zoo.ZOO["frozen"], {"unused": [], "body.2.bias": ["bias"], "body.0.weight": ["linear"]}),
         (zoo_layers.LAYERS["conv_gram"], {"0.weight": ["convolution"], "0.bias": ["bias"]}),
         (zoo_tokens.TOKENS["captioner_chunked_tied"], {"embedding.weight": ["embedding", "vocabulary head"]}),

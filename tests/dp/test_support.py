@@ -9,8 +9,8 @@ import zoo_tokens
 from torch import nn
 from zoo import KEY, class_losses, mae_losses, make_batch
 
-from dpvision.dp.slots import Slot
 from dpvision.dp.support import check_exact, check_separable
+from dpvision.dp.weight_grads import Slot
 from dpvision.errors import PrivacyError
 
 MEMBERS = {**zoo.ZOO, **zoo_layers.LAYERS, **zoo_tokens.TOKENS}

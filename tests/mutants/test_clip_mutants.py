@@ -1,6 +1,7 @@
 """Mistakes with what is in the norm: planted, and caught. The ids are those of docs/pitfalls.md, section "Clipping".
 
-Both methods are on trial: what a norm leaves out is planted in ``clip._norms`` (vmap) and in ``one_pass._square_norms`` or ``slots.Slot``.
+Both methods are tried: what a norm leaves out is planted in ``clip._norms`` (vmap), and in ``one_pass._square_norms`` or
+``weight_grads.Slot``.
 """
 
 import copy
@@ -26,11 +27,11 @@ from dpvision.data.loader import physical_batches
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.data.tokenizer import train_tokenizer
-from dpvision.dp import clip, gram, layout, one_pass, outer, per_record, slots
+from dpvision.dp import batch_dims, clip, gram, one_pass, outer_products, per_record, weight_grads
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.gram import SquareNorms
-from dpvision.dp.slots import Slot
 from dpvision.dp.support import check_exact, check_separable
+from dpvision.dp.weight_grads import Slot
 from dpvision.train.objectives import mae_losses
 
 from .planting import MORE, OTHER, C, ClippedSumFn, caught, check_clip, planted, seeded
@@ -59,12 +60,12 @@ def norms_of_uses(slot: Slot, num_records: int) -> SquareNorms:
     """``Slot.square_norms`` with the squared norm of every use by itself, as hooks on layers have it."""
     parts = [gram.square_norms([use]) for use in slot.outers]
     if slot.written_BW is not None:
-        parts.append(SquareNorms.certain(slots.sum_of_squares(slot.written_BW)))
+        parts.append(SquareNorms.certain(weight_grads.sum_of_squares(slot.written_BW)))
     return sum(parts[1:], start=parts[0])
 
 
-def last_use(slot: Slot, use: outer.Outer) -> None:
-    """``Slot.add_outer`` that overwrites the use before."""
+def last_use(slot: Slot, use: outer_products.OuterProducts) -> None:
+    """``Slot.add_outer_products`` that overwrites the use before."""
     slot.outers = [use]
 
 
@@ -124,7 +125,7 @@ def test_tied_parameter_unclipped(method: str) -> None:
     else:
         with planted(Slot, "square_norms", norms_of_uses, f"{MORE}|{OTHER}"):
             check()
-        with planted(Slot, "add_outer", last_use, OTHER):
+        with planted(Slot, "add_outer_products", last_use, OTHER):
             check()
 
 
@@ -157,7 +158,7 @@ def test_reused_layer_unclipped(method: str) -> None:
     else:
         with planted(Slot, "square_norms", norms_of_uses, MORE):
             check()
-        with planted(Slot, "add_outer", last_use, OTHER):
+        with planted(Slot, "add_outer_products", last_use, OTHER):
             check()
 
 
@@ -191,7 +192,7 @@ def test_rows_of_another_record() -> None:
         for build, loss_fn in members:
             check(build, loss_fn)
             words = f"{MORE}|{OTHER}" if check is check_sum else "differ from those of single records"
-            with planted(layout, "_ordered", lambda found, before, after: found, words):
+            with planted(batch_dims, "_ordered", lambda found, before, after: found, words):
                 check(build, loss_fn)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from zoo import KEY, GradientIsPicture, TokenSums, class_losses, make_batch, picture_losses, rows, token_batch, token_sum_losses
 
 from dpvision.data.batch import Batch
-from dpvision.dp import clip, gram, one_pass, slots
+from dpvision.dp import clip, gram, one_pass, weight_grads
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.rounding import LOOSE, RESERVE
 
@@ -52,7 +52,7 @@ def test_nonfinite_record_poisons(method: str) -> None:
     check()
     with pytest.MonkeyPatch.context() as patch:  # a factor of zero only
         patch.setattr(torch.Tensor, "masked_fill_", lambda self, mask, value: self)
-        patch.setattr(clip, "summed", lambda grad_BW, factor_B, finite_B: slots.summed(grad_BW, factor_B, finite_B | True))
+        patch.setattr(clip, "summed", lambda grad_BW, factor_B, finite_B: weight_grads.summed(grad_BW, factor_B, finite_B | True))
         with planted(torch.Tensor, "masked_fill", lambda self, mask, value: self, "spoils the whole sum"):
             check()
 
@@ -147,7 +147,7 @@ def test_half_precision_norm(method: str) -> None:
             with planted(clip, "_norms", norms_in(dtype), "a contribution is"):
                 check_written()
         else:
-            with planted(slots, "sum_of_squares", squares_in(dtype), "a contribution is"):
+            with planted(weight_grads, "sum_of_squares", squares_in(dtype), "a contribution is"):
                 check_written()
             with planted(gram, "product", product_in(dtype), "a contribution is"):
                 check_outer()

@@ -22,7 +22,7 @@ from torch import Tensor
 from dpvision.config import PrivacyConfig
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient, privatize
-from dpvision.dp.rounding import MARGIN_EPS, clip_factors, require_exact_products
+from dpvision.dp.rounding import clip_factors, margin, require_exact_products
 from dpvision.errors import PrivacyError
 from dpvision.privacy.plan import DPPlan, default_delta, make_plan
 from dpvision.privacy.sampling import derive_rng
@@ -30,7 +30,7 @@ from dpvision.train.distributed import Group, all_reduce_sum
 
 _ALONE = Group(0, 1, torch.device("cpu"))
 _ROUNDED_UP = 1 + 1e-9
-_MARGIN = MARGIN_EPS * torch.finfo(torch.float32).eps
+_MARGIN = margin(torch.float32)
 """Part of C left free for rounding: the lengths of rows are within 6 eps of float32 (``stream``), 14 where a row was shortened and squared;
 the residuals, the factor and the products with them round by half a unit each. Sums over records are float64 throughout."""
 

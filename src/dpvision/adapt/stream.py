@@ -191,7 +191,8 @@ class Head:
 
 
 def _norms(x_BE: Tensor) -> Tensor:
-    """Lengths, float64, within 6 eps of float32 (as ``dp.slots.sum_of_squares`` argues): the clip's margin of 32 covers their squares too.
+    """Lengths, float64, within 6 eps of float32 (as ``dp.weight_grads.sum_of_squares`` argues): the margin of 32 covers
+    their squares too.
 
     Pieces of 16 squares are added up in float32, the pieces in float64, several times as fast as float64 throughout. Below 1e-17 squares
     leave the range of float32 and lengths come out too small: contributions of such rows are far below any clip norm.

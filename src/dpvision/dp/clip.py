@@ -21,10 +21,11 @@ from torch.func import functional_call
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.dp.buckets import hashes
+from dpvision.dp.compiled import CompiledBlocks
 from dpvision.dp.one_pass import one_pass
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
 from dpvision.dp.rounding import MOST_ROUNDED, clip_factors, require_exact_products, reserve
-from dpvision.dp.slots import sum_of_squares, summed
+from dpvision.dp.weight_grads import sum_of_squares, summed
 from dpvision.errors import ConfigError, PrivacyError
 
 LossFn = Callable[[nn.Module, Batch, StepKey], Tensor]
@@ -101,6 +102,7 @@ def clipped_sum(
     method: str = "one_pass",
     loss_scale: float = 1.0,
     chunk_size: int | None = None,
+    blocks: CompiledBlocks | None = None,
 ) -> ClippedSum:
     """Sum of the clipped gradients of the valid records of one physical batch; owns the forward pass.
 
@@ -118,6 +120,7 @@ def clipped_sum(
         loss_scale: factor of the losses in the backward pass, for float16; a public number, undone before the norm.
         chunk_size: most records whose gradients are held at once, under "vmap" and for parameters without a rule; None: as many as
             fit 256 MiB. Changes the order of float sums only.
+        blocks: compiled programs of the model's blocks (``compiled.compile_blocks``), for "one_pass".
 
     Returns:
         The sum, in the parameters' own precision (float32).
@@ -142,7 +145,7 @@ def clipped_sum(
         grads, norms_B, losses_B = _by_vmap(loss_fn, model, params, batch, key, factors, loss_scale, chunk_size)
     else:
         batch, order = _by_hash(batch, key)
-        grads, norms, losses = one_pass(loss_fn, model, batch, key, factors, max_grad_norm, loss_scale, chunk_size)
+        grads, norms, losses = one_pass(loss_fn, model, batch, key, factors, max_grad_norm, loss_scale, chunk_size, blocks)
         norms_B, losses_B = (torch.empty_like(value).index_copy_(0, order, value)[rows] for value in (norms, losses))
     return ClippedSum(grads, len(losses_B), norms_B.float(), losses_B.float(), max_grad_norm)
 
@@ -187,7 +190,7 @@ def _by_vmap(
 
 
 def _norms(grads: dict[str, Tensor]) -> Tensor:
-    """Norm of each record's whole gradient, float64; ``slots.sum_of_squares`` has the bound on its error."""
+    """Norm of each record's whole gradient, float64; ``weight_grads.sum_of_squares`` has the bound on its error."""
     return torch.stack([sum_of_squares(value) for value in grads.values()]).sum(0).sqrt()
 
 

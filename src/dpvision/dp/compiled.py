@@ -5,10 +5,10 @@ Autograd functions are opaque to a compiler, and a mode is not there when compil
 the output's. Nothing but ordinary operations is in the graph, and blocks of one kind share it.
 """
 
-import copy
-import weakref
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,32 +16,140 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dpvision.dp.follow import Hung, Pass, Strayed
-from dpvision.dp.layout import Call, block_call
+from dpvision.dp.batch_dims import Call, block_call
+from dpvision.dp.interception import GraphChanged, Pass, Tap
 from dpvision.dp.rule import NoRule
-from dpvision.dp.slots import Slot
+from dpvision.dp.weight_grads import Slot
 from dpvision.errors import ConfigError
-from dpvision.models.head import autocast_dtype
+from dpvision.precision import autocast_dtype
 
 
-class _Unit:
-    """A block's forward method that modes can see as one call."""
+@dataclass(eq=False)
+class _Program:
+    """A compiled kind of block."""
 
-    def __init__(self, block: nn.Module, num_records: int, backend: str) -> None:
-        self.block, self.num_records, self.backend = block, num_records, backend
-
-    def __call__(self, *args: Any) -> Any:
-        return block_call(self, *args)
-
-    def forward(self, *args: Any) -> Any:
-        return type(self.block).forward(self.block, *args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Unit":
-        return _Unit(copy.deepcopy(self.block, memo), self.num_records, self.backend)
+    run: Callable[..., Any]
+    calls: tuple[Call, ...]
+    taps: list[Tap]
+    template: dict[str, Slot]
+    """Slots that the sinks fill, by the parameter's name within the block; they are emptied into the real ones each time."""
 
 
-def compile_blocks(model: nn.Module, num_records: int, backend: str = "inductor") -> list[str]:
-    """Let ``clipped_sum`` run the model's repeated blocks compiled; every other use of the model stays as it is.
+@dataclass(eq=False)
+class Pending:
+    """A block that has run and waits for its backward pass."""
+
+    program: _Program
+    zeros: list[Tensor]
+    saved: list[tuple[Tensor | None, ...]]
+    slots: dict[str, Slot]
+
+    def settle(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Give the outputs' gradients to the sinks, and their results to the block's slots."""
+        for left_over in self.program.template.values():  # by a pass that broke off, out of memory say
+            left_over.release()
+        with torch.no_grad():
+            for tap, saved, grad in zip(self.program.taps, self.saved, grads, strict=True):
+                if grad is not None:
+                    tap.sink(*saved, grad)
+        for name, filled in self.program.template.items():
+            slot = self.slots[name]
+            if filled.written_BW is not None:
+                slot.add_written(filled.written_BW)
+            slot.outers += filled.outers
+            filled.release()
+
+
+class CompiledBlocks:
+    """The compiled programs of a model's repeated blocks, for ``clipped_sum(..., blocks=...)``; the model itself stays as it is."""
+
+    def __init__(self, blocks: dict[str, nn.Module], num_records: int, backend: str) -> None:
+        self._blocks, self._num_records, self._backend = blocks, num_records, backend
+        self.programs: dict[Any, _Program | None] = {}
+        """By block and by what it is given; None where a block runs as it is."""
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        """By the graph's own code: blocks share a compiled program only where they are the same to the last constant."""
+
+    @contextlib.contextmanager
+    def intercepted(self, run: Pass, pending: list[Pending]) -> Iterator[None]:
+        """While this lasts, ``run`` sees each block as one call, and runs it compiled where it can; ``pending`` gets those that were."""
+        run.run_block = partial(self._run, pending)
+        with contextlib.ExitStack() as stack:
+            for name, block in self._blocks.items():
+                own = vars(block)  # an attribute of the object goes before the method of its class
+                own["forward"] = partial(block_call, name, block.forward)
+                stack.callback(own.pop, "forward")
+            yield
+
+    def _run(
+        self, pending: list[Pending], outer: Pass, name: str, _forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> tuple[int, Any] | None:
+        """One block as a compiled program; None where it has to run as it is (other arguments than tensors, a layer without a rule).
+
+        Returns:
+            (number of calls that it stands for, its output).
+        """
+        block = self._blocks[name]
+        params: dict[str, Tensor] = dict(block.named_parameters())
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        trained = [p for p in params.values() if p.requires_grad]
+        ruled = bool(trained) and all(map(outer.knows, trained))
+        if outer.num_records != self._num_records or len(tensors) < len(args) or kwargs or not ruled:
+            return None
+        about = tuple((a.shape, a.dtype, a.device, a.requires_grad) for a in (*tensors, *params.values()))
+        kind = name, about, block.training, autocast_dtype(tensors[0].device)
+        if kind not in self.programs:
+            self.programs[kind] = self._compile(outer, block, tensors, params)
+        program = self.programs[kind]
+        if program is None or program.calls != outer.coming()[: len(program.calls)]:
+            return None
+        zeros = [torch.zeros((), dtype=h.dtype, device=tensors[0].device).expand(h.shape).requires_grad_() for h in program.taps]
+        weights = [p.detach() for p in params.values()]
+        output, saved = program.run(tensors, weights, zeros)
+        slots = {name: outer.slot(params[name], "") for name in program.template}
+        pending.append(Pending(program, zeros, saved, slots))  # type: ignore[arg-type]
+        return len(program.calls), output
+
+    def _compile(self, outer: Pass, block: nn.Module, args: list[Tensor], params: dict[str, Tensor]) -> _Program | None:
+        state: dict[str, Any] = {}
+
+        def forward(args: list[Tensor], weights: list[Tensor], zeros: list[Tensor] | None) -> Any:
+            given = dict(zip(params, weights, strict=True))
+            inner = Pass({name: given[name] for name, p in params.items() if p.requires_grad}, outer.coming(), outer.num_records, {})
+            inner.traced, inner.zeros = True, zeros
+            with inner, torch.enable_grad():
+                output = functional_call(block, given, tuple(args))
+            state["inner"], state["given"] = inner, given
+            return output, [h.saved for h in inner.taps]
+
+        def leaves() -> list[Tensor]:
+            return [p.detach().requires_grad_(p.requires_grad) for p in params.values()]
+
+        arguments = [a.detach().requires_grad_(a.requires_grad) for a in args]
+        try:
+            forward(arguments, leaves(), None)
+        except (NoRule, GraphChanged):
+            return None
+        inner, given = state["inner"], state["given"]
+        if any(slot.weight is not given[next(iter(slot.names))] for slot in inner.slots):
+            return None  # a weight computed from parameters, a transposed one too: its gradient is not the parameter's
+        zeros = [torch.zeros(h.shape, dtype=h.dtype, device=args[0].device, requires_grad=True) for h in inner.taps]
+        graph = make_fx(forward)(arguments, leaves(), zeros)
+        inner = state["inner"]
+        if any(True for _ in graph.buffers()):
+            return None  # a tensor of the block's own besides its parameters: it could change after the trace
+        same = graph.code, tuple((t.shape, t.dtype, t.device) for t in (*arguments, *params.values(), *zeros))
+        if same not in self._compiled:
+            self._compiled[same] = torch.compile(graph, backend=self._backend, dynamic=False)
+        taps = [Tap(h.shape, h.dtype, (), h.sink) for h in inner.taps]
+        for slot in inner.slots:
+            slot.open = True
+        template = {next(iter(slot.names)): slot for slot in inner.slots}
+        return _Program(self._compiled[same], outer.coming()[: inner.position], taps, template)
+
+
+def compile_blocks(model: nn.Module, num_records: int, backend: str = "inductor") -> CompiledBlocks:
+    """Compiled programs of a model's repeated blocks, for ``clipped_sum(..., blocks=...)``: made when they are first needed.
 
     A block is a member of an ``nn.ModuleList`` or ``nn.Sequential`` that holds two or more modules of its class, with parameters.
     Blocks that are the same to the last constant share a program. A block runs as it is where it takes other arguments than
@@ -51,129 +159,20 @@ def compile_blocks(model: nn.Module, num_records: int, backend: str = "inductor"
         num_records: records of a full physical batch, the size to compile for; batches of other sizes run as they are.
         backend: torch.compile's.
 
-    Returns:
-        The names of the blocks.
-
     Raises:
         ConfigError: the model has no repeated blocks.
     """
-    names = []
+    blocks: dict[str, nn.Module] = {}
     for name, holder in model.named_modules():
         if not isinstance(holder, nn.ModuleList | nn.Sequential):
             continue
         kinds = [type(child) for child in holder]
         for key, child in holder.named_children():
-            if kinds.count(type(child)) > 1 and any(True for _ in child.parameters()) and list(child.children()):
-                child.forward = _Unit(child, num_records, backend)  # type: ignore[method-assign, assignment]
-                names.append(f"{name}.{key}")
-    if not names:
+            repeated = kinds.count(type(child)) > 1 and "forward" not in vars(child)
+            if repeated and any(True for _ in child.parameters()) and list(child.children()):
+                blocks[f"{name}.{key}"] = child
+    if not blocks:
         raise ConfigError(
             "compile: no repeated blocks in this model; expected an nn.ModuleList or nn.Sequential of them. Leave compile out."
         )
-    return names
-
-
-@dataclass(eq=False)
-class _Program:
-    """A compiled kind of block."""
-
-    run: Callable[..., Any]
-    calls: tuple[Call, ...]
-    hung: list[Hung]
-    template: dict[str, Slot]
-    """Slots that the sinks fill, by the parameter's name within the block; they are emptied into the real ones each time."""
-
-
-_PROGRAMS: "weakref.WeakKeyDictionary[nn.Module, dict[Any, _Program | None]]" = weakref.WeakKeyDictionary()
-_COMPILED: dict[Any, Callable[..., Any]] = {}
-"""By the graph's own code: blocks share a compiled program only where they are the same to the last constant."""
-
-
-@dataclass(eq=False)
-class Pending:
-    """A block that has run and waits for its backward pass."""
-
-    program: _Program
-    zeros: list[Tensor]
-    saved: list[tuple[Tensor, ...]]
-    slots: dict[str, Slot]
-
-    def settle(self, grads: tuple[Tensor | None, ...]) -> None:
-        """Give the outputs' gradients to the sinks, and their results to the block's slots."""
-        for left_over in self.program.template.values():  # by a pass that broke off, out of memory say
-            left_over.release()
-        with torch.no_grad():
-            for hung, saved, grad in zip(self.program.hung, self.saved, grads, strict=True):
-                if grad is not None:
-                    hung.sink(*saved, grad)
-        for name, filled in self.program.template.items():
-            slot = self.slots[name]
-            if filled.written_BW is not None:
-                slot.add_written(filled.written_BW)
-            slot.outers += filled.outers
-            filled.release()
-
-
-def run_block(pending: list[Pending], outer: Pass, unit: _Unit, *args: Any) -> tuple[int, Any] | None:
-    """One block as a compiled program; None where it has to run as it is (other arguments than tensors, a layer without a rule).
-
-    Returns:
-        (number of calls that it stands for, its output).
-    """
-    params: dict[str, Tensor] = dict(unit.block.named_parameters())
-    tensors = [a for a in args if isinstance(a, Tensor)]
-    trained = [p for p in params.values() if p.requires_grad]
-    ruled = bool(trained) and all(map(outer.knows, trained))
-    if outer.num_records != unit.num_records or len(tensors) < len(args) or not ruled:
-        return None
-    about = tuple((a.shape, a.dtype, a.device, a.requires_grad) for a in (*tensors, *params.values()))
-    kind = about, unit.block.training, autocast_dtype(tensors[0].device)
-    programs = _PROGRAMS.setdefault(unit.block, {})
-    if kind not in programs:
-        programs[kind] = _compile(outer, unit, tensors, params)
-    program = programs[kind]
-    if program is None or program.calls != outer.coming()[: len(program.calls)]:
-        return None
-    zeros = [torch.zeros((), dtype=h.dtype, device=tensors[0].device).expand(h.shape).requires_grad_() for h in program.hung]
-    weights = [p.detach() for p in params.values()]
-    output, saved = program.run(tensors, weights, zeros)
-    slots = {name: outer.slot(params[name], "") for name in program.template}
-    pending.append(Pending(program, zeros, saved, slots))  # type: ignore[arg-type]
-    return len(program.calls), output
-
-
-def _compile(outer: Pass, unit: _Unit, args: list[Tensor], params: dict[str, Tensor]) -> _Program | None:
-    state: dict[str, Any] = {}
-
-    def forward(args: list[Tensor], weights: list[Tensor], zeros: list[Tensor] | None) -> Any:
-        given = dict(zip(params, weights, strict=True))
-        inner = Pass({name: given[name] for name, p in params.items() if p.requires_grad}, outer.coming(), outer.num_records, {})
-        inner.traced, inner.zeros = True, zeros
-        with inner, torch.enable_grad():
-            output = functional_call(unit.block, given, tuple(args))
-        state["inner"], state["given"] = inner, given
-        return output, [h.saved for h in inner.hung]
-
-    def leaves() -> list[Tensor]:
-        return [p.detach().requires_grad_(p.requires_grad) for p in params.values()]
-
-    arguments = [a.detach().requires_grad_(a.requires_grad) for a in args]
-    try:
-        forward(arguments, leaves(), None)
-    except (NoRule, Strayed):
-        return None
-    inner = state["inner"]
-    given = state["given"]
-    if any(slot.weight is not given[next(iter(slot.names))] for slot in inner.slots):
-        return None  # a weight computed from parameters, a transposed one too: its gradient is not the parameter's
-    zeros = [torch.zeros(h.shape, dtype=h.dtype, device=args[0].device, requires_grad=True) for h in inner.hung]
-    graph = make_fx(forward)(arguments, leaves(), zeros)
-    inner = state["inner"]
-    if any(True for _ in graph.buffers()):
-        return None  # a tensor of the block's own besides its parameters: it could change after the trace
-    same = graph.code, unit.backend, tuple((t.shape, t.dtype, t.device) for t in (*arguments, *params.values(), *zeros))
-    run = _COMPILED.setdefault(same, torch.compile(graph, backend=unit.backend, dynamic=False))
-    hung = [Hung(h.shape, h.dtype, (), h.sink) for h in inner.hung]
-    for slot in inner.slots:
-        slot.open = True
-    return _Program(run, outer.coming()[: inner.position], hung, {next(iter(slot.names)): slot for slot in inner.slots})
+    return CompiledBlocks(blocks, num_records, backend)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpvision.dp.outer import Outer
+from dpvision.dp.outer_products import OuterProducts
 from dpvision.dp.products import GRAM_NUMBERS, MOST_TERMS, chunks, product, wide
 from dpvision.dp.rounding import UNIT, gamma
-from dpvision.dp.sides import OneHot, Remade, Side
+from dpvision.dp.sides import OneHot, Recomputed, Side
 
 _PANEL = 48
 """Rows of a symmetric Gram matrix computed at a time: with 197 places, 0.63 of the arithmetic of the whole matrix."""
@@ -54,14 +54,14 @@ class SquareNorms:
         return SquareNorms(*(torch.cat([getattr(part, name) for part in parts]) for name in SquareNorms.__dataclass_fields__))
 
 
-def square_norms(outers: list[Outer]) -> SquareNorms:
+def square_norms(outers: list[OuterProducts]) -> SquareNorms:
     """||sum over uses u of G_ui||^2 for every record: the squared norm of one weight's gradient.
 
     Args:
         outers: all uses of the weight by the same records.
     """
     first = outers[0]
-    if len(outers) == 1 and not any(isinstance(side, OneHot | Remade) for side in (first.left, first.right)):
+    if len(outers) == 1 and not any(isinstance(side, OneHot | Recomputed) for side in (first.left, first.right)):
         return square_norms_of_shared([first.left], first.right)
     total_B = torch.zeros(first.num_records, dtype=torch.float64, device=first.device)
     length_B = torch.zeros_like(total_B)
@@ -89,7 +89,7 @@ def square_norms_of_shared(lefts: list[Side], right: Side) -> SquareNorms:
     return SquareNorms.joined(parts)
 
 
-def written_square_norms(outer: Outer, rows: slice, value_N: Tensor) -> SquareNorms:
+def written_square_norms(outer: OuterProducts, rows: slice, value_N: Tensor) -> SquareNorms:
     """The part of ``value_N``, squared norms of outer products written out for the norm and not for the sum, that rounding can change."""
     lengths_NT = [torch.linalg.vector_norm(side.rows(rows), dim=2, dtype=torch.float64) for side in (outer.left, outer.right)]
     length_N = (lengths_NT[0] * lengths_NT[1]).sum(1)
@@ -145,7 +145,7 @@ def _symmetric_square(gram_NTS: Tensor, own: int) -> Tensor:
 
 def _cross_gram(a: Side, b: Side, rows: slice) -> Tensor:
     """<a_t, b_t'>, (N, Ta, Tb)."""
-    if a is b and isinstance(a, Remade):
+    if a is b and isinstance(a, Recomputed):
         return a.gram_BTT[rows]
     if isinstance(a, OneHot) and isinstance(b, OneHot):
         return (a.index_BT[rows, :, None] == b.index_BT[rows, None, :]).to(wide(a.dtype))
@@ -175,7 +175,7 @@ def _square_lengths(side: Side) -> Tensor:
     """|row|^2 of every place of every record, float64 (B, T)."""
     if isinstance(side, OneHot):
         return torch.ones(side.index_BT.shape, dtype=torch.float64, device=side.device)
-    if isinstance(side, Remade):
+    if isinstance(side, Recomputed):
         return side.gram_BTT.diagonal(dim1=1, dim2=2).double() + _lost(side.gram_BTT.dtype)
     parts = [
         torch.linalg.vector_norm(side.rows(rows), dim=2, dtype=torch.float64).square()
@@ -184,5 +184,5 @@ def _square_lengths(side: Side) -> Tensor:
     return torch.cat(parts) + _lost(torch.float32)
 
 
-def _dtype(outer: Outer) -> torch.dtype:
+def _dtype(outer: OuterProducts) -> torch.dtype:
     return torch.promote_types(outer.left.dtype, outer.right.dtype)

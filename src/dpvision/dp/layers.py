@@ -9,75 +9,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpvision.dp.layout import MIXED
-from dpvision.dp.outer import Outer
+from dpvision.dp.batch_dims import MIXED
+from dpvision.dp.outer_products import OuterProducts
 from dpvision.dp.products import wide
 from dpvision.dp.rule import Pass, Rule, by_record, leading, require
-from dpvision.dp.sides import Dense, OneHot, Patches, Remade
+from dpvision.dp.sides import Dense, OneHot, Patches, Recomputed
 from dpvision.models.head import head_forward, logit_gradients
-
-
-class _Linear(torch.autograd.Function):
-    """y = x W^T + b, or x W."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs_input: bool, sink: Any) -> Tensor:
-        ctx.save_for_backward(x if needs_input else None, weight)
-        ctx.sink = sink
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        grad = g @ weight if ctx.needs_input_grad[1] else None
-        ctx.sink(x, g)
-        return None, grad, None, None, None, None
 
 
 def linear(run: Pass, input: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Any:
     """``F.linear``, and ``x @ W`` (transposed)."""
-    layout = run.layout(input)
-    if layout is None or run.layout(weight) is not None:
+    batch_dim = run.batch_dim(input)
+    if batch_dim is None or run.batch_dim(weight) is not None:
         return NotImplemented
-    require(layout != MIXED and layout.dim < input.ndim - 1, [weight, bias], "an input whose records are not rows")
+    require(batch_dim != MIXED and batch_dim.dim < input.ndim - 1, [weight, bias], "an input whose records are not rows")
     slot, bias_slot = run.slot(weight, "linear"), run.slot(bias, "bias")
     num, shape = run.num_records, weight.shape
     x, w, b = run.lowered(input, weight.detach().t() if transposed else weight.detach(), None if bias is None else bias.detach())
 
     def sink(x: Tensor | None, g: Tensor) -> None:
-        g_BTP = by_record(g, layout, num)
+        g_BTP = by_record(g, batch_dim, num)
         if slot is not None and x is not None:
-            outputs, inputs = Dense(g_BTP), Dense(by_record(x, layout, num))
-            slot.add_outer(Outer(inputs, outputs, shape) if transposed else Outer(outputs, inputs, shape))
+            outputs, inputs = Dense(g_BTP), Dense(by_record(x, batch_dim, num))
+            slot.add_outer_products(OuterProducts(inputs, outputs, shape) if transposed else OuterProducts(outputs, inputs, shape))
         if bias_slot is not None:
             bias_slot.add_written(g_BTP.sum(1, dtype=wide(g.dtype)))
 
-    if run.traced:
-        return run.hang(F.linear(x, w, b), (x,), sink)
-    return _Linear.apply(run.anchor, x, w, b, slot is not None, sink)
+    return run.tap(F.linear(x, w, b), (None if slot is None else x,), sink)
 
 
 def matmul(run: Pass, input: Tensor, other: Tensor) -> Any:
     """x W with a matrix W."""
-    if other.ndim != 2 or run.layout(other) is not None or input.ndim < 2:
+    if other.ndim != 2 or run.batch_dim(other) is not None or input.ndim < 2:
         return NotImplemented
     return linear(run, input, other, transposed=True)
-
-
-class _Conv(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, sink: Any) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.geometry, ctx.sink = geometry, sink
-        stride, padding, dilation, groups = geometry
-        return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        grad = _conv_backward(g, x, weight, ctx.geometry, input_grad=True) if ctx.needs_input_grad[1] else None
-        ctx.sink(x, g)
-        return None, grad, None, None, None, None
 
 
 def _conv_backward(g: Tensor, x: Tensor, weight: Tensor, geometry: Any, *, input_grad: bool) -> Tensor:
@@ -98,10 +63,10 @@ def make_conv(num_dims: int) -> Rule:
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
-        layout = run.layout(input)
-        if layout is None or run.layout(weight) is not None:
+        batch_dim = run.batch_dim(input)
+        if batch_dim is None or run.batch_dim(weight) is not None:
             return NotImplemented
-        require(leading(layout), [weight, bias], "a convolution whose records are not its first dimension")
+        require(leading(batch_dim), [weight, bias], "a convolution whose records are not its first dimension")
         stride, dilation = _tuple(stride, num_dims), _tuple(dilation, num_dims)
         if padding == "same":
             require(all(d * (k - 1) % 2 == 0 for d, k in zip(dilation, weight.shape[2:], strict=True)), [weight, bias], "uneven padding")
@@ -113,17 +78,15 @@ def make_conv(num_dims: int) -> Rule:
 
         def sink(x: Tensor, g: Tensor) -> None:
             if slot is not None and num_dims == 2 and groups == 1:
-                patches = Patches(x, layout.per_record, (shape[2], shape[3]), stride, padding, dilation)
+                patches = Patches(x, batch_dim.per_record, (shape[2], shape[3]), stride, padding, dilation)
                 left = g.flatten(2).mT.reshape(num, -1, shape[0])
-                slot.add_outer(Outer(Dense(left), patches, shape))
+                slot.add_outer_products(OuterProducts(Dense(left), patches, shape))
             elif slot is not None:
                 slot.add_written(_record_kernels(g, x, shape, geometry, num))
             if bias_slot is not None:
                 bias_slot.add_written(g.flatten(2).sum(2, dtype=wide(g.dtype)).view(num, -1, shape[0]).sum(1))
 
-        if run.traced:
-            return run.hang(torch.convolution(x, w, b, stride, padding, dilation, False, [0] * num_dims, groups), (x,), sink)
-        return _Conv.apply(run.anchor, x, w, b, geometry, sink)
+        return run.tap(torch.convolution(x, w, b, stride, padding, dilation, False, [0] * num_dims, groups), (x,), sink)
 
     return conv
 
@@ -147,20 +110,6 @@ def _record_kernels(g: Tensor, x: Tensor, shape: torch.Size, geometry: Any, num_
     return grad.view(num_records, *shape)
 
 
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, index: Tensor, weight: Tensor, sink: Any) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.sink = sink
-        return F.embedding(index, weight)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        (index,) = ctx.saved_tensors
-        ctx.sink(index, g)
-        return None, None, None, None
-
-
 def embedding(
     run: Pass,
     input: Tensor,
@@ -172,10 +121,10 @@ def embedding(
     sparse: bool = False,
 ) -> Any:
     """``F.embedding``; the gradient of ``padding_idx`` is zero as in torch."""
-    layout = run.layout(input)
-    if layout is None:
+    batch_dim = run.batch_dim(input)
+    if batch_dim is None:
         return NotImplemented
-    require(layout != MIXED, [weight], "an index whose records are not in one dimension")
+    require(batch_dim != MIXED, [weight], "an index whose records are not in one dimension")
     require(max_norm is None and not scale_grad_by_freq, [weight], "an embedding with max_norm or scale_grad_by_freq")
     slot = run.slot(weight, "embedding")
     num, shape = run.num_records, weight.shape
@@ -186,17 +135,15 @@ def embedding(
         assert slot is not None
         if padding_idx is not None:
             g = g.masked_fill((index == padding_idx)[..., None], 0.0)
-        index_BT = by_record(index[..., None], layout, num)[..., 0]
-        slot.add_outer(Outer(OneHot(index_BT, shape[0], g.dtype), Dense(by_record(g, layout, num)), shape))
+        index_BT = by_record(index[..., None], batch_dim, num)[..., 0]
+        slot.add_outer_products(OuterProducts(OneHot(index_BT, shape[0], g.dtype), Dense(by_record(g, batch_dim, num)), shape))
 
-    if run.traced:
-        return run.hang(F.embedding(input, weight.detach()), (input,), sink)
-    return _Embedding.apply(run.anchor, input, weight.detach(), sink)
+    return run.tap(F.embedding(input, weight.detach()), (input,), sink)
 
 
 def getitem(run: Pass, weight: Tensor, index: Any) -> Any:
     """``table[token]``: an embedding."""
-    if not isinstance(index, Tensor) or index.dtype == torch.bool or weight.ndim != 2 or run.layout(weight) is not None:
+    if not isinstance(index, Tensor) or index.dtype == torch.bool or weight.ndim != 2 or run.batch_dim(weight) is not None:
         return NotImplemented
     return embedding(run, index, weight)
 
@@ -218,10 +165,10 @@ class _Head(torch.autograd.Function):
 
 def head(run: Pass, hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor) -> Any:
     """``models.head.linear_cross_entropy``: the logits' gradients are made again when they are needed, their Gram matrix is kept."""
-    layout = run.layout(hidden_BLD)
-    if layout is None or run.layout(weight_VD) is not None:
+    batch_dim = run.batch_dim(hidden_BLD)
+    if batch_dim is None or run.batch_dim(weight_VD) is not None:
         return NotImplemented
-    ok = leading(layout) and not run.traced
+    ok = leading(batch_dim) and not run.traced
     require(ok, [weight_VD, bias_V], "a vocabulary head whose records are not its first dimension, or in a compiled block")
     slot, bias_slot = run.slot(weight_VD, "vocabulary head"), run.slot(bias_V, "vocabulary head")
     num, shape = run.num_records, weight_VD.shape
@@ -229,11 +176,11 @@ def head(run: Pass, hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None
 
     def sink(operands: list[Any], gram_BTT: Tensor, g_BT: Tensor) -> None:
         hidden, weight, bias, target = operands
-        left = Remade(lambda rows: logit_gradients(hidden[rows], weight, bias, target[rows]), gram_BTT, shape[0], hidden.shape[2])
+        left = Recomputed(lambda rows: logit_gradients(hidden[rows], weight, bias, target[rows]), gram_BTT, shape[0], hidden.shape[2])
         if slot is not None:
-            slot.add_outer(Outer(left, Dense((hidden * g_BT[..., None]).to(hidden.dtype)), shape))
+            slot.add_outer_products(OuterProducts(left, Dense((hidden * g_BT[..., None]).to(hidden.dtype)), shape))
         if bias_slot is not None:
-            bias_slot.add_outer(Outer(left, Dense(g_BT[..., None].to(hidden.dtype)), shape[:1]))
+            bias_slot.add_outer_products(OuterProducts(left, Dense(g_BT[..., None].to(hidden.dtype)), shape[:1]))
 
     # All rows of a record are its tokens: the head treats each token by itself.
     loss_BT = _Head.apply(run.anchor, hidden.reshape(num, -1, shape[1]), weight, bias, target_BL.reshape(num, -1), sink)

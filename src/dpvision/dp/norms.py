@@ -9,51 +9,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpvision.dp.bare import spread
-from dpvision.dp.layout import MIXED, Layout
+from dpvision.dp.batch_dims import MIXED, BatchDim
+from dpvision.dp.broadcast import spread
 from dpvision.dp.products import wide
 from dpvision.dp.rule import Pass, by_record, leading, require
-from dpvision.models.head import autocast_dtype
+from dpvision.precision import autocast_dtype
 
 _PART_NUMBERS = 2**16
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float, sink: Any
-    ) -> Tensor:
-        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-        ctx.save_for_backward(x, mean, rstd, weight, bias)
-        ctx.shape, ctx.sink = shape, sink
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        x, mean, rstd, weight, bias = ctx.saved_tensors
-        grad = None
-        if ctx.needs_input_grad[1]:
-            grad = torch.ops.aten.native_layer_norm_backward(g, x, ctx.shape, mean, rstd, weight, bias, [True, False, False])[0]
-        ctx.sink(g, x, mean, rstd)
-        return None, grad, None, None, None, None, None
 
 
 def layer_norm(
     run: Pass, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Any:
     """``F.layer_norm`` over the last dimensions."""
-    layout = run.layout(input)
-    if layout is None:
+    batch_dim = run.batch_dim(input)
+    if batch_dim is None:
         return NotImplemented
     slot, bias_slot = run.slot(weight, "layer norm"), run.slot(bias, "layer norm")
     shape = tuple(normalized_shape)
-    require(layout != MIXED and layout.dim < input.ndim - len(shape), [weight, bias], "a layer norm over records")
+    require(batch_dim != MIXED and batch_dim.dim < input.ndim - len(shape), [weight, bias], "a layer norm over records")
     num = run.num_records
 
     def rows(value: Tensor) -> Tensor:
-        return by_record(value.flatten(value.ndim - len(shape)), layout, num)
+        return by_record(value.flatten(value.ndim - len(shape)), batch_dim, num)
 
-    def sink(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
+    def sink(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor) -> None:
         dtype = wide(g.dtype)
         g_BTD = rows(g)
         if slot is not None:
@@ -67,46 +47,22 @@ def layer_norm(
             bias_slot.add_written(g_BTD.sum(1, dtype=dtype).view(num, *shape))
 
     x = _widened(input)
-    if run.traced:
-        y = F.layer_norm(x, shape, _like(weight, x), _like(bias, x), eps)
-        return run.hang(y, (x,), lambda x, g: sink(g, x, *torch.native_layer_norm(x, shape, None, None, eps)[1:]))
-    return _LayerNorm.apply(run.anchor, x, shape, _like(weight, x), _like(bias, x), eps, sink)
-
-
-class _GroupNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, sink: Any
-    ) -> Tensor:
-        x = x.contiguous()
-        sizes = (x.shape[0], x.shape[1], x.shape[2:].numel())
-        y, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, groups, eps)
-        ctx.save_for_backward(x, mean, rstd, weight)
-        ctx.sizes, ctx.groups, ctx.sink = sizes, groups, sink
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        x, mean, rstd, weight = ctx.saved_tensors
-        g, grad = g.contiguous(), None
-        if ctx.needs_input_grad[1]:
-            grad = torch.ops.aten.native_group_norm_backward(g, x, mean, rstd, weight, *ctx.sizes, ctx.groups, [True, False, False])[0]
-        ctx.sink(g, x, mean, rstd)
-        return None, grad, None, None, None, None, None
+    y, mean, rstd = torch.native_layer_norm(x, shape, _like(weight, x), _like(bias, x), eps)
+    return run.tap(y, (x, mean, rstd), sink)
 
 
 def group_norm(
     run: Pass, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Any:
     """``F.group_norm``."""
-    layout = run.layout(input)
-    if layout is None:
+    batch_dim = run.batch_dim(input)
+    if batch_dim is None:
         return NotImplemented
     slot, bias_slot = run.slot(weight, "group norm"), run.slot(bias, "group norm")
-    require(leading(layout), [weight, bias], "a group norm whose records are not its first dimension")
+    require(leading(batch_dim), [weight, bias], "a group norm whose records are not its first dimension")
     num, channels = run.num_records, input.shape[1]
 
-    def sink(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
+    def sink(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor) -> None:
         dtype = wide(g.dtype)
         if slot is not None:
             normal = (x.unflatten(1, (num_groups, -1)).flatten(3) - mean[..., None, None]) * rstd[..., None, None]  # (N, G, C / G, S)
@@ -115,9 +71,10 @@ def group_norm(
         if bias_slot is not None:
             bias_slot.add_written(g.flatten(2).sum(2, dtype=dtype).view(num, -1, channels).sum(1))
 
-    x = _widened(input)
-    require(not run.traced, [weight, bias], "a group norm in a compiled block")
-    return _GroupNorm.apply(run.anchor, x, num_groups, _like(weight, x), _like(bias, x), eps, sink)
+    x = _widened(input).contiguous()
+    sizes = x.shape[0], channels, x.shape[2:].numel()
+    y, mean, rstd = torch.native_group_norm(x, _like(weight, x), _like(bias, x), *sizes, num_groups, eps)
+    return run.tap(y, (x, mean, rstd), sink)
 
 
 def _record_parts(x_BTD: Tensor) -> list[slice]:
@@ -152,24 +109,24 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Any:
     """``F.batch_norm`` of data with fixed statistics: an elementwise scale and shift."""
-    layout = run.layout(input)
-    if layout is None:
+    batch_dim = run.batch_dim(input)
+    if batch_dim is None:
         return NotImplemented
-    require(not training and leading(layout), [weight, bias], "a batch norm on batch statistics")
+    require(not training and leading(batch_dim), [weight, bias], "a batch norm on batch statistics")
     y = F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps)
     ones = (1,) * (input.ndim - 2)
     if weight is not None:
-        y = y * _scale(run, weight, layout, y.ndim).unflatten(1, (-1, *ones))
-    return y if bias is None else y + _scale(run, bias, layout, y.ndim).unflatten(1, (-1, *ones))
+        y = y * _scale(run, weight, batch_dim, y.ndim).unflatten(1, (-1, *ones))
+    return y if bias is None else y + _scale(run, bias, batch_dim, y.ndim).unflatten(1, (-1, *ones))
 
 
-def _scale(run: Pass, weight: Tensor, layout: Layout, num_dims: int) -> Tensor:
-    return spread(run, weight, layout, 2, "batch norm")
+def _scale(run: Pass, weight: Tensor, batch_dim: BatchDim, num_dims: int) -> Tensor:
+    return spread(run, weight, batch_dim, 2, "batch norm")
 
 
 def rms_norm(run: Pass, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
     """``F.rms_norm``: the norm, then an elementwise scale."""
-    layout = run.layout(input)
-    if layout is None or weight is None:
+    batch_dim = run.batch_dim(input)
+    if batch_dim is None or weight is None:
         return NotImplemented
-    return F.rms_norm(input, normalized_shape, None, eps) * spread(run, weight, layout, input.ndim, "rms norm")
+    return F.rms_norm(input, normalized_shape, None, eps) * spread(run, weight, batch_dim, input.ndim, "rms norm")

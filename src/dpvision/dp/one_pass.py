@@ -9,6 +9,7 @@ Three nets catch what the rules do not: a parameter used in another way is found
 the calls that it made for two and three records is refused.
 """
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable
@@ -22,16 +23,16 @@ from torch.func import functional_call
 
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
+from dpvision.dp.batch_dims import NUM_RECORDS, Call, find_batch_dims
 from dpvision.dp.buckets import blocks, hashes
-from dpvision.dp.compiled import Pending, run_block
-from dpvision.dp.follow import CHECKPOINTED, Pass, Strayed
+from dpvision.dp.compiled import CompiledBlocks, Pending
 from dpvision.dp.gram import SquareNorms
-from dpvision.dp.layout import NUM_RECORDS, Call, find_layouts
+from dpvision.dp.interception import CHECKPOINTED, GraphChanged, Pass
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
 from dpvision.dp.products import rounding
 from dpvision.dp.rounding import BUDGET, LOOSE, MOST_ROUNDED, gamma
 from dpvision.dp.rule import NoRule
-from dpvision.dp.slots import (
+from dpvision.dp.weight_grads import (
     Slot,
     group_square_norms,
     groups_of,
@@ -43,7 +44,7 @@ from dpvision.dp.slots import (
     written_out,
 )
 from dpvision.errors import PrivacyError
-from dpvision.models.head import autocast_dtype
+from dpvision.precision import autocast_dtype
 
 _LOG = logging.getLogger("dpvision")
 _UNSEEN = "used where no rule sees it"
@@ -64,7 +65,7 @@ class Route:
 
 
 def _probes(batch: Batch) -> tuple[Batch, Batch, dict[int, Batch]]:
-    """Batches for ``find_layouts``, of the first record and of one that differs from it in all that can differ."""
+    """Batches for ``find_batch_dims``, of the first record and of one that differs from it in all that can differ."""
     device = batch.record_id_B.device
     few, many = (take(batch, torch.zeros(num, dtype=torch.long, device=device)) for num in NUM_RECORDS)
     if device.type == "meta":
@@ -107,7 +108,7 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
 
     few, many, replaced = _probes(batch)
     with torch.no_grad():
-        calls = find_layouts(run, few, many, replaced)
+        calls = find_batch_dims(run, few, many, replaced)
     if isinstance(calls, str):
         raise PrivacyError(f"clip: the model cannot be followed: {calls}; expected the same for any batch. Use method='vmap'.")
     slow: dict[str, str] = {}
@@ -185,6 +186,7 @@ def one_pass(
     max_grad_norm: float,
     loss_scale: float,
     chunk_size: int | None,
+    compiled: CompiledBlocks | None,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Sum of the records' gradients, each times its factor.
 
@@ -194,6 +196,7 @@ def one_pass(
         max_grad_norm: C.
         loss_scale: factor of the losses in the backward pass, undone before the norm.
         chunk_size: for parameters without a rule.
+        compiled: programs of the model's blocks.
 
     Returns:
         ({name: sum}, in the parameters' precision or float64; norms_B float64, losses_B).
@@ -204,8 +207,8 @@ def one_pass(
         route = route_of(loss_fn, model, batch, key)
         pending: list[Pending] = []  # compiled blocks that wait for their backward pass
         try:
-            run, losses_B = _forward(loss_fn, model, params, route, batch, key, pending)
-        except (Strayed, NoRule) as error:
+            run, losses_B = _forward(loss_fn, model, params, route, batch, key, compiled, pending)
+        except (GraphChanged, NoRule) as error:
             if not fresh:  # another loss or setting than when the route was found
                 del _ROUTES[model][_route_key(loss_fn, model, batch)]
                 fresh = True
@@ -224,12 +227,19 @@ def one_pass(
 
 
 def _forward(
-    loss_fn: Any, model: nn.Module, params: dict[str, Tensor], route: Route, batch: Batch, key: StepKey, pending: list[Pending]
+    loss_fn: Any,
+    model: nn.Module,
+    params: dict[str, Tensor],
+    route: Route,
+    batch: Batch,
+    key: StepKey,
+    compiled: CompiledBlocks | None,
+    pending: list[Pending],
 ) -> tuple[Pass, Tensor]:
     run = Pass(params, route.calls, len(batch.record_id_B), route.slow)
-    run.run_block = partial(run_block, pending)
     buffers = prefixed(copied_buffers(model))
-    with run, torch.enable_grad():
+    blocks = contextlib.nullcontext() if compiled is None else compiled.intercepted(run, pending)
+    with blocks, run, torch.enable_grad():
         losses_B = functional_call(LossModule(loss_fn, model), buffers, (batch, key))
     return run, losses_B
 
@@ -298,13 +308,13 @@ def _gather(
         low_B = factor_B < _LOWERED * factors(norms_B + slack_B, finite_B)
         heavy_B = 1.02 * gamma(2) * factor_B * lengths_B > BUDGET * max_grad_norm
         unknown_B = ~finite_B & torch.isfinite(norms_B)
-        doubted = ((low_B | heavy_B | unknown_B) & batch.valid_B).nonzero()[:, 0].tolist()
-        for i in doubted:
+        cancelling = ((low_B | heavy_B | unknown_B) & batch.valid_B).nonzero()[:, 0].tolist()
+        for i in cancelling:
             own = [written_out(group, params, slice(i, i + 1)) for group in groups]
             norms_B[i] = (slow_B[i] + sum(sum_of_squares(grad)[0] for grads in own for grad in grads.values())).sqrt() / loss_scale
-        if doubted:
+        if cancelling:
             finite_B = torch.isfinite(norms_B)
-            highest_B[doubted], slack_B[doubted], lengths_B[doubted] = norms_B[doubted], 0.0, 0.0
+            highest_B[cancelling], slack_B[cancelling], lengths_B[cancelling] = norms_B[cancelling], 0.0, 0.0
             factor_B = factors(torch.maximum(norms_B, highest_B) + slack_B, finite_B)
         factor_B = factor_B.where(batch.valid_B, 0.0)
         cost_B = (factor_B * lengths_B).where(finite_B, 0.0)
@@ -312,13 +322,13 @@ def _gather(
         parts = [slice(0, num)] if rounded else _blocks(batch, key, cost_B, max_grad_norm)
         factor_B = factor_B / loss_scale
         keep_B = finite_B.clone()
-        keep_B[doubted] = False
+        keep_B[cancelling] = False
         kept = None if bool(keep_B.all()) else keep_B
         total: dict[str, Tensor] = {}
         for group in groups:
             sums = [slot.weighted_sum(factor_B, kept, parts) for slot in group]
             part = pull_back(group, sums, params, batched=False)
-            for i in doubted:
+            for i in cancelling:
                 if finite_B[i]:
                     for name, grad in written_out(group, params, slice(i, i + 1)).items():
                         part[name] = part[name].double().add_(grad[0].double() * factor_B[i].double())

@@ -47,9 +47,14 @@ def gamma(count: float, dtype: torch.dtype = torch.float32) -> float:
     return part / (1 - part) if part < 1 else float("inf")
 
 
+def margin(dtype: torch.dtype) -> float:
+    """Part of C kept free where every gradient is written out, and what is summed is summed in float64."""
+    return MARGIN_EPS * torch.finfo(dtype).eps
+
+
 def reserve(dtype: torch.dtype) -> float:
     """Part of C kept free where gradients of ``dtype`` are summed by matrix products."""
-    return RESERVE if dtype == torch.float32 else MARGIN_EPS * torch.finfo(dtype).eps
+    return RESERVE if dtype == torch.float32 else margin(dtype)
 
 
 def sum_dtype(num_blocks: int, num_records: int, dtype: torch.dtype) -> torch.dtype:
@@ -59,8 +64,7 @@ def sum_dtype(num_blocks: int, num_records: int, dtype: torch.dtype) -> torch.dt
 
 def proven_bound() -> float:
     """Bound on |computed sum(D) - computed sum(D')| / C for neighbouring data sets, float32 gradients: at most 1."""
-    margin = MARGIN_EPS * torch.finfo(torch.float32).eps
-    return (1 - RESERVE) * (1 + LOOSE) * (1 + margin) + 3 * BUDGET + ROUNDED
+    return (1 - RESERVE) * (1 + LOOSE) * (1 + margin(torch.float32)) + 3 * BUDGET + ROUNDED
 
 
 def added_bound() -> float:

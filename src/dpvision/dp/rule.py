@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from dpvision.dp.layout import Layout
-from dpvision.dp.slots import Slot
+from dpvision.dp.batch_dims import BatchDim
+from dpvision.dp.weight_grads import Slot
 
 
 class NoRule(Exception):
@@ -35,18 +35,21 @@ class Pass(Protocol):
         """The slot of a trained weight; None for a frozen one."""
         ...
 
-    def layout(self, tensor: Tensor) -> Layout | None:
+    def batch_dim(self, tensor: Tensor) -> BatchDim | None:
         """Where the records lie in an argument of the call; None if it has none."""
         ...
 
-    def output_layout(self) -> Layout | None: ...
+    def output_batch_dim(self) -> BatchDim | None: ...
     @property
     def traced(self) -> bool:
-        """Whether the pass is written down for a compiler: rules then use ``hang`` in place of autograd functions."""
+        """Whether the pass is written down for a compiler, which takes no autograd function."""
         ...
 
-    def hang(self, output: Tensor, saved: tuple[Tensor, ...], sink: Callable[..., None]) -> Tensor:
-        """output + 0, where the zeros' gradient g is that of the output: ``sink(*saved, g)`` after the backward pass."""
+    def tap(self, output: Tensor, saved: tuple[Tensor | None, ...], sink: Callable[..., None]) -> Tensor:
+        """The output; the backward pass calls ``sink(*saved, g)`` with its gradient g, whether or not the input has one.
+
+        The output comes from weights without a gradient, and from the input by torch's own operations.
+        """
         ...
 
     def lowered(self, input: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
@@ -57,11 +60,11 @@ class Pass(Protocol):
 Rule = Callable[..., Any]
 
 
-def by_record(value: Tensor, layout: Layout, num_records: int) -> Tensor:
+def by_record(value: Tensor, batch_dim: BatchDim, num_records: int) -> Tensor:
     """(..., D) with its records anywhere -> (B, T, D)."""
-    rows = value.movedim(layout.dim, 0)
-    if not layout.side_by_side:
-        rows = rows.unflatten(0, (layout.per_record, num_records)).transpose(0, 1)
+    rows = value.movedim(batch_dim.dim, 0)
+    if not batch_dim.side_by_side:
+        rows = rows.unflatten(0, (batch_dim.per_record, num_records)).transpose(0, 1)
     return rows.reshape(num_records, -1, value.shape[-1])
 
 
@@ -70,5 +73,5 @@ def require(ok: bool, tensors: list[Tensor | None], reason: str) -> None:
         raise NoRule([t for t in tensors if t is not None], reason)
 
 
-def leading(layout: Layout) -> bool:
-    return layout.dim == 0 and layout.side_by_side
+def leading(batch_dim: BatchDim) -> bool:
+    return batch_dim.dim == 0 and batch_dim.side_by_side

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dpvision.dp.bare import attention
+from dpvision.dp.broadcast import attention
 from dpvision.dp.layers import embedding, getitem, head, linear, make_conv, matmul
 from dpvision.dp.norms import batch_norm, group_norm, layer_norm, rms_norm
 from dpvision.dp.rule import Rule

@@ -145,7 +145,7 @@ class Patches:
 
 
 @dataclass(frozen=True, eq=False)
-class Remade:
+class Recomputed:
     """Rows too large to keep, computed anew when needed, with their Gram matrix, which is small."""
 
     make: Callable[[slice], Tensor]

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from dpvision.precision import lowered_dtype
+
 IGNORED = -100
 """Target of a token without a loss, as in torch."""
 _CHUNK_NUMBERS = {"cpu": 2**22, "cuda": 2**28}
@@ -98,18 +100,6 @@ class _Head(torch.autograd.Function):
         hidden_dtype, weight_dtype = ctx.dtypes
         bias_grad = None if bias_grad is None else bias_grad.to(weight_dtype)
         return (grad_BLD * g_BL[..., None]).to(hidden_dtype), weight_grad.to(weight_dtype), bias_grad, None
-
-
-def lowered_dtype(value: Tensor) -> torch.dtype:
-    """The precision in which autocast would multiply ``value``; its own without autocast, and on the ``meta`` device."""
-    low = autocast_dtype(value.device)
-    return low if low is not None and value.dtype in (torch.float32, torch.float16, torch.bfloat16) else value.dtype
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Autocast's precision on a device; None where it is off, or unknown there."""
-    known = torch.amp.is_autocast_available(device.type)
-    return torch.get_autocast_dtype(device.type) if known and torch.is_autocast_enabled(device.type) else None
 
 
 def _chunks(hidden_BLD: Tensor, weight_VD: Tensor) -> Iterator[slice]:

@@ -18,6 +18,7 @@ from dpvision.config import RunConfig, to_dict
 from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn
+from dpvision.dp.compiled import CompiledBlocks
 from dpvision.dp.noise import privatize
 from dpvision.errors import CheckpointError
 from dpvision.optim.ema import update_average
@@ -71,6 +72,8 @@ class Session:
     group: Group
     folder: RunFolder | None = None
     ledger: Ledger | None = None
+    blocks: CompiledBlocks | None = None
+    """With hardware.compile."""
     start: frozenset[str] | None = None
     """Digests of the weights that this start of a run without a guarantee began with; None with a guarantee."""
 
@@ -111,7 +114,17 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
             )  # fmt: skip
         while (step := _charge(session)) is not None:  # before the deed
             total, metrics = step_sum(
-                step, session.config, plan, session.store, session.rows, session.words, session.model, session.loss_fn, secrets.draw, group
+                step,
+                session.config,
+                plan,
+                session.store,
+                session.rows,
+                session.words,
+                session.model,
+                session.loss_fn,
+                secrets.draw,
+                group,
+                session.blocks,
             )
             gradient = privatize(total, plan, step, secrets.noise, owners=group)
             session.optimizer.step(gradient, learning_rate(session.config.optim, step, plan.steps))

@@ -18,7 +18,7 @@ from dpvision.data.declared import count_units, fits, has_units, rounded_up
 from dpvision.data.keys import StepKey
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn
-from dpvision.dp.compiled import compile_blocks
+from dpvision.dp.compiled import CompiledBlocks, compile_blocks
 from dpvision.dp.support import check_at_sizes, check_compiled, check_exact, check_separable
 from dpvision.errors import OPERATOR_ONLY, CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
 from dpvision.models import make_model
@@ -282,14 +282,13 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
         start_from(model, config.model, parent)
     loss_fn = loss_function(config)
     if plan.guarantee == "dp":
-        awake = _awake(model)
-        check_separable(loss_fn, awake, example_batch(config), StepKey(config.seed, 0))
-        check_exact(loss_fn, awake, example_batch(config), StepKey(config.seed, 0))
-        check_at_sizes(loss_fn, awake, example_batch(config, config.hardware.physical_batch_size), StepKey(config.seed, 0))
+        perturbed = _perturb_zeros(model)
+        check_separable(loss_fn, perturbed, example_batch(config), StepKey(config.seed, 0))
+        check_exact(loss_fn, perturbed, example_batch(config), StepKey(config.seed, 0))
+        check_at_sizes(loss_fn, perturbed, example_batch(config, config.hardware.physical_batch_size), StepKey(config.seed, 0))
     start = None if plan.guarantee == "dp" else frozenset(contents(model.state_dict().values()))
     model.to(group.device)
-    if config.hardware.compile:
-        _compile(config, model, loss_fn, group)
+    blocks = _compile(config, model, loss_fn, group) if config.hardware.compile else None
     optimizer = Optimizer(config.optim, model)
     ema = make_ema(model) if config.optim.averages else None
     if checkpoint is not None:
@@ -297,15 +296,18 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
         if ema is not None and checkpoint.ema is not None:
             ema = {name: value.to(group.device) for name, value in checkpoint.ema.items()}
     updates, saved = (0, None) if checkpoint is None else (checkpoint.manifest["updates"], checkpoint.manifest["ledger_steps"])
-    return Session(config, plan, store, rows, words, model, loss_fn, optimizer, ema, lineage, updates, saved, group, start=start)
+    return Session(
+        config, plan, store, rows, words, model, loss_fn, optimizer, ema, lineage, updates, saved, group, start=start, blocks=blocks
+    )
 
 
-def _compile(config: RunConfig, model: nn.Module, loss_fn: LossFn, group: distributed.Group) -> None:
-    """Compile the model's blocks for full physical batches, and compare them with the blocks as they are."""
+def _compile(config: RunConfig, model: nn.Module, loss_fn: LossFn, group: distributed.Group) -> CompiledBlocks:
+    """The model's blocks compiled for full physical batches, and compared with the blocks as they are."""
     size = config.hardware.physical_batch_size
-    compile_blocks(model, size)
+    blocks = compile_blocks(model, size)
     if config.privacy.guarantee == "dp":
-        check_compiled(loss_fn, model, to_device(example_batch(config, size), group.device), StepKey(config.seed, 0))
+        check_compiled(loss_fn, model, to_device(example_batch(config, size), group.device), StepKey(config.seed, 0), blocks)
+    return blocks
 
 
 def _checkpoint_bytes(session: Session) -> int:
@@ -334,7 +336,7 @@ def _check_paths(config: RunConfig, open_parent: OpenParent) -> None:
         )
 
 
-def _awake(model: nn.Module) -> nn.Module:
+def _perturb_zeros(model: nn.Module) -> nn.Module:
     """A copy with small values where a parameter starts as zeros: behind a head of zeros every gradient is zero, any sum of them exact."""
     copied = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)

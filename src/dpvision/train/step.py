@@ -19,6 +19,7 @@ from dpvision.data.loader import physical_batches
 from dpvision.data.store import Store
 from dpvision.dp.buckets import num_buckets, passes
 from dpvision.dp.clip import ClippedSum, LossFn, clipped_sum
+from dpvision.dp.compiled import CompiledBlocks
 from dpvision.dp.per_record import take
 from dpvision.dp.scale import public_loss_scale
 from dpvision.privacy.plan import DPPlan
@@ -42,6 +43,7 @@ def step_sum(
     loss_fn: LossFn,
     draw_key: bytes,
     group: Group,
+    blocks: CompiledBlocks | None = None,
 ) -> tuple[ClippedSum, StepMetrics]:
     """Clipped sum of logical step ``step`` over all processes, and its confidential figures.
 
@@ -50,6 +52,7 @@ def step_sum(
         rows: int64 row numbers of the store that take part in this run (contribution bound applied).
         words: reads captions as tokens; None for a model without words.
         draw_key: 32 secret bytes, the same on all ranks, new at every start.
+        blocks: the model's compiled blocks.
 
     Returns:
         The sum (secret; the same on all ranks) and the metrics (confidential).
@@ -72,7 +75,7 @@ def step_sum(
         total = ClippedSum.add_up(model, plan.max_grad_norm, (
             clipped_sum(
                 loss_fn, model, padded(to_device(batch, group.device), least), key,
-                max_grad_norm=plan.max_grad_norm, rule=plan.clipping, loss_scale=scale,
+                max_grad_norm=plan.max_grad_norm, rule=plan.clipping, loss_scale=scale, blocks=blocks,
             )
             for batch in batches
         ))  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpvision.dp.gram import SquareNorms, square_norms, square_norms_of_shared, written_square_norms
-from dpvision.dp.outer import Outer
+from dpvision.dp.outer_products import OuterProducts
 from dpvision.dp.products import OUTER_NUMBERS, chunks, wide
 from dpvision.dp.rounding import sum_dtype
 from dpvision.dp.sides import Dense
@@ -36,7 +36,7 @@ class Slot:
     rules: list[str] = field(default_factory=list)
     """How it was used, in the order of the calls."""
     written_BW: Tensor | None = None
-    outers: list[Outer] = field(default_factory=list)
+    outers: list[OuterProducts] = field(default_factory=list)
     open: bool = False
     """Set when the forward pass is over: what comes before is from a gradient that the loss takes by itself."""
 
@@ -46,7 +46,7 @@ class Slot:
         grad_BW = grad_BW.to(wide(grad_BW.dtype))
         self.written_BW = grad_BW if self.written_BW is None else self.written_BW + grad_BW
 
-    def add_outer(self, outer: Outer) -> None:
+    def add_outer_products(self, outer: OuterProducts) -> None:
         """Add the gradients of one use as outer products; those that are no larger than their factors are written out at once."""
         self._require_open()
         if outer.written_numbers <= outer.stored_numbers:
@@ -104,7 +104,7 @@ class Slot:
     def weighted_sum(self, factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice]) -> Tensor:
         """sum over i of factor_i G_i, of the weight's shape; records with ``keep_B`` False are left out whatever they hold.
 
-        ``blocks`` and the precision of the sum are as in ``Outer.weighted_sum``.
+        ``blocks`` and the precision of the sum are as in ``OuterProducts.weighted_sum``.
         """
         parts = [outer.weighted_sum(factor_B, keep_B, blocks) for outer in self.outers]
         if self.written_BW is not None:

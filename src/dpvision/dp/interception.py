@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dpvision.dp import bare
-from dpvision.dp.layout import MIXED, OPENED, Call, Layout, block_call, tensors_in
+from dpvision.dp import broadcast
+from dpvision.dp.batch_dims import MIXED, OPENED, BatchDim, Call, block_call, tensors_in
 from dpvision.dp.rule import NoRule
 from dpvision.dp.rules import ELEMENTWISE, EXPANDING, RULES
-from dpvision.dp.slots import Slot
+from dpvision.dp.weight_grads import Slot
 from dpvision.errors import PrivacyError
-from dpvision.models.head import autocast_dtype, lowered_dtype
+from dpvision.precision import autocast_dtype, lowered_dtype
 
 CHECKPOINTED = (
     "clip: the model checkpoints activations or hooks saved tensors; expected neither: all activations are needed until the norms are "
@@ -28,17 +28,32 @@ def _refuse_hooks() -> None:
         raise PrivacyError(CHECKPOINTED)
 
 
-class Strayed(Exception):
+class GraphChanged(Exception):
     """The pass made another call than the one it made when the route was found."""
 
 
+class _Identity(torch.autograd.Function):
+    """An output as it is, whose gradient goes to the sink as soon as the backward pass has it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, output: Tensor, saved: tuple[Tensor | None, ...], sink: Any) -> Tensor:
+        ctx.save_for_backward(*saved)
+        ctx.sink = sink
+        return output.detach()  # no view: the model may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        ctx.sink(*ctx.saved_tensors, g)
+        return None, g if ctx.needs_input_grad[1] else None, None, None
+
+
 @dataclass(eq=False)
-class Hung:
-    """An output with zeros added, whose gradient is wanted: the form of a rule that a compiler can take."""
+class Tap:
+    """An output with zeros added, whose gradient is wanted: ``_Identity`` in a form that a compiler can take."""
 
     shape: torch.Size
     dtype: torch.dtype
-    saved: tuple[Tensor, ...]
+    saved: tuple[Tensor | None, ...]
     sink: Callable[..., None] = field(repr=False)
 
 
@@ -55,15 +70,16 @@ class Pass(TorchFunctionMode):
             id(p): (p, frozenset([name])) for name, p in params.items() if name not in slow
         }
         self._slots: dict[int, Slot] = {}
-        self._layouts: dict[int, Layout | None] = {}
-        self._output: Layout | None = None
+        self._batch_dims: dict[int, BatchDim | None] = {}
+        self._output: BatchDim | None = None
         self._lowered: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-        self.hung: list[Hung] = []
+        self.taps: list[Tap] = []
         self.traced = False
         self.zeros: list[Tensor] | None = None
-        """In a traced pass, what ``hang`` adds, in the order of the calls."""
+        """In a traced pass, the zeros that ``tap`` adds, in the order of the calls."""
         self.run_block: Callable[..., Any] | None = None
-        """Runs a block as a compiled program: (pass, unit, *arguments) -> (number of calls it stands for, output), or None."""
+        """Runs a block as a compiled program: (pass, its name, its forward method, *arguments) -> (number of
+        calls that it stands for, output), or None."""
 
     @property
     def slots(self) -> list[Slot]:
@@ -72,7 +88,7 @@ class Pass(TorchFunctionMode):
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is block_call and self.run_block is not None and torch.is_grad_enabled():
-            done = self.run_block(self, *args)
+            done = self.run_block(self, *args, **kwargs)
             if done is not None:
                 self._at += done[0]
                 return done[1]
@@ -83,7 +99,7 @@ class Pass(TorchFunctionMode):
         out = self._use(func, args, kwargs, known) if known else func(*args, **kwargs)
         if any(True for _ in tensors_in((out,), {})):
             if self._at >= len(self._calls) or not self._calls[self._at].fits(func, args, kwargs):
-                raise Strayed(func.__name__)
+                raise GraphChanged(func.__name__)
             self._at += 1
         return out
 
@@ -95,9 +111,9 @@ class Pass(TorchFunctionMode):
             if func in RULES:
                 out = RULES[func](self, *args, **kwargs)
             elif func in ELEMENTWISE:
-                out = bare.elementwise(self, func, args, kwargs)
+                out = broadcast.elementwise(self, func, args, kwargs)
             else:
-                out = bare.expand(self, func, args, kwargs)
+                out = broadcast.expand(self, func, args, kwargs)
             if out is not NotImplemented:
                 return out
         out = func(*args, **kwargs)
@@ -107,7 +123,7 @@ class Pass(TorchFunctionMode):
         if not made:
             return out  # a shape, a comparison, a detached copy
         self._enter(func, args, kwargs)
-        if any(layout is not None for layout in (*self._calls[self._at].inputs, *self._calls[self._at].outputs)):
+        if any(batch_dim is not None for batch_dim in (*self._calls[self._at].inputs, *self._calls[self._at].outputs)):
             raise NoRule(known, f"used by {func.__name__}")
         names = frozenset().union(*(self._known[id(t)][1] for t in known))
         for tensor in made:
@@ -117,15 +133,15 @@ class Pass(TorchFunctionMode):
     def _enter(self, func: Any, args: Any, kwargs: Any) -> None:
         """Look up where the records lie in this call's tensors, and check that they do."""
         if self._at >= len(self._calls) or self._calls[self._at].function != func:
-            raise Strayed(func.__name__)
+            raise GraphChanged(func.__name__)
         call, tensors = self._calls[self._at], list(tensors_in(args, kwargs))
         if len(call.inputs) != len(tensors):
-            raise Strayed(func.__name__)
-        for tensor, layout in zip(tensors, call.inputs, strict=True):
-            ok = layout is None or layout == MIXED or tensor.shape[layout.dim] == self.num_records * layout.per_record
+            raise GraphChanged(func.__name__)
+        for tensor, batch_dim in zip(tensors, call.inputs, strict=True):
+            ok = batch_dim is None or batch_dim == MIXED or tensor.shape[batch_dim.dim] == self.num_records * batch_dim.per_record
             if not ok:
-                raise Strayed(func.__name__)
-        self._layouts = {id(tensor): layout for tensor, layout in zip(tensors, call.inputs, strict=True)}
+                raise GraphChanged(func.__name__)
+        self._batch_dims = {id(tensor): batch_dim for tensor, batch_dim in zip(tensors, call.inputs, strict=True)}
         self._output = call.outputs[0]
 
     def slot(self, weight: Tensor | None, rule: str) -> Slot | None:
@@ -138,9 +154,11 @@ class Pass(TorchFunctionMode):
             slot.rules.append(rule)
         return slot
 
-    def hang(self, output: Tensor, saved: tuple[Tensor, ...], sink: Callable[..., None]) -> Tensor:
-        zeros = self.zeros[len(self.hung)] if self.zeros is not None else 0
-        self.hung.append(Hung(output.shape, output.dtype, saved, sink))
+    def tap(self, output: Tensor, saved: tuple[Tensor | None, ...], sink: Callable[..., None]) -> Tensor:
+        if not self.traced:
+            return _Identity.apply(self.anchor, output, saved, sink)
+        zeros = self.zeros[len(self.taps)] if self.zeros is not None else 0
+        self.taps.append(Tap(output.shape, output.dtype, saved, sink))
         return output + zeros
 
     @property
@@ -156,10 +174,10 @@ class Pass(TorchFunctionMode):
         """Whether a parameter is one that rules are for."""
         return id(parameter) in self._known
 
-    def layout(self, tensor: Tensor) -> Layout | None:
-        return self._layouts[id(tensor)]
+    def batch_dim(self, tensor: Tensor) -> BatchDim | None:
+        return self._batch_dims[id(tensor)]
 
-    def output_layout(self) -> Layout | None:
+    def output_batch_dim(self) -> BatchDim | None:
         return self._output
 
     def lowered(self, input: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ NUM_RECORDS = (2, 3)
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchDim:
     """Dimension ``dim`` holds the records, ``per_record`` rows for each."""
 
     dim: int
@@ -29,17 +29,17 @@ class Layout:
     """Rows of one record stand together; else the first rows of all records come first, then the second ones, and so on."""
 
 
-MIXED = Layout(-1, 0)
+MIXED = BatchDim(-1, 0)
 """The shape depends on the number of records in another way, or the rows of a record stand in another order."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a torch function that returns tensors: the layouts of its tensor arguments and results, None where fixed."""
+    """One call of a torch function that returns tensors: the batch dimensions of its tensor arguments and results, None where fixed."""
 
     function: Callable[..., Any]
-    inputs: tuple[Layout | None, ...]
-    outputs: tuple[Layout | None, ...]
+    inputs: tuple[BatchDim | None, ...]
+    outputs: tuple[BatchDim | None, ...]
     settings: tuple[Any, ...] | None = None
     """Arguments that are no tensors and say how rows are moved, ``None`` in the place of those that change with the batch; None where
     they do not matter."""
@@ -56,11 +56,11 @@ class Call:
         return all(a is None or a == b for a, b in zip(self.settings, found, strict=True))
 
 
-def block_call(unit: Any, *args: Any) -> Any:
+def block_call(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The call of a block that may be compiled as a whole (``compiled.compile_blocks``); modes see it as one call, and open it."""
     if torch._C._is_torch_function_mode_enabled():
-        return handle_torch_function(block_call, [a for a in args if isinstance(a, Tensor)], unit, *args)
-    return unit.forward(*args)
+        return handle_torch_function(block_call, list(tensors_in(args, kwargs)), name, forward, *args, **kwargs)
+    return forward(*args, **kwargs)
 
 
 def _opened(function: Any) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ def _opened(function: Any) -> Callable[..., Any]:
 
 OPENED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
-    block_call: lambda unit, *args: unit.forward(*args),
+    block_call: lambda name, forward, *args, **kwargs: forward(*args, **kwargs),
 }
 """Functions that use parameters in several ways, with a form that shows each use."""
 
@@ -123,8 +123,8 @@ class _Recorder(TorchFunctionMode):
         return out
 
 
-def find_layouts(run: Callable[[Any], object], few: Any, many: Any, replaced: dict[int, Any]) -> list[Call] | str:
-    """The calls of a forward pass with the layout of every tensor in them.
+def find_batch_dims(run: Callable[[Any], object], few: Any, many: Any, replaced: dict[int, Any]) -> list[Call] | str:
+    """The calls of a forward pass with the batch dimension of every tensor in them.
 
     Args:
         run: runs the pass over a batch.
@@ -146,7 +146,7 @@ def find_layouts(run: Callable[[Any], object], few: Any, many: Any, replaced: di
     first, second = (_record(run, batch, shapes, shapes) for batch in (few, many))
     if [call[0] for call in first] != [call[0] for call in second]:
         return "its forward pass makes other calls for two records than for three"
-    calls = [Call(a[0], _layouts(a[1], b[1]), _layouts(a[2], b[2]), _fixed(a[3], b[3])) for a, b in zip(first, second, strict=True)]
+    calls = [Call(a[0], _batch_dims(a[1], b[1]), _batch_dims(a[2], b[2]), _fixed(a[3], b[3])) for a, b in zip(first, second, strict=True)]
     for at, call in enumerate(calls):
         indexed = call.function is torch.Tensor.__getitem__
         if (call.function in _PICKING or (indexed and at in masked)) and any(call.inputs[1:] if indexed else call.inputs):
@@ -157,9 +157,9 @@ def find_layouts(run: Callable[[Any], object], few: Any, many: Any, replaced: di
 def _with_rows(run: Callable[[Any], object], many: Any, replaced: dict[int, Any], calls: list[Call]) -> list[Call] | str:
     """The calls with the order of rows corrected by which of them change with which record."""
 
-    def marks(at: int, tensors: list[Tensor], layouts: Callable[[Call], tuple[Layout | None, ...]]) -> list[Any]:
-        known = layouts(calls[at]) if at < len(calls) else ()
-        return [_row_marks(t, layout) for t, layout in zip(tensors, known, strict=False)]
+    def marks(at: int, tensors: list[Tensor], batch_dims: Callable[[Call], tuple[BatchDim | None, ...]]) -> list[Any]:
+        known = batch_dims(calls[at]) if at < len(calls) else ()
+        return [_row_marks(t, batch_dim) for t, batch_dim in zip(tensors, known, strict=False)]
 
     def inputs(at: int, tensors: list[Tensor]) -> list[Any]:
         return marks(at, tensors, lambda call: call.inputs)
@@ -172,10 +172,10 @@ def _with_rows(run: Callable[[Any], object], many: Any, replaced: dict[int, Any]
     if any([call[0] for call in other] != [call[0] for call in reference] for other in others.values()):
         return "its forward pass makes other calls for other records"
 
-    def corrected(layouts: tuple[Layout | None, ...], at: int, part: int) -> tuple[Layout | None, ...]:
+    def corrected(batch_dims: tuple[BatchDim | None, ...], at: int, part: int) -> tuple[BatchDim | None, ...]:
         return tuple(
-            layout and _ordered(layout, reference[at][part][i], {row: other[at][part][i] for row, other in others.items()})
-            for i, layout in enumerate(layouts)
+            batch_dim and _ordered(batch_dim, reference[at][part][i], {row: other[at][part][i] for row, other in others.items()})
+            for i, batch_dim in enumerate(batch_dims)
         )
 
     return [replace(call, inputs=corrected(call.inputs, at, 1), outputs=corrected(call.outputs, at, 2)) for at, call in enumerate(calls)]
@@ -204,13 +204,13 @@ def _fixed(few: tuple[Any, ...] | None, many: tuple[Any, ...] | None) -> tuple[A
     return tuple(a if a == b else None for a, b in zip(few, many, strict=True))
 
 
-def _layouts(few: list[torch.Size], many: list[torch.Size]) -> tuple[Layout | None, ...]:
+def _batch_dims(few: list[torch.Size], many: list[torch.Size]) -> tuple[BatchDim | None, ...]:
     if len(few) != len(many):  # a list with one tensor for each record
         return (MIXED,) * len(few)
-    return tuple(map(_layout, few, many))
+    return tuple(map(_batch_dim, few, many))
 
 
-def _layout(few: torch.Size, many: torch.Size) -> Layout | None:
+def _batch_dim(few: torch.Size, many: torch.Size) -> BatchDim | None:
     if few == many:
         return None
     if len(few) != len(many):
@@ -219,30 +219,30 @@ def _layout(few: torch.Size, many: torch.Size) -> Layout | None:
     per_record = [shape[grown[0]] / num for shape, num in zip((few, many), NUM_RECORDS, strict=True)]
     if len(grown) > 1 or per_record[0] != per_record[1] or per_record[0] != int(per_record[0]):
         return MIXED
-    return Layout(grown[0], int(per_record[0]))
+    return BatchDim(grown[0], int(per_record[0]))
 
 
-def _row_marks(value: Tensor, layout: Layout | None) -> Tensor | None:
+def _row_marks(value: Tensor, batch_dim: BatchDim | None) -> Tensor | None:
     """One number for each row along the records' dimension, which hardly any change of the row leaves as it was."""
-    size = NUM_RECORDS[1] * (layout.per_record if layout else 0)
-    if layout is None or layout == MIXED or value.ndim <= layout.dim or value.shape[layout.dim] != size:
+    size = NUM_RECORDS[1] * (batch_dim.per_record if batch_dim else 0)
+    if batch_dim is None or batch_dim == MIXED or value.ndim <= batch_dim.dim or value.shape[batch_dim.dim] != size:
         return None
-    rows = value.detach().movedim(layout.dim, 0).reshape(value.shape[layout.dim], -1).double().nan_to_num()
+    rows = value.detach().movedim(batch_dim.dim, 0).reshape(value.shape[batch_dim.dim], -1).double().nan_to_num()
     return rows @ torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device).mul_(1.7).add_(0.3).cos_()
 
 
-def _ordered(layout: Layout, before: Tensor | None, after: dict[int, Tensor | None]) -> Layout:
-    """The layout with the order of rows that explains which of them changed; ``MIXED`` if none does or if two do."""
-    if layout == MIXED or before is None or any(marks is None for marks in after.values()):
+def _ordered(batch_dim: BatchDim, before: Tensor | None, after: dict[int, Tensor | None]) -> BatchDim:
+    """The batch dimension with the order of rows that explains which of them changed; ``MIXED`` if none does or if two do."""
+    if batch_dim == MIXED or before is None or any(marks is None for marks in after.values()):
         return MIXED
     num, rows = NUM_RECORDS[1], torch.arange(len(before), device=before.device)
     fits = {True: True, False: True}
     for record, marks in after.items():
         changed = rows[before != marks]
-        fits[True] &= bool((changed // layout.per_record == record).all())
+        fits[True] &= bool((changed // batch_dim.per_record == record).all())
         fits[False] &= bool((changed % num == record).all())
-    if layout.per_record == 1:
-        return layout if fits[True] else MIXED
+    if batch_dim.per_record == 1:
+        return batch_dim if fits[True] else MIXED
     if fits[True] == fits[False]:
         return MIXED
-    return replace(layout, side_by_side=fits[True])
+    return replace(batch_dim, side_by_side=fits[True])

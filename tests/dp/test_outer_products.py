@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dpvision.dp import gram, outer
+from dpvision.dp import gram, outer_products
 from dpvision.dp.gram import square_norms, square_norms_of_shared
-from dpvision.dp.outer import Outer
+from dpvision.dp.outer_products import OuterProducts
 from dpvision.dp.products import product, scaled
-from dpvision.dp.sides import Dense, OneHot, Patches, Remade
+from dpvision.dp.sides import Dense, OneHot, Patches, Recomputed
 
 KINDS = ("dense", "one_hot", "remade", "patches")
 
@@ -26,14 +26,14 @@ def make_side(kind: str, generator, num: int, places: int, width: int):
         return OneHot(index, width, torch.float64), F.one_hot(index, width).double()
     value = draw(generator, num, places, width)
     if kind == "remade":
-        return Remade(lambda rows: value[rows], value @ value.mT, width, 1), value
+        return Recomputed(lambda rows: value[rows], value @ value.mT, width, 1), value
     return Dense(value), value
 
 
 def make_use(generator, kinds, num, places, rows, columns):
     left, left_value = make_side(kinds[0], generator, num, places, rows)
     right, right_value = make_side(kinds[1], generator, num, places, columns)
-    return Outer(left, right, torch.Size([rows, columns])), torch.einsum("btp,btq->bpq", left_value, right_value)
+    return OuterProducts(left, right, torch.Size([rows, columns])), torch.einsum("btp,btq->bpq", left_value, right_value)
 
 
 uses = st.lists(st.tuples(st.sampled_from(KINDS[:3]), st.sampled_from(("dense", "one_hot")), st.integers(1, 120)), min_size=1, max_size=3)
@@ -67,7 +67,7 @@ def test_weighted_sum_is_that_of_the_gradients_written_out(uses, num, rows, colu
     for kinds in uses:
         use, grad_BPQ = make_use(generator, kinds[:2], num, kinds[2], rows, columns)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(outer, "OUTER_NUMBERS", {"cpu": room, "cuda": room})
+            patch.setattr(outer_products, "OUTER_NUMBERS", {"cpu": room, "cuda": room})
             everything = use.weighted_sum(factor_B, None, blocks)
             if isinstance(use.right, Dense):
                 use.right.value[~keep_B] = torch.nan
@@ -95,7 +95,7 @@ def test_patches_are_the_input_of_the_convolution(channels, per_record, kernel, 
         [torch.autograd.grad(part.sum(), weight, retain_graph=True)[0] for part in chosen.unflatten(0, (num, per_record)).unbind(0)]
     )
     left = Dense(g.flatten(2).mT.reshape(num, -1, filters))
-    use = Outer(left, Patches(x, per_record, kernel, stride, padding, dilation), weight.shape)
+    use = OuterProducts(left, Patches(x, per_record, kernel, stride, padding, dilation), weight.shape)
     assert use.right.places == left.places and use.right.width == weight[0].numel()
     size = expected.norm() + g.norm() * x.norm()
     assert (use.write_out(slice(0, num)) - expected).norm() <= 1e-12 * size
@@ -112,7 +112,7 @@ def test_panels_cover_every_pair_of_places_once(places):
     expected = sum((left.mT @ right).square().sum((1, 2)) for left in lefts)
     torch.testing.assert_close(square_norms_of_shared([Dense(left) for left in lefts], Dense(right)).value_B, expected, rtol=1e-12, atol=0)
     for left in lefts:
-        use = Outer(Dense(left), Dense(right), torch.Size([left.shape[2], 5]))
+        use = OuterProducts(Dense(left), Dense(right), torch.Size([left.shape[2], 5]))
         torch.testing.assert_close(square_norms([use]).value_B, (left.mT @ right).square().sum((1, 2)), rtol=1e-12, atol=0)
 
 
@@ -135,7 +135,7 @@ def test_the_error_of_a_float32_gram_is_within_its_bound(places, common):
     right = (draw(generator, 4, places, 80) + common * draw(generator, 4, 1, 80)).float()
     left = draw(generator, 4, places, 60)
     left = (left - left.mean(1, keepdim=True) * (places > 1)).float()
-    found = square_norms([Outer(Dense(left), Dense(right), torch.Size([60, 80]))])
+    found = square_norms([OuterProducts(Dense(left), Dense(right), torch.Size([60, 80]))])
     true_B = (left.double().mT @ right.double()).square().sum((1, 2))
     lengths_B = (left.double().norm(dim=2) * right.double().norm(dim=2)).sum(1)
     torch.testing.assert_close(found.length_B, lengths_B.square(), rtol=1e-4, atol=0)
@@ -149,6 +149,6 @@ def test_the_bound_covers_underflow(scale):
     """Tiny output gradients times huge inputs: products of ordinary size, whose Gram matrices underflow or nearly so."""
     generator = torch.Generator().manual_seed(0)
     left, right = (draw(generator, 3, 12, 60) * scale).float(), (draw(generator, 3, 12, 80) * min(1 / scale, 1e17)).float()
-    found = square_norms([Outer(Dense(left), Dense(right), torch.Size([60, 80]))])
+    found = square_norms([OuterProducts(Dense(left), Dense(right), torch.Size([60, 80]))])
     true_B = (left.double().mT @ right.double()).square().sum((1, 2))
     assert ((found.value_B - true_B).abs() <= found.error_B).all()

@@ -24,7 +24,7 @@ _TILE_NUMBERS = 2**19
 
 
 @dataclass(frozen=True, eq=False)
-class Outer:
+class OuterProducts:
     """G_i = sum_t l_it r_it^T for all records."""
 
     left: Side
