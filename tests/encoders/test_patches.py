@@ -51,14 +51,14 @@ def _slow(bank: PatchBank, x_CHW: np.ndarray) -> np.ndarray:
     k, weight_PK, bias_K = bank.patch_px, bank.weight_PK.double().numpy(), bank.bias_K.double().numpy()
     side = x_CHW.shape[-1] - k + 1
     edge = [round(i * side / bank.cells) for i in range(bank.cells + 1)]
-    count = bank.num_atoms
+    count = len(bias_K)
     total, number = np.zeros((2 * count, bank.cells, bank.cells)), np.zeros((bank.cells, bank.cells))
     for row in range(side):
         for column in range(side):
             patch_P = x_CHW[:, row : row + k, column : column + k].ravel()
             patch_P = patch_P - patch_P.mean()
             patch_P = patch_P / math.sqrt((patch_P**2).mean() + VARIANCE_FLOOR)
-            z_K = patch_P @ weight_PK[:, :count] + bias_K[:count]
+            z_K = patch_P @ weight_PK + bias_K
             cell = np.searchsorted(edge, row, side="right") - 1, np.searchsorted(edge, column, side="right") - 1
             total[:, *cell] += np.concatenate([np.maximum(z_K - 1, 0), np.maximum(-z_K - 1, 0)])
             number[cell] += 1
@@ -76,12 +76,11 @@ def test_features_are_those_of_the_definition(texture_NCHW: Tensor) -> None:
 
 
 def test_atoms_are_whitened_patches_of_length_one(texture_NCHW: Tensor) -> None:
-    bank = learn_bank(texture_NCHW, num_atoms=50, patch_px=5, stride=1, cells=2)
+    bank = learn_bank(texture_NCHW, num_atoms=50, patch_px=4, stride=1, cells=2)
     # weight = W atom, and W has eigenvalues of at most 1: none is longer than its atom.
     length_K = torch.linalg.vector_norm(bank.weight_PK, dim=0)
     assert (length_K <= 1 + 1e-5).all() and (length_K > 0.1).all()
-    mirrored_PK = bank.weight_PK[:, :50].unflatten(0, (3, 5, 5)).flip(2).flatten(0, 2)
-    assert torch.equal(bank.weight_PK[:, 50:], mirrored_PK)
+    assert bank.weight_PK.shape == (48, 50)
 
 
 @pytest.mark.parametrize(("side", "stride"), [(s.side_px, s.stride) for s in SETTINGS.values()])

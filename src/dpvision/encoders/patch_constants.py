@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpvision.encoders.patches import PatchBank, learn_bank, with_mirror_images
+from dpvision.encoders.patches import PatchBank, learn_bank
 from dpvision.encoders.scattering import Scattering, make_scattering
 from dpvision.encoders.whitening import Whitening, cell_frequencies, fit_whitening
 from dpvision.errors import CheckpointError
@@ -31,6 +31,8 @@ SCATTERING_CAP = 64
 FOLDER = Path(__file__).parent / "constants"
 _SCATTERING_CELLS = 8
 _BATCH = 16
+_SCATTERED_PX = 4 * 32 * 32
+"""Pixels whose wavelet coefficients fit into a core's cache: four times as many take 1.5 to 2 times as long each."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,9 @@ def scattering_channels(transform: Scattering, x_BCHW: Tensor) -> Tensor:
     """log S on 8 x 8 cells, averaged with the mirror image: float32 (B, C P, 8 x 4), the left half; the other columns mirror them."""
     if x_BCHW.shape[-1] != transform.side_px:
         x_BCHW = F.interpolate(x_BCHW, (transform.side_px,) * 2, mode="bilinear", antialias=True)
+    count = max(1, _SCATTERED_PX // transform.side_px**2)
+    if x_BCHW.device.type == "cpu" and len(x_BCHW) > count:
+        return torch.cat([scattering_channels(transform, part) for part in x_BCHW.split(count)])
     s_BCHW = transform(x_BCHW, log=True).flatten(1, 2)
     mirrored_BCHW = s_BCHW[:, mirror_channels(transform).to(x_BCHW.device)].flip(-1)
     s_BCHW = F.adaptive_avg_pool2d((s_BCHW + mirrored_BCHW) / 2, _SCATTERING_CELLS)
@@ -107,8 +112,8 @@ def mirror_channels(transform: Scattering) -> Tensor:
 
 
 def save_constants(constants: SizeConstants, path: Path) -> None:
-    """Write a safetensors file: lower triangles as float16, the mirror images of the atoms left out."""
-    tensors = {"weight": constants.bank.weight_PK[:, : constants.bank.num_atoms], "bias": constants.bank.bias_K[: constants.bank.num_atoms]}
+    """Write a safetensors file: lower triangles as float16."""
+    tensors = {"weight": constants.bank.weight_PK, "bias": constants.bank.bias_K}
     for name, whitening in (("patches", constants.patches), ("scattering", constants.scattering)):
         tensors[f"{name}.mean"] = whitening.mean_CQ
         tensors[f"{name}.matrix"] = whitening.matrix_CC[_triangle(len(whitening.matrix_CC))].half()
@@ -124,8 +129,7 @@ def load_constants(side_px: int, folder: Path = FOLDER) -> SizeConstants:
     path, settings = folder / f"patches-{side_px}px.safetensors", SETTINGS[side_px]
     try:
         found = load_file(path)
-        weight_PK, bias_K = with_mirror_images(found["weight"], found["bias"], settings.patch_px)
-        bank = PatchBank(weight_PK, bias_K, settings.patch_px, settings.stride, settings.cells)
+        bank = PatchBank(found["weight"], found["bias"], settings.patch_px, settings.stride, settings.cells)
         patches = replace(_whitening(found, "patches"), cells_QQ=cell_frequencies(settings.cells, settings.energy))
         return SizeConstants(bank, patches, _whitening(found, "scattering"))
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:

@@ -11,9 +11,12 @@ Legend: N textures, B images, C channels, Q cells.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+_BANDS = 4
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Whitening:
 
     mean_CQ: Tensor
     matrix_CC: Tensor
-    """R / std."""
+    """R / std, lower triangular."""
     cells_QQ: Tensor | None = None
     """G; None for the identity."""
 
@@ -33,11 +36,18 @@ class Whitening:
 
     def __call__(self, f_BCQ: Tensor) -> Tensor:
         """Rows of length 1, float32 (B, C x Q), cell by cell; a row of zeros stays."""
-        y_BQC = (f_BCQ - self.mean_CQ).transpose(1, 2) @ self.matrix_CC.T
+        y_BQC = self._whitened((f_BCQ - self.mean_CQ).transpose(1, 2))
         if self.cells_QQ is not None:
             y_BQC = self.cells_QQ @ y_BQC
         y_BD = y_BQC.flatten(1)
         return y_BD / torch.linalg.vector_norm(y_BD, dim=1, keepdim=True).clamp(min=1e-12)
+
+    def _whitened(self, x_BQC: Tensor) -> Tensor:
+        """x matrix^T, in bands that leave out most of the zeros above the diagonal: 0.6 of the whole product's time."""
+        x_MC, count = x_BQC.flatten(0, 1), len(self.matrix_CC)
+        edge = [round(i * count / _BANDS) for i in range(_BANDS + 1)]
+        bands = [x_MC[:, :stop] @ self.matrix_CC[start:stop, :stop].T for start, stop in pairwise(edge)]
+        return torch.cat(bands, dim=1).unflatten(0, x_BQC.shape[:2])
 
 
 def fit_whitening(f_NCQ: Tensor, floor: float, mirror_C: Tensor | None = None) -> Whitening:
