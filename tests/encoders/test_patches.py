@@ -20,6 +20,7 @@ from dpvision.encoders.patch_constants import (
     SIZES,
     PatchSettings,
     SizeConstants,
+    feature_orders,
     learn_constants,
     load_constants,
     mirror_channels,
@@ -106,11 +107,16 @@ def test_whitening_makes_the_covariance_of_textures_what_it_says() -> None:
 
 
 def test_cell_frequencies_are_an_orthogonal_transform_whose_constant_is_what_cells_have_in_common() -> None:
-    plain_QQ, scaled_QQ = cell_frequencies(3, [1.0]), cell_frequencies(3, [4.0, 2.0, 1.0, 0.5])
+    plain_QQ, scaled_QQ = cell_frequencies(3, 3, [1.0]), cell_frequencies(3, 3, [4.0, 2.0, 1.0, 0.5])
     torch.testing.assert_close(plain_QQ @ plain_QQ.T, torch.eye(9), atol=1e-6, rtol=0)
     torch.testing.assert_close(plain_QQ @ torch.ones(9), torch.tensor([3.0] + [0.0] * 8), atol=1e-6, rtol=0)
     energy = scaled_QQ.square().sum(1).unflatten(0, (3, 3))
     torch.testing.assert_close(energy, torch.tensor([[4.0, 2.0, 1.0], [2.0, 1.0, 0.5], [1.0, 0.5, 0.5]]))
+    # A half that stands for a row which mirrors itself: its frequencies are the even ones of the whole row.
+    half = torch.rand(4, generator=torch.Generator().manual_seed(1))
+    whole = fft.dct(torch.cat([half, half.flip(0)]).numpy(), norm="ortho")
+    np.testing.assert_allclose((cell_frequencies(1, 4, [1.0]) @ half).numpy() * math.sqrt(2), whole[::2], atol=1e-6)
+    np.testing.assert_allclose(whole[1::2], 0, atol=1e-6)
     # Against SciPy's transform of one square.
     square = torch.rand(3, 3, generator=torch.Generator().manual_seed(0))
     expected = fft.dctn(square.numpy(), norm="ortho")
@@ -156,6 +162,22 @@ def test_an_images_features_have_the_same_bits_whatever_stands_beside_it(name: s
     other[:7], other[8:] = 1e3, -1e3
     assert torch.equal(features(other)[7], whole_BD[7])
     assert torch.equal(features(x_BCHW.flip(0)), whole_BD.flip(0))
+
+
+def test_orders_tell_the_frequencies_of_a_rows_dimensions(texture_NCHW: Tensor) -> None:
+    order_D = feature_orders(scattering=True)
+    assert order_D.shape == (22_176,) and order_D.unique().tolist() == [0, 1, 2, 3]
+    assert (feature_orders(scattering=False) == order_D[:14_400]).all()
+    # Order 0 is a mean over all cells: shuffling the rows of cells leaves it alone, and moves every other vertical frequency.
+    cells_QQ = load_constants(32).scattering.cells_QQ
+    assert cells_QQ is not None
+    f_QC = torch.rand(32, 243, generator=torch.Generator().manual_seed(0))
+    moved_QC = f_QC.unflatten(0, (8, 4))[torch.tensor([4, 0, 6, 2, 1, 7, 3, 5])].flatten(0, 1)
+    same_D = ((cells_QQ @ f_QC - cells_QQ @ moved_QC).abs() < 1e-5).flatten()
+    assert same_D[order_D[14_400:] == 0].all() and same_D.unflatten(0, (8, 4, 243)).all(2).sum() == 4  # u = 0
+    encoder = fixed_encoder("patches+scattering", 32)
+    assert encoder.order_D is not None and len(encoder.order_D) == encoder.poolings(torch.rand(1, 3, 32, 32))["3x3"].shape[1]
+    assert fixed_encoder("hog").order_D is None
 
 
 def test_an_image_is_seen_at_its_own_resolution_on_any_canvas(small: SizeConstants) -> None:

@@ -29,7 +29,9 @@ SIZES = (32, 64, 128, 224)
 SCATTERING_CAP = 64
 """Larger images are brought to this side before scattering, px: four times the area would take four times as long."""
 FOLDER = Path(__file__).parent / "constants"
+HIGHEST_ORDER = 3
 _SCATTERING_CELLS = 8
+_SCATTERING_CHANNELS = 243
 _BATCH = 16
 _SCATTERED_PX = 4 * 32 * 32
 """Pixels whose wavelet coefficients fit into a core's cache: four times as many take 1.5 to 2 times as long each."""
@@ -81,9 +83,10 @@ def learn_constants(settings: PatchSettings) -> SizeConstants:
     bank = learn_bank(texture_NCHW, settings.num_atoms, settings.patch_px, settings.stride, settings.cells)
     transform = make_scattering(min(settings.side_px, SCATTERING_CAP), centred=True)
     patches = fit_whitening(_over(bank, texture_NCHW), settings.floor)
-    patches = replace(patches, cells_QQ=cell_frequencies(settings.cells, settings.energy))
+    patches = replace(patches, cells_QQ=cell_frequencies(settings.cells, settings.cells, settings.energy))
     scattered_NCQ = _over(partial(scattering_channels, transform), texture_NCHW)
-    return SizeConstants(bank, patches, fit_whitening(scattered_NCQ, settings.scattering_floor, mirror_channels(transform)))
+    scattering = fit_whitening(scattered_NCQ, settings.scattering_floor, mirror_channels(transform))
+    return SizeConstants(bank, patches, replace(scattering, cells_QQ=_scattering_frequencies()))
 
 
 def scattering_channels(transform: Scattering, x_BCHW: Tensor) -> Tensor:
@@ -97,6 +100,26 @@ def scattering_channels(transform: Scattering, x_BCHW: Tensor) -> Tensor:
     mirrored_BCHW = s_BCHW[:, mirror_channels(transform).to(x_BCHW.device)].flip(-1)
     s_BCHW = F.adaptive_avg_pool2d((s_BCHW + mirrored_BCHW) / 2, _SCATTERING_CELLS)
     return s_BCHW[..., : _SCATTERING_CELLS // 2].flatten(2)
+
+
+def _scattering_frequencies() -> Tensor:
+    """Over the left half of the cells: its cosines along a row are those of even frequencies over a whole row that mirrors itself."""
+    return cell_frequencies(_SCATTERING_CELLS, _SCATTERING_CELLS // 2, [1.0])
+
+
+def feature_orders(*, scattering: bool, settings: PatchSettings | None = None) -> Tensor:
+    """Spatial frequency of each dimension of ``patch_features``' rows, 0 to ``HIGHEST_ORDER``: int64 (D,); 0 is what all cells share.
+
+    Of patches u + v over 3 x 3 cells; of scattering half of that over 8 x 8 cells, rounded up, since its cells are less than half as wide.
+    """
+    settings = settings or SETTINGS[32]
+    cell = torch.arange(settings.cells)
+    order_D = (cell[:, None] + cell).flatten().repeat_interleave(2 * settings.num_atoms)
+    if scattering:
+        cell = torch.arange(_SCATTERING_CELLS)
+        order_Q = (cell[:, None] + cell[::2] + 1).div(2, rounding_mode="floor").flatten()
+        order_D = torch.cat([order_D, order_Q.repeat_interleave(_SCATTERING_CHANNELS)])
+    return order_D.clamp(max=HIGHEST_ORDER)
 
 
 def mirror_channels(transform: Scattering) -> Tensor:
@@ -130,8 +153,8 @@ def load_constants(side_px: int, folder: Path = FOLDER) -> SizeConstants:
     try:
         found = load_file(path)
         bank = PatchBank(found["weight"], found["bias"], settings.patch_px, settings.stride, settings.cells)
-        patches = replace(_whitening(found, "patches"), cells_QQ=cell_frequencies(settings.cells, settings.energy))
-        return SizeConstants(bank, patches, _whitening(found, "scattering"))
+        patches = replace(_whitening(found, "patches"), cells_QQ=cell_frequencies(settings.cells, settings.cells, settings.energy))
+        return SizeConstants(bank, patches, replace(_whitening(found, "scattering"), cells_QQ=_scattering_frequencies()))
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"patches: {path} cannot be read ({error}); expected a file of this package. Install it again.") from None
 

@@ -5,11 +5,11 @@ feature learning"): the atoms are patches of procedural textures, so that the ba
     z_k = atom_k . q,   f_k = mean over the places of a cell of max(0, z_k - 1), and of max(0, -z_k - 1)
 
 The mean over the cells of a 3 x 3 grid, its square root, and the average with the mirror image's make 2 x 9 dimensions of an atom. The
-mirror image needs no second pass over the patches: its responses are those of the mirrored atoms, in the mirrored cells. An atom and its mirror
-image respond with u + v and u - v, where u and v come from the patch's even and odd part of half the pixels each: one product's work gives both.
+mirror image needs no second pass over the patches: its responses are those of the mirrored atoms, in the mirrored cells. An atom and its
+mirror image respond with u + v and u - v, from the even and the odd part of a patch, of half as many pixels each: one product gives both.
 
-Legend: N or B images, C channels, H height, W width, P pixels of a patch, K atoms, L places of a patch, H half of
-its pixels, G cells on a side, Q cells, S signs, M mirrored or not.
+Legend: N or B images, C channels, H height, W width, P pixels of a patch (H: half of them), K atoms, L places of a patch, G cells on a
+side, Q cells, S signs, M mirrored or not.
 """
 
 from dataclasses import dataclass

@@ -75,8 +75,8 @@ def fit_whitening(f_NCQ: Tensor, floor: float, mirror_C: Tensor | None = None) -
     return Whitening(mean_CQ.float(), (matrix_CC / std_C).float().contiguous())
 
 
-def cell_frequencies(side: int, energy: Sequence[float]) -> Tensor:
-    """G: the cosine transform over a square of cells, its frequencies (u, v) scaled by the root of ``energy[u + v]``, float32 (Q, Q).
+def cell_frequencies(rows: int, columns: int, energy: Sequence[float]) -> Tensor:
+    """G: the cosine transform over a grid of cells, its frequencies (u, v) scaled by the root of ``energy[u + v]``, float32 (Q, Q).
 
     Noise of a private head is the same in every direction, so a longer direction is one in which the head learns faster: what all cells
     have in common comes first.
@@ -84,9 +84,14 @@ def cell_frequencies(side: int, energy: Sequence[float]) -> Tensor:
     Args:
         energy: of u + v = 0, 1, ...; the last one holds for all higher ones.
     """
-    place = (torch.arange(side, dtype=torch.float64) + 0.5) * math.pi / side
-    wave = (torch.arange(side, dtype=torch.float64)[:, None] * place).cos() * math.sqrt(2 / side)
-    wave[0] /= math.sqrt(2)
-    order = torch.arange(side)[:, None] + torch.arange(side)
+    order = torch.arange(rows)[:, None] + torch.arange(columns)
     scale = torch.tensor(energy, dtype=torch.float64)[order.clamp(max=len(energy) - 1)].sqrt()
-    return (scale.flatten()[:, None] * torch.kron(wave, wave)).float()
+    return (scale.flatten()[:, None] * torch.kron(_cosines(rows), _cosines(columns))).float()
+
+
+def _cosines(count: int) -> Tensor:
+    """The orthogonal cosine transform (DCT-II) of ``count`` values, float64."""
+    place = (torch.arange(count, dtype=torch.float64) + 0.5) * math.pi / count
+    wave = (torch.arange(count, dtype=torch.float64)[:, None] * place).cos() * math.sqrt(2 / count)
+    wave[0] /= math.sqrt(2)
+    return wave
