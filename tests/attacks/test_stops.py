@@ -138,7 +138,7 @@ def test_resume_says_what_was_charged_and_lost_and_that_it_starts_from_initial_w
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_head_that_is_interrupted_is_finished_or_says_what_is_lost(
+def test_a_head_that_is_interrupted_ends_with_a_step_or_says_what_is_lost(
     times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before: the first interrupt lost all releases that were charged."""
@@ -148,13 +148,35 @@ def test_a_head_that_is_interrupted_is_finished_or_says_what_is_lost(
     with new_head_session(config, tmp_path / "run") as session:
         if times == 1:
             adapt(session)
-            assert load_checkpoint(tmp_path / "run").manifest["updates"] == session.plan.steps
+            # Two releases measure the covariance; the first step after them is the least that makes a head.
+            assert load_checkpoint(tmp_path / "run").manifest["updates"] == session.ledger.steps == 3 < session.plan.steps
             return
         with pytest.raises(KeyboardInterrupt):
             adapt(session)
         charged = session.ledger.steps
     assert charged and not list_checkpoints(tmp_path / "run")
     assert f"{charged} charged steps were not saved and are lost" in capsys.readouterr().err
+
+
+def test_adapt_stops_after_the_step_it_is_in_and_says_what_was_charged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before: it went on for all 60 steps."""
+    store, test = write_digits(tmp_path / "digits", 0, 300), write_digits(tmp_path / "test", 300, 400, public=True)
+    argv = ["adapt", "--data", str(store.path), "--encoder", "pixels", "--num-classes", "10", "--dataset-size", "300", "--epsilon", "8"]
+    argv += ["--head", "many_steps", "--runs", str(tmp_path), "--name", "run", "--quiet", "--test", str(test.path)]
+    _interrupt(monkeypatch, release, at=20, times=1)
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    monkeypatch.undo()
+    said = capfd.readouterr()
+    ledger = read_ledger(tmp_path / "run" / "ledger.jsonl")
+    assert stopped.value.code == STOPPED and "finishing this step" in said.err and ledger.steps == 20
+    assert f"Stopped after 20 of 60 releases: epsilon {ledger.plan.spent(20).epsilon:.4g}" in said.out
+    manifest = load_checkpoint(tmp_path / "run").manifest
+    assert manifest["ledger_steps"] == manifest["updates"] == 20
+    assert manifest["lineage"][-1]["guarantee"]["epsilon"] == pytest.approx(ledger.plan.spent(20).epsilon)
+    assert "100 test records" in said.out
 
 
 def _interrupt(monkeypatch: pytest.MonkeyPatch, module: Any, at: int, times: int) -> None:

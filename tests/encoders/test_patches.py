@@ -20,6 +20,7 @@ from dpvision.encoders.patch_constants import (
     SIZES,
     PatchSettings,
     SizeConstants,
+    feature_orders,
     learn_constants,
     load_constants,
     mirror_channels,
@@ -51,14 +52,14 @@ def _slow(bank: PatchBank, x_CHW: np.ndarray) -> np.ndarray:
     k, weight_PK, bias_K = bank.patch_px, bank.weight_PK.double().numpy(), bank.bias_K.double().numpy()
     side = x_CHW.shape[-1] - k + 1
     edge = [round(i * side / bank.cells) for i in range(bank.cells + 1)]
-    count = bank.num_atoms
+    count = len(bias_K)
     total, number = np.zeros((2 * count, bank.cells, bank.cells)), np.zeros((bank.cells, bank.cells))
     for row in range(side):
         for column in range(side):
             patch_P = x_CHW[:, row : row + k, column : column + k].ravel()
             patch_P = patch_P - patch_P.mean()
             patch_P = patch_P / math.sqrt((patch_P**2).mean() + VARIANCE_FLOOR)
-            z_K = patch_P @ weight_PK[:, :count] + bias_K[:count]
+            z_K = patch_P @ weight_PK + bias_K
             cell = np.searchsorted(edge, row, side="right") - 1, np.searchsorted(edge, column, side="right") - 1
             total[:, *cell] += np.concatenate([np.maximum(z_K - 1, 0), np.maximum(-z_K - 1, 0)])
             number[cell] += 1
@@ -76,12 +77,11 @@ def test_features_are_those_of_the_definition(texture_NCHW: Tensor) -> None:
 
 
 def test_atoms_are_whitened_patches_of_length_one(texture_NCHW: Tensor) -> None:
-    bank = learn_bank(texture_NCHW, num_atoms=50, patch_px=5, stride=1, cells=2)
+    bank = learn_bank(texture_NCHW, num_atoms=50, patch_px=4, stride=1, cells=2)
     # weight = W atom, and W has eigenvalues of at most 1: none is longer than its atom.
     length_K = torch.linalg.vector_norm(bank.weight_PK, dim=0)
     assert (length_K <= 1 + 1e-5).all() and (length_K > 0.1).all()
-    mirrored_PK = bank.weight_PK[:, :50].unflatten(0, (3, 5, 5)).flip(2).flatten(0, 2)
-    assert torch.equal(bank.weight_PK[:, 50:], mirrored_PK)
+    assert bank.weight_PK.shape == (48, 50)
 
 
 @pytest.mark.parametrize(("side", "stride"), [(s.side_px, s.stride) for s in SETTINGS.values()])
@@ -107,11 +107,16 @@ def test_whitening_makes_the_covariance_of_textures_what_it_says() -> None:
 
 
 def test_cell_frequencies_are_an_orthogonal_transform_whose_constant_is_what_cells_have_in_common() -> None:
-    plain_QQ, scaled_QQ = cell_frequencies(3, [1.0]), cell_frequencies(3, [4.0, 2.0, 1.0, 0.5])
+    plain_QQ, scaled_QQ = cell_frequencies(3, 3, [1.0]), cell_frequencies(3, 3, [4.0, 2.0, 1.0, 0.5])
     torch.testing.assert_close(plain_QQ @ plain_QQ.T, torch.eye(9), atol=1e-6, rtol=0)
     torch.testing.assert_close(plain_QQ @ torch.ones(9), torch.tensor([3.0] + [0.0] * 8), atol=1e-6, rtol=0)
     energy = scaled_QQ.square().sum(1).unflatten(0, (3, 3))
     torch.testing.assert_close(energy, torch.tensor([[4.0, 2.0, 1.0], [2.0, 1.0, 0.5], [1.0, 0.5, 0.5]]))
+    # A half that stands for a row which mirrors itself: its frequencies are the even ones of the whole row.
+    half = torch.rand(4, generator=torch.Generator().manual_seed(1))
+    whole = fft.dct(torch.cat([half, half.flip(0)]).numpy(), norm="ortho")
+    np.testing.assert_allclose((cell_frequencies(1, 4, [1.0]) @ half).numpy() * math.sqrt(2), whole[::2], atol=1e-6)
+    np.testing.assert_allclose(whole[1::2], 0, atol=1e-6)
     # Against SciPy's transform of one square.
     square = torch.rand(3, 3, generator=torch.Generator().manual_seed(0))
     expected = fft.dctn(square.numpy(), norm="ortho")
@@ -157,6 +162,22 @@ def test_an_images_features_have_the_same_bits_whatever_stands_beside_it(name: s
     other[:7], other[8:] = 1e3, -1e3
     assert torch.equal(features(other)[7], whole_BD[7])
     assert torch.equal(features(x_BCHW.flip(0)), whole_BD.flip(0))
+
+
+def test_orders_tell_the_frequencies_of_a_rows_dimensions(texture_NCHW: Tensor) -> None:
+    order_D = feature_orders(scattering=True)
+    assert order_D.shape == (22_176,) and order_D.unique().tolist() == [0, 1, 2, 3]
+    assert (feature_orders(scattering=False) == order_D[:14_400]).all()
+    # Order 0 is a mean over all cells: shuffling the rows of cells leaves it alone, and moves every other vertical frequency.
+    cells_QQ = load_constants(32).scattering.cells_QQ
+    assert cells_QQ is not None
+    f_QC = torch.rand(32, 243, generator=torch.Generator().manual_seed(0))
+    moved_QC = f_QC.unflatten(0, (8, 4))[torch.tensor([4, 0, 6, 2, 1, 7, 3, 5])].flatten(0, 1)
+    same_D = ((cells_QQ @ f_QC - cells_QQ @ moved_QC).abs() < 1e-5).flatten()
+    assert same_D[order_D[14_400:] == 0].all() and same_D.unflatten(0, (8, 4, 243)).all(2).sum() == 4  # u = 0
+    encoder = fixed_encoder("patches+scattering", 32)
+    assert encoder.order_D is not None and len(encoder.order_D) == encoder.poolings(torch.rand(1, 3, 32, 32))["3x3"].shape[1]
+    assert fixed_encoder("hog").order_D is None
 
 
 def test_an_image_is_seen_at_its_own_resolution_on_any_canvas(small: SizeConstants) -> None:

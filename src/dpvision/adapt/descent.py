@@ -78,6 +78,8 @@ def many_steps(
 ) -> Trained:
     """All steps that are left in the plan: DP-SGD with momentum, DP-Adam or DP-LAMB by ``optim.name``.
 
+    Where ``releases.stop`` asks for it, the head after the step in progress.
+
     Args:
         optim: ``learning_rate`` of ``optim.schedule`` over the steps left here; None for the rule's (``rate.steps_rate``).
         bias: fixed, the same for all classes; a trained one comes with ``stream.constant``.
@@ -98,7 +100,7 @@ def many_steps(
     ema = make_ema(head) if optim.ema_decay is not None else None
     mean_KE = torch.zeros(head.weight.shape, dtype=torch.float64)
     done, rows = 0, IntegerStream(stream)
-    while releases.left:
+    while releases.left and not (done and releases.stop()):
         # By the steps left, not by those taken here: steps that were charged and lost in a crash shorten the schedule.
         at = steps - releases.left
         weight_KE = head.weight.detach()

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from dpvision.adapt.frequency import frequency_decay
 from dpvision.adapt.rate import with_rate
 from dpvision.adapt.recommend import WIDEST, recommend_head
 from dpvision.adapt.release import full_batch_noise
 from dpvision.checkpoint import load_checkpoint
-from dpvision.config import FrozenEncoderConfig, HeadConfig, PrivacyConfig, RunConfig
+from dpvision.config import FrozenEncoderConfig, HeadConfig, ModelConfig, PrivacyConfig, RunConfig
 from dpvision.config.head_presets import with_candidate, with_head
 from dpvision.data.declared import count_units, has_units, rounded_up
 from dpvision.data.store import Store
@@ -89,7 +90,7 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     config = settled(config, encoder, pooling, width)
     plan = plan or head_plan(config)
     if not model.candidates:
-        config = replace(config, optim=with_rate(config.optim, plan))
+        config = replace(config, model=_with_decay(config.model, encoder, plan), optim=with_rate(config.optim, plan))
     check_store(plan, store, row_N)
     check_labels(store, row_N, model.num_classes, multi_label=model.multi_label)
     label = store.targets(row_N, model.num_classes) if model.multi_label else store.labels[row_N]
@@ -128,6 +129,14 @@ def settled(config: RunConfig, encoder: FrozenEncoder, pooling: str, width: int)
     config = replace(config, model=config.model.settled())
     _check_head(config, width)
     return config
+
+
+def _with_decay(model: ModelConfig, encoder: FrozenEncoder, plan: DPPlan) -> HeadConfig:
+    """The head's config with the rule's frequency decay, where it has none: 1 for heads and features that the rule is not for."""
+    assert isinstance(model, HeadConfig)
+    if model.frequency_decay is not None:
+        return model
+    return replace(model, frequency_decay=frequency_decay(plan) if encoder.order_D is not None and model.head == "many_steps" else 1.0)
 
 
 def head_plan(config: RunConfig) -> DPPlan:

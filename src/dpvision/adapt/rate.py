@@ -22,8 +22,8 @@ from dpvision.privacy.plan import DPPlan
 
 FINAL_NOISE = 0.7
 """Standard deviation of the noise in each weight after the last step, where there is little of it in the mean gradient."""
-HALVING = 1000.0
-"""1 / s at which the weights end with half of that noise: 1,000 records at a noise multiplier of 1."""
+HALVING = 100.0
+"""1 / s at which the weights end with half of that noise: 100 records at a noise multiplier of 1."""
 LONGEST = 1e5
 """Of L; reached without noise, or by millions of records."""
 
@@ -35,17 +35,18 @@ def steps_rate(plan: DPPlan, momentum: float) -> float:
     >>> round(steps_rate(full_batch_plan(50_000, 1.0, steps=60), 0.9), 1)
     15.5
     """
-    s = _noise(plan)
+    s = mean_noise(plan)
     length = LONGEST if s == 0 else min(FINAL_NOISE / (1 + (HALVING * s) ** 2) / s, LONGEST)
     return (1 - momentum) * length / plan.steps
 
 
 def final_noise(plan: DPPlan, optim: OptimConfig) -> float:
     """L s: standard deviation of the noise in each weight after all steps of SGD at a constant rate."""
-    return optim.rate * plan.steps / (1 - optim.momentum) * _noise(plan)
+    return optim.rate * plan.steps / (1 - optim.momentum) * mean_noise(plan)
 
 
-def _noise(plan: DPPlan) -> float:
+def mean_noise(plan: DPPlan) -> float:
+    """s: standard deviation of the noise in each coordinate of the mean of all steps' gradients."""
     return plan.noise_std / (plan.expected_batch_size * math.sqrt(plan.steps))
 
 

@@ -16,8 +16,6 @@ from dpvision.privacy.plan import default_delta
 
 MOST_NOISE_FOR_COVARIANCE = 0.002
 """Of s sqrt(2 D)."""
-MOST_NOISE_FOR_STEPS = 1 / 500
-"""Of s, up to ``WIDEST`` feature dimensions; with more of them steps were ahead at every s."""
 FEWEST_RECORDS_OF_A_CLASS = 5.0
 WIDEST = 8192
 """Feature dimensions beyond which a covariance (D x D in float64, its eigenvectors) is too large for an ordinary machine."""
@@ -46,11 +44,8 @@ def recommend_head(
     noise = mean_noise(num_records, epsilon, delta)
     edge = covariance_noise(num_records, epsilon, feature_width, delta)
     per_class = num_records / num_classes
-    if (noise > MOST_NOISE_FOR_STEPS and feature_width <= WIDEST) or per_class < FEWEST_RECORDS_OF_A_CLASS:
-        return "prototypes", (
-            f"{per_class:.3g} records a class, and noise of {noise:.2g} in each coordinate of a mean over all records: "
-            "only class means are worth measuring"
-        )
+    if per_class < FEWEST_RECORDS_OF_A_CLASS:
+        return "prototypes", f"{per_class:.3g} records a class: only class means are worth measuring"
     if feature_width <= WIDEST and edge <= MOST_NOISE_FOR_COVARIANCE:
         return "feature_covariance", f"noise of {edge:.2g} in a covariance whose eigenvalues add up to 1: it can be measured"
     return "many_steps", (

@@ -107,6 +107,8 @@ class Releases:
     draw_key: bytes = field(repr=False)
     noise_key: bytes = field(repr=False)
     group: Group = _ALONE
+    stop: Callable[[], bool] = lambda: False
+    """Whether a person has asked to stop: heads of many steps then end with the step that they are in."""
     _next: int = 0
 
     @property

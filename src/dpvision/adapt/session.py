@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from dpvision.adapt.fit import Fitted, choose_head, fit_head
+from dpvision.adapt.frequency import frequency_scale
 from dpvision.adapt.prepare import Prepared, prepare
 from dpvision.adapt.release import Releases
 from dpvision.adapt.stream import FeatureStream, Head
@@ -152,7 +153,8 @@ def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Cal
     Raises:
         DataError: no record has features that are finite, or the disk has no room for them; nothing has been charged then.
         CheckpointError: the checkpoint cannot be written.
-        KeyboardInterrupt: while features are made; after the first release only by a second SIGINT, which loses the head.
+        KeyboardInterrupt: while features are made; after the first release only by a second SIGINT, which loses the head. The first one
+            ends a head of many steps with the step that it is in: it is saved, and the steps left are not charged.
     """
     secrets = secrets or Secrets()
     made, start = session.prepared, time.monotonic()
@@ -164,13 +166,15 @@ def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Cal
         )
     features_s = time.monotonic() - start
     about = {"records": stream.num_records, "without_features": bad, "features_s": features_s}
-    # Half a head is none, so what was begun is finished when a signal asks to stop: a head of 50,000 records takes a minute.
-    with StopRequest("finishing the head, then saving it", session.unsaved):
+    # A selection goes on to its end when a signal asks to stop: where it ended would tell of its runs, whose number is secret.
+    doing = "finishing the selection" if made.model.candidates else "finishing this step"
+    with StopRequest(f"{doing}, then saving the head", session.unsaved) as request:
         if made.model.candidates:
             config, selected = choose_head(session.config, stream, session.plan, _charger(session))
             fitted, chosen = Fitted(selected.head), {"candidate": selected.candidate, "score": selected.score}
         else:
-            releases = Releases(session.plan, _charger(session), secrets.draw, secrets.noise, _next=session.ledger.steps)
+            keys = secrets.draw, secrets.noise
+            releases = Releases(session.plan, _charger(session), *keys, stop=lambda: request.asked, _next=session.ledger.steps)
             config, fitted, chosen = session.config, fit_head(session.config, stream, releases), None
             # A selection's time would tell how many runs it had, which is secret even from this folder.
             about["head_s"] = time.monotonic() - start - features_s
@@ -191,7 +195,9 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
     )  # fmt: skip
     needs_centre = cfg.centre == "textures" and not made.encoder.standard_rows
     centre_D = texture_centre(made.encoder, cfg.encoder.pooling, made.device) if needs_centre else None
-    return FeatureStream(feature_ND, made.label, cfg.num_classes, centre_D=centre_D, unit=cfg.unit)
+    order_D = made.encoder.order_D
+    scale_D = None if order_D is None else frequency_scale(order_D, cfg.frequency_decay or 1.0)
+    return FeatureStream(feature_ND, made.label, cfg.num_classes, centre_D=centre_D, unit=cfg.unit, scale_D=scale_D)
 
 
 def save(session: HeadSession, config: RunConfig, fitted: Fitted, chosen: dict[str, Any] | None) -> Path:

@@ -2,7 +2,7 @@
 
 A record goes the same way in training and in prediction, each step a function of the record and of public numbers:
 
-    x -> x - centre -> x / ||x|| (``unit``) -> (x, constant) -> map (x, constant)
+    x -> x - centre -> x / ||x|| (``unit``) -> x * scale -> (x, constant) -> map (x, constant)
 
 A record whose features are not finite, or whose label is impossible, is in no block: it contributes exactly zero, and nothing raises,
 since whether a release raises must not depend on one record.
@@ -70,6 +70,8 @@ class FeatureStream:
     """Public point, say the mean of public features, that is taken off every record; float32."""
     unit: bool = False
     """Every record is scaled to length 1; one of length 0 stays as it is."""
+    scale_D: Tensor | None = None
+    """Public factors of the dimensions, above 0, float32."""
     constant: float = 0.0
     """Appended to every record, so that the head has a trained bias; 0: nothing is appended."""
     map_EE: Tensor | None = None
@@ -107,7 +109,9 @@ class FeatureStream:
     @property
     def longest_row(self) -> float | None:
         """Public bound on the length of every row, up to float32 rounding; None where there is none."""
-        return math.sqrt(1 + self.constant**2) if self.unit and self.map_EE is None else None
+        if not self.unit or self.map_EE is not None:
+            return None
+        return math.hypot(1.0 if self.scale_D is None else float(self.scale_D.max()), self.constant)
 
     def mapped(self, map_EE: Tensor) -> "FeatureStream":
         """The same records with one more linear map."""
@@ -151,6 +155,8 @@ class FeatureStream:
             scale_B = torch.where(norm_B > 0, 1 / norm_B, 1.0).float()
             # Where a square overflows, or the length is beyond all reason, the row becomes NaN and drops out.
             x_BE = x_BE * torch.where(norm_B <= LARGEST_NORM, scale_B, torch.nan)[:, None]
+        if self.scale_D is not None:
+            x_BE = x_BE * self.scale_D
         if self.constant:
             x_BE = torch.cat([x_BE, torch.full((len(x_BE), 1), self.constant)], dim=1)
         if self.map_EE is not None:
@@ -164,6 +170,8 @@ class FeatureStream:
             weight_KE = weight_KE @ self.map_EE.double()
         if self.constant:
             weight_KE, bias_K = weight_KE[:, :-1], bias_K + self.constant * weight_KE[:, -1]
+        if self.scale_D is not None:
+            weight_KE = weight_KE * self.scale_D
         return Head(weight_KE.float(), bias_K.float(), self.centre_D, self.unit)
 
 

@@ -18,7 +18,7 @@ from dpvision.adapt.session import HeadSession, adapt, new_head_session, resumed
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli.output import CONFIG, RecipeName, emit, may_show, private_scores
 from dpvision.cli.recipe import get_recipe, recipe_lines, spelled_out, typed_privacy, untyped_delta, with_budget
-from dpvision.cli.run_args import RunArgs, Where, announce, lost_words, resume_words, resumed_hardware, saved_config, spent
+from dpvision.cli.run_args import STOPPED, RunArgs, Where, announce, lost_words, resume_words, resumed_hardware, saved_config, spent
 from dpvision.cli.scores import scores_table
 from dpvision.cli.train import TrainArgs, plan_text, train
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
@@ -183,12 +183,14 @@ def _finish(args: AdaptArgs, session: HeadSession, root: Path) -> None:
     if not session.finished:
         with _features_line(args, made) as progress:
             adapt(session, progress=progress)
-    steps = session.ledger.steps
+    steps, complete = session.ledger.steps, session.ledger.steps == plan.steps
     behind = runs_on(made.lineage, made.store.store_id)
     cost, said = spent(plan, steps, behind)
     scores = _score(args, root)
     chosen = read_manifest(find_checkpoint(root)).get("chosen")
-    lines = [f"Finished after {steps} of {plan.steps} releases: {said}. Run folder: {root}"]
+    lines = [f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} releases: {said}. Run folder: {root}"]
+    if not complete:
+        lines.append("The head of these releases is saved; the others were not charged. For a head of all of them start a new run.")
     if chosen is not None:
         lines.append(f"Chosen: {chosen['candidate']}, right about {chosen['score']:.1%} of the records by the noisy count that chose it.")
     lines += lost_words(plan, lost, "releases")
@@ -197,12 +199,14 @@ def _finish(args: AdaptArgs, session: HeadSession, root: Path) -> None:
     lines += ["Next:", *([] if scores else [f"  dpvision evaluate {root} --test STORE"]), f"  dpvision report {root}"]
     lines.append(f"  python: dpvision.adapt.predict.load_classifier({str(root)!r})")
     result: dict[str, Any] = {
-        "run": str(root), "complete": True, "steps": steps,
+        "run": str(root), "complete": complete, "steps": steps,
         "head": chosen["candidate"] if chosen else made.model.head,
         "reason": made.model.reason, "chosen": chosen, **cost, "guarantee": plan.guarantee,
         "scores": [score.to_dict() for score in scores],
     }  # fmt: skip
     emit(result, args.json, "\n".join(lines))
+    if not complete:
+        sys.exit(STOPPED)
 
 
 def _scores_text(args: AdaptArgs, scores: list[Score], root: Path) -> str:
@@ -279,6 +283,8 @@ def head_text(made: Prepared) -> str:
         noise = final_noise(made.plan, optim)
         text += f"\n  steps                {made.plan.steps} at learning rate {optim.rate:.4g}, momentum {optim.momentum:g}"
         text += f": noise of {noise:.2g} in each weight at the end" if noise else ""
+        if (decay := cfg.frequency_decay or 1.0) > 1:
+            text += f"\n  frequencies          energy of each higher one divided by {decay:.3g}: low ones first, against noise"
     if made.store.results_visibility == "public":
         counts = made.label.sum(axis=0) if made.label.ndim == 2 else np.bincount(made.label, minlength=cfg.num_classes or 0)
         if (empty := np.flatnonzero(counts == 0)).size:

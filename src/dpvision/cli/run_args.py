@@ -74,7 +74,7 @@ def resumed_hardware(command: str, root: Path, asked: RunConfig, saved: RunConfi
 
 
 STOPPED = 75
-"""Exit status after SIGINT, SIGTERM or SIGUSR1: saved, and --resume goes on (EX_TEMPFAIL of sysexits.h)."""
+"""Exit status after SIGINT, SIGTERM or SIGUSR1: saved; training goes on with --resume (EX_TEMPFAIL of sysexits.h)."""
 COMPOSED = {
     "pld": "composed, if all settings were fixed beforehand",
     "gaussian": "composed as Gaussians",

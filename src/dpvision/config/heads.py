@@ -58,6 +58,9 @@ class HeadConfig:
     probability 1 / num_classes."""
     centre: Literal["textures", "none"] = "textures"
     """A public point taken off every record's features before anything else: the encoder's mean over procedural textures, or none."""
+    frequency_decay: float | None = None
+    """Of many_steps, on features with spatial frequencies (patches): the energy of each higher frequency is divided by this once more; 1
+    leaves the features as they are. None: a rule that goes by the noise (``adapt.frequency``)."""
     unit: bool = True
     """Every record's features are scaled to length 1: a function of the record alone, and free."""
     constant: float = 0.0
@@ -78,6 +81,8 @@ class HeadConfig:
         require(self.bias is None or -math.inf < self.bias < math.inf, w, "bias", self.bias, "a number", "The paper: -10.")
         require(-math.inf < self.constant < math.inf, w, "constant", self.constant, "a number", "Use 0 for no trained bias.")
         require(0 < self.init_scale < math.inf, w, "init_scale", self.init_scale, "a positive number", "Use 1 for LeCun's.")
+        if self.frequency_decay is not None:
+            require(1 <= self.frequency_decay < math.inf, w, "frequency_decay", self.frequency_decay, "1 or more", "1 changes nothing.")
         if self.feature_norm is not None:
             require(0 < self.feature_norm < math.inf, w, "feature_norm", self.feature_norm, "a positive number", "Or leave unit on.")
         bounded = self.unit or self.feature_norm is not None or self.head in ("auto", "one_step", "many_steps")

@@ -44,6 +44,9 @@ class FrozenEncoder:
     standard_rows: bool = False
     """Whether its features have a public point taken off and length 1: a head then takes off no other (``centre``), and they are kept as
     float16, which rounds a number by at most one part in 2,048."""
+    order_D: Tensor | None = field(default=None, compare=False)
+    """Spatial frequency over the image of each dimension of its features, int64 from 0 (what all places have in common); None where they
+    have none. Private heads weigh low frequencies more where there is much noise (``adapt.frequency``)."""
     licence: str | None = None
     """Of published weights, as their library states it; None where nothing is stated, and for runs, whose manifests say."""
 

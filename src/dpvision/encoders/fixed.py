@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.hog import hog
-from dpvision.encoders.patch_constants import SIZES
+from dpvision.encoders.patch_constants import SIZES, feature_orders
 from dpvision.encoders.patch_features import patch_features
 from dpvision.encoders.scattering import make_scattering
 from dpvision.errors import ConfigError
@@ -89,9 +89,11 @@ def _hog(image_size: int) -> FeatureFunction:
 def _patches(name: str, image_size: int, device: str | torch.device) -> FrozenEncoder:
     sizes = tuple(side for side in SIZES if side <= max(image_size, SIZES[0]))
     features = patch_features(scattering="scattering" in name, most_px=sizes[-1], device=device)
+    orders_D = feature_orders(scattering="scattering" in name)
     return FrozenEncoder(
         name, sizes[-1], (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), lambda x_BCHW: {"3x3": features(x_BCHW)}, "fixed",
-        weights="trained", own_sizes=sizes, standard_rows=True, licence=_LICENCE, lineage=(public_weights(name, _LICENCE),),
+        weights="trained", own_sizes=sizes, standard_rows=True, licence=_LICENCE, order_D=orders_D,
+        lineage=(public_weights(name, _LICENCE),),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpvision.encoders.patches import PatchBank, learn_bank, with_mirror_images
+from dpvision.encoders.patches import PatchBank, learn_bank
 from dpvision.encoders.scattering import Scattering, make_scattering
 from dpvision.encoders.whitening import Whitening, cell_frequencies, fit_whitening
 from dpvision.errors import CheckpointError
@@ -29,8 +29,12 @@ SIZES = (32, 64, 128, 224)
 SCATTERING_CAP = 64
 """Larger images are brought to this side before scattering, px: four times the area would take four times as long."""
 FOLDER = Path(__file__).parent / "constants"
+HIGHEST_ORDER = 3
 _SCATTERING_CELLS = 8
+_SCATTERING_CHANNELS = 243
 _BATCH = 16
+_SCATTERED_PX = 4 * 32 * 32
+"""Pixels whose wavelet coefficients fit into a core's cache: four times as many take 1.5 to 2 times as long each."""
 
 
 @dataclass(frozen=True)
@@ -79,19 +83,43 @@ def learn_constants(settings: PatchSettings) -> SizeConstants:
     bank = learn_bank(texture_NCHW, settings.num_atoms, settings.patch_px, settings.stride, settings.cells)
     transform = make_scattering(min(settings.side_px, SCATTERING_CAP), centred=True)
     patches = fit_whitening(_over(bank, texture_NCHW), settings.floor)
-    patches = replace(patches, cells_QQ=cell_frequencies(settings.cells, settings.energy))
+    patches = replace(patches, cells_QQ=cell_frequencies(settings.cells, settings.cells, settings.energy))
     scattered_NCQ = _over(partial(scattering_channels, transform), texture_NCHW)
-    return SizeConstants(bank, patches, fit_whitening(scattered_NCQ, settings.scattering_floor, mirror_channels(transform)))
+    scattering = fit_whitening(scattered_NCQ, settings.scattering_floor, mirror_channels(transform))
+    return SizeConstants(bank, patches, replace(scattering, cells_QQ=_scattering_frequencies()))
 
 
 def scattering_channels(transform: Scattering, x_BCHW: Tensor) -> Tensor:
     """log S on 8 x 8 cells, averaged with the mirror image: float32 (B, C P, 8 x 4), the left half; the other columns mirror them."""
     if x_BCHW.shape[-1] != transform.side_px:
         x_BCHW = F.interpolate(x_BCHW, (transform.side_px,) * 2, mode="bilinear", antialias=True)
+    count = max(1, _SCATTERED_PX // transform.side_px**2)
+    if x_BCHW.device.type == "cpu" and len(x_BCHW) > count:
+        return torch.cat([scattering_channels(transform, part) for part in x_BCHW.split(count)])
     s_BCHW = transform(x_BCHW, log=True).flatten(1, 2)
     mirrored_BCHW = s_BCHW[:, mirror_channels(transform).to(x_BCHW.device)].flip(-1)
     s_BCHW = F.adaptive_avg_pool2d((s_BCHW + mirrored_BCHW) / 2, _SCATTERING_CELLS)
     return s_BCHW[..., : _SCATTERING_CELLS // 2].flatten(2)
+
+
+def _scattering_frequencies() -> Tensor:
+    """Over the left half of the cells: its cosines along a row are those of even frequencies over a whole row that mirrors itself."""
+    return cell_frequencies(_SCATTERING_CELLS, _SCATTERING_CELLS // 2, [1.0])
+
+
+def feature_orders(*, scattering: bool, settings: PatchSettings | None = None) -> Tensor:
+    """Spatial frequency of each dimension of ``patch_features``' rows, 0 to ``HIGHEST_ORDER``: int64 (D,); 0 is what all cells share.
+
+    Of patches u + v over 3 x 3 cells; of scattering half of that over 8 x 8 cells, rounded up, since its cells are less than half as wide.
+    """
+    settings = settings or SETTINGS[32]
+    cell = torch.arange(settings.cells)
+    order_D = (cell[:, None] + cell).flatten().repeat_interleave(2 * settings.num_atoms)
+    if scattering:
+        cell = torch.arange(_SCATTERING_CELLS)
+        order_Q = (cell[:, None] + cell[::2] + 1).div(2, rounding_mode="floor").flatten()
+        order_D = torch.cat([order_D, order_Q.repeat_interleave(_SCATTERING_CHANNELS)])
+    return order_D.clamp(max=HIGHEST_ORDER)
 
 
 def mirror_channels(transform: Scattering) -> Tensor:
@@ -107,8 +135,8 @@ def mirror_channels(transform: Scattering) -> Tensor:
 
 
 def save_constants(constants: SizeConstants, path: Path) -> None:
-    """Write a safetensors file: lower triangles as float16, the mirror images of the atoms left out."""
-    tensors = {"weight": constants.bank.weight_PK[:, : constants.bank.num_atoms], "bias": constants.bank.bias_K[: constants.bank.num_atoms]}
+    """Write a safetensors file: lower triangles as float16."""
+    tensors = {"weight": constants.bank.weight_PK, "bias": constants.bank.bias_K}
     for name, whitening in (("patches", constants.patches), ("scattering", constants.scattering)):
         tensors[f"{name}.mean"] = whitening.mean_CQ
         tensors[f"{name}.matrix"] = whitening.matrix_CC[_triangle(len(whitening.matrix_CC))].half()
@@ -124,10 +152,9 @@ def load_constants(side_px: int, folder: Path = FOLDER) -> SizeConstants:
     path, settings = folder / f"patches-{side_px}px.safetensors", SETTINGS[side_px]
     try:
         found = load_file(path)
-        weight_PK, bias_K = with_mirror_images(found["weight"], found["bias"], settings.patch_px)
-        bank = PatchBank(weight_PK, bias_K, settings.patch_px, settings.stride, settings.cells)
-        patches = replace(_whitening(found, "patches"), cells_QQ=cell_frequencies(settings.cells, settings.energy))
-        return SizeConstants(bank, patches, _whitening(found, "scattering"))
+        bank = PatchBank(found["weight"], found["bias"], settings.patch_px, settings.stride, settings.cells)
+        patches = replace(_whitening(found, "patches"), cells_QQ=cell_frequencies(settings.cells, settings.cells, settings.energy))
+        return SizeConstants(bank, patches, replace(_whitening(found, "scattering"), cells_QQ=_scattering_frequencies()))
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"patches: {path} cannot be read ({error}); expected a file of this package. Install it again.") from None
 

@@ -5,9 +5,11 @@ feature learning"): the atoms are patches of procedural textures, so that the ba
     z_k = atom_k . q,   f_k = mean over the places of a cell of max(0, z_k - 1), and of max(0, -z_k - 1)
 
 The mean over the cells of a 3 x 3 grid, its square root, and the average with the mirror image's make 2 x 9 dimensions of an atom. The
-mirror image needs no second pass over the patches: its responses are those of the mirrored atoms, in the mirrored cells.
+mirror image needs no second pass over the patches: its responses are those of the mirrored atoms, in the mirrored cells. An atom and its
+mirror image respond with u + v and u - v, from the even and the odd part of a patch, of half as many pixels each: one product gives both.
 
-Legend: N or B images, C channels, H height, W width, P pixels of a patch, K atoms, L places of a patch, G cells on a side.
+Legend: N or B images, C channels, H height, W width, P pixels of a patch (H: half of them), K atoms, L places of a patch, G cells on a
+side, Q cells, S signs, M mirrored or not.
 """
 
 from dataclasses import dataclass
@@ -30,18 +32,13 @@ class PatchBank:
     """Filters of one image size; tensors are float32."""
 
     weight_PK: Tensor
-    """Applied to contrast-normalised patches: W atom_k, of K atoms and then of their mirror images, (P, 2 K)."""
+    """Applied to contrast-normalised patches: W atom_k. P is 3 x ``patch_px`` x ``patch_px``, an even side."""
     bias_K: Tensor
-    """- weight^T m, (2 K,)."""
+    """- weight^T m."""
     patch_px: int
     stride: int
     cells: int
     """G: cells on a side."""
-
-    @property
-    def num_atoms(self) -> int:
-        """K, without the mirror images."""
-        return len(self.bias_K) // 2
 
     def to(self, device: str | torch.device) -> "PatchBank":
         """The same on another device."""
@@ -56,10 +53,11 @@ class PatchBank:
             x_BCHW: pixels from 0 to 1, square.
         """
         step = 1 if x_BCHW.device.type == "cpu" else 16
-        return torch.cat([self._features(part) for part in x_BCHW.split(step)])
+        even_HK, odd_HK = _halves(self.weight_PK, self.patch_px, dim=0)
+        return torch.cat([self._features(part, even_HK / 2, odd_HK / 2) for part in x_BCHW.split(step)])
 
-    def _features(self, x_BCHW: Tensor) -> Tensor:
-        patch, stride, grid = self.patch_px, self.stride, self.cells
+    def _features(self, x_BCHW: Tensor, even_HK: Tensor, odd_HK: Tensor) -> Tensor:
+        patch, stride, grid, atoms = self.patch_px, self.stride, self.cells, len(self.bias_K)
         # The same number of pixels is left out on both sides, so that the mirror image has the same patches.
         spare = (x_BCHW.shape[-1] - patch) % stride
         assert spare % 2 == 0, "this side and stride leave one side a pixel more"
@@ -68,24 +66,25 @@ class PatchBank:
         patch_BPL = F.unfold(x_BCHW, patch, stride=stride)
         patch_BPL = patch_BPL - patch_BPL.mean(dim=1, keepdim=True)
         patch_BPL = patch_BPL * (patch_BPL.square().mean(dim=1, keepdim=True) + VARIANCE_FLOOR).rsqrt()
-        patch_BHWP = patch_BPL.transpose(1, 2).unflatten(1, (side, side))
+        # Columns c and P - 1 - c of a patch: their sums meet the even part of a filter, their differences the odd part.
+        parts = [half.transpose(1, 2).unflatten(1, (side, side)) for half in _halves(patch_BPL, patch, dim=1)]
         edge = [round(i * side / grid) for i in range(grid + 1)]
-        out_BQSK = x_BCHW.new_empty(len(x_BCHW), grid * grid, 2, 2 * self.num_atoms)
+        out_BQSMK = x_BCHW.new_empty(len(x_BCHW), grid * grid, 2, 2, atoms)
         for row in range(grid):
             for column in range(grid):
-                part = patch_BHWP[:, edge[row] : edge[row + 1], edge[column] : edge[column + 1]].reshape(
-                    len(x_BCHW), -1, len(self.weight_PK)
-                )
-                z_BLK = part @ self.weight_PK
-                z_BLK += self.bias_K
-                # sum of max(0, z - 1) = sum of max(z, 1), less one a place: half the passes over z
-                over_BK = z_BLK.clamp(min=THRESHOLD).mean(dim=1)
-                under_BK = z_BLK.clamp_(max=-THRESHOLD).mean(dim=1)
-                out_BQSK[:, row * grid + column, 0] = over_BK - THRESHOLD
-                out_BQSK[:, row * grid + column, 1] = -THRESHOLD - under_BK
-        root = out_BQSK.clamp_(min=0).sqrt_().unflatten(1, (grid, grid))
-        plain, mirrored = root.split(self.num_atoms, dim=-1)
-        f_BHWSK = (plain + mirrored.flip(2)) / 2
+                cell = (slice(None), slice(edge[row], edge[row + 1]), slice(edge[column], edge[column + 1]))
+                even_BLH, odd_BLH = (part[cell].flatten(1, 2) for part in parts)
+                u_BLK = torch.addmm(self.bias_K, even_BLH.flatten(0, 1), even_HK).unflatten(0, even_BLH.shape[:2])
+                v_BLK = odd_BLH @ odd_HK
+                for mirrored, z_BLK in enumerate((u_BLK + v_BLK, u_BLK.sub_(v_BLK))):
+                    # sum of max(0, z - 1) = sum of max(z, 1), less one a place: half the passes over z
+                    over_BK, under_BK = (out_BQSMK[:, row * grid + column, sign, mirrored] for sign in (0, 1))
+                    torch.sum(z_BLK.clamp(min=THRESHOLD), dim=1, out=over_BK)
+                    torch.sum(z_BLK.clamp_(max=-THRESHOLD), dim=1, out=under_BK)
+                out_BQSMK[:, row * grid + column] /= even_BLH.shape[1]
+        out_BQSMK[:, :, 1].neg_()
+        root = (out_BQSMK - THRESHOLD).clamp_(min=0).sqrt_().unflatten(1, (grid, grid))
+        f_BHWSK = (root[..., 0, :] + root[..., 1, :].flip(2)) / 2
         return f_BHWSK.flatten(3).flatten(1, 2).transpose(1, 2)
 
 
@@ -102,14 +101,14 @@ def learn_bank(texture_NCHW: Tensor, num_atoms: int, patch_px: int, stride: int,
     atom_KP = (patch_MP[:num_atoms] - mean_P) @ whiten_PP
     atom_KP = atom_KP / torch.linalg.vector_norm(atom_KP, dim=1, keepdim=True)
     plain_PK = whiten_PP @ atom_KP.T
-    weight_PK, bias_K = with_mirror_images(plain_PK.float(), (-mean_P @ plain_PK).float(), patch_px)
-    return PatchBank(weight_PK, bias_K, patch_px, stride, cells)
+    return PatchBank(plain_PK.float(), (-mean_P @ plain_PK).float(), patch_px, stride, cells)
 
 
-def with_mirror_images(weight_PK: Tensor, bias_K: Tensor, patch_px: int) -> tuple[Tensor, Tensor]:
-    """Filters and biases, and after them their mirror images, whose responses are those of the filters to a mirrored patch."""
-    mirrored_PK = weight_PK.unflatten(0, (-1, patch_px, patch_px)).flip(2).flatten(0, 2)
-    return torch.cat([weight_PK, mirrored_PK], dim=1).contiguous(), bias_K.repeat(2)
+def _halves(value: Tensor, patch_px: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Sums and differences of the mirrored pixels of patches that lie along ``dim``: P entries become P / 2 in each."""
+    left, right = value.unflatten(dim, (-1, patch_px)).split(patch_px // 2, dim=dim + 1)
+    right = right.flip(dim + 1)
+    return (left + right).flatten(dim, dim + 1), (left - right).flatten(dim, dim + 1)
 
 
 def _draw_patches(image_NCHW: Tensor, patch_px: int) -> Tensor:

@@ -11,9 +11,12 @@ Legend: N textures, B images, C channels, Q cells.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+_BANDS = 4
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Whitening:
 
     mean_CQ: Tensor
     matrix_CC: Tensor
-    """R / std."""
+    """R / std, lower triangular."""
     cells_QQ: Tensor | None = None
     """G; None for the identity."""
 
@@ -33,11 +36,18 @@ class Whitening:
 
     def __call__(self, f_BCQ: Tensor) -> Tensor:
         """Rows of length 1, float32 (B, C x Q), cell by cell; a row of zeros stays."""
-        y_BQC = (f_BCQ - self.mean_CQ).transpose(1, 2) @ self.matrix_CC.T
+        y_BQC = self._whitened((f_BCQ - self.mean_CQ).transpose(1, 2))
         if self.cells_QQ is not None:
             y_BQC = self.cells_QQ @ y_BQC
         y_BD = y_BQC.flatten(1)
         return y_BD / torch.linalg.vector_norm(y_BD, dim=1, keepdim=True).clamp(min=1e-12)
+
+    def _whitened(self, x_BQC: Tensor) -> Tensor:
+        """x matrix^T, in bands that leave out most of the zeros above the diagonal: 0.6 of the whole product's time."""
+        x_MC, count = x_BQC.flatten(0, 1), len(self.matrix_CC)
+        edge = [round(i * count / _BANDS) for i in range(_BANDS + 1)]
+        bands = [x_MC[:, :stop] @ self.matrix_CC[start:stop, :stop].T for start, stop in pairwise(edge)]
+        return torch.cat(bands, dim=1).unflatten(0, x_BQC.shape[:2])
 
 
 def fit_whitening(f_NCQ: Tensor, floor: float, mirror_C: Tensor | None = None) -> Whitening:
@@ -65,8 +75,8 @@ def fit_whitening(f_NCQ: Tensor, floor: float, mirror_C: Tensor | None = None) -
     return Whitening(mean_CQ.float(), (matrix_CC / std_C).float().contiguous())
 
 
-def cell_frequencies(side: int, energy: Sequence[float]) -> Tensor:
-    """G: the cosine transform over a square of cells, its frequencies (u, v) scaled by the root of ``energy[u + v]``, float32 (Q, Q).
+def cell_frequencies(rows: int, columns: int, energy: Sequence[float]) -> Tensor:
+    """G: the cosine transform over a grid of cells, its frequencies (u, v) scaled by the root of ``energy[u + v]``, float32 (Q, Q).
 
     Noise of a private head is the same in every direction, so a longer direction is one in which the head learns faster: what all cells
     have in common comes first.
@@ -74,9 +84,14 @@ def cell_frequencies(side: int, energy: Sequence[float]) -> Tensor:
     Args:
         energy: of u + v = 0, 1, ...; the last one holds for all higher ones.
     """
-    place = (torch.arange(side, dtype=torch.float64) + 0.5) * math.pi / side
-    wave = (torch.arange(side, dtype=torch.float64)[:, None] * place).cos() * math.sqrt(2 / side)
-    wave[0] /= math.sqrt(2)
-    order = torch.arange(side)[:, None] + torch.arange(side)
+    order = torch.arange(rows)[:, None] + torch.arange(columns)
     scale = torch.tensor(energy, dtype=torch.float64)[order.clamp(max=len(energy) - 1)].sqrt()
-    return (scale.flatten()[:, None] * torch.kron(wave, wave)).float()
+    return (scale.flatten()[:, None] * torch.kron(_cosines(rows), _cosines(columns))).float()
+
+
+def _cosines(count: int) -> Tensor:
+    """The orthogonal cosine transform (DCT-II) of ``count`` values, float64."""
+    place = (torch.arange(count, dtype=torch.float64) + 0.5) * math.pi / count
+    wave = (torch.arange(count, dtype=torch.float64)[:, None] * place).cos() * math.sqrt(2 / count)
+    wave[0] /= math.sqrt(2)
+    return wave
