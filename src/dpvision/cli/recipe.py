@@ -37,7 +37,7 @@ def with_budget(cfg: PrivacyConfig, typed: dict[str, Any]) -> PrivacyConfig:
     """
     budgets = [name for name in _BUDGETS if typed.get(name) not in (None, "None")]
     if typed.get("guarantee") == "none" and cfg.guarantee == "dp":
-        return replace(cfg, guarantee="none", max_grad_norm=None, **dict.fromkeys(_BUDGETS))
+        return replace(cfg, guarantee="none", max_grad_norm=None, noise_multiplier=None, target_epsilon=None, target_unit_epsilon=None)
     if cfg.guarantee != "dp" or "guarantee" in typed or len(budgets) > 1:
         return cfg
     if budgets:
