@@ -1,11 +1,12 @@
 # make demo   set up and run the main job on procedural scenes        make test   set up, lint, type-check, pass the tests
+# make dist   wheel and sdist in dist/, tried in a fresh environment
 # make prove  the longer checks and the quick benchmarks
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 export MPLBACKEND := Agg
 
-.PHONY: setup demo test check prove clean
+.PHONY: setup demo test check prove dist clean
 
 setup: $(VENV)/.installed
 
@@ -34,6 +35,16 @@ prove: setup
 	$(BIN)/python benchmarks/draws.py --json runs/bench/draws.json
 	$(BIN)/python benchmarks/store_reads.py --quick --json runs/bench/store_reads.json
 	$(BIN)/python benchmarks/clipping.py --quick --json runs/bench/clipping.json
+
+dist: setup
+	rm -rf dist
+	$(BIN)/uv build --quiet --out-dir dist .
+	$(BIN)/uv venv --quiet --clear dist/env
+	$(BIN)/uv pip install --quiet --python dist/env/bin/python twine dist/*.whl
+	dist/env/bin/twine check dist/*.whl dist/*.tar.gz
+	cd dist && env/bin/dpvision data scenes scenes --num 500 --size-px 32 \
+	  && env/bin/dpvision adapt --data scenes --num-classes 8 --dataset-size 500 --epsilon 8 --name wheel \
+	  && env/bin/dpvision report runs/wheel && env/bin/dpvision verify runs/wheel/statement.json --run runs/wheel --store scenes
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

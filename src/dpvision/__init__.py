@@ -1,23 +1,52 @@
-"""dpvision: train image models on pictures that must stay private.
+"""dpvision: train image models on images that must stay private.
 
     encoder, preprocess = dpvision.load("runs/NAME")
-    features_BD = encoder(torch.from_numpy(preprocess(picture))[None])
+    features_BD = encoder(torch.from_numpy(preprocess(image))[None])
 
-The rooms and the one direction of imports are in docs/tour.md.
+``dir(dpvision)`` lists the public names; each is imported when it is first used. docs/tour.md describes the packages.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dpvision.adapt.predict import load_classifier as load_classifier
+    from dpvision.config import PrivacyConfig as PrivacyConfig
+    from dpvision.data.store import Store as Store
+    from dpvision.dp.clip import clipped_sum as clipped_sum
+    from dpvision.dp.noise import privatize as privatize
+    from dpvision.eval.probes.suite import evaluate as evaluate
     from dpvision.features import load as load
+    from dpvision.privacy.plan import make_plan as make_plan
+    from dpvision.report.statement import make_statement as make_statement
 
-__all__ = ["load"]
+_HOME = {
+    "PrivacyConfig": "dpvision.config",
+    "Store": "dpvision.data.store",
+    "clipped_sum": "dpvision.dp.clip",
+    "evaluate": "dpvision.eval.probes.suite",
+    "load": "dpvision.features",
+    "load_classifier": "dpvision.adapt.predict",
+    "make_plan": "dpvision.privacy.plan",
+    "make_statement": "dpvision.report.statement",
+    "privatize": "dpvision.dp.noise",
+}
+"""Public name -> module that defines it. Imported late, so that ``import dpvision.privacy`` needs no torch."""
+
+__all__ = [
+    "PrivacyConfig", "Store", "clipped_sum", "evaluate", "load", "load_classifier", "make_plan", "make_statement", "privatize",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily, so that `import dpvision.privacy` needs no torch.
-    if name == "load":
-        from dpvision.features import load
+    if name == "__version__":
+        from importlib.metadata import version
 
-        return load
+        return version("dpvision")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'dpvision' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*_HOME, "__version__", *(name for name in globals() if name.startswith("__"))])

@@ -197,7 +197,7 @@ def _finish(args: AdaptArgs, session: HeadSession, root: Path) -> None:
     if scores:
         lines.append(_scores_text(args, scores, root))
     lines += ["Next:", *([] if scores else [f"  dpvision evaluate {root} --test STORE"]), f"  dpvision report {root}"]
-    lines.append(f"  python: dpvision.adapt.predict.load_classifier({str(root)!r})")
+    lines.append(f"  python: dpvision.load_classifier({str(root)!r})")
     result: dict[str, Any] = {
         "run": str(root), "complete": complete, "steps": steps,
         "head": chosen["candidate"] if chosen else made.model.head,

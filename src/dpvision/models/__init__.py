@@ -76,5 +76,5 @@ def _build(cfg: ModelConfig) -> Model:
         case HeadConfig():
             raise ConfigError(
                 "model: kind='head' is a head on frozen features, no network of its own; expected another kind here. Make such a run with "
-                "`dpvision adapt`, score it with `dpvision evaluate RUN --test STORE`, open it with dpvision.adapt.predict.load_classifier."
+                "`dpvision adapt`, score it with `dpvision evaluate RUN --test STORE`, open it with dpvision.load_classifier."
             )
