@@ -1,12 +1,13 @@
 """``dpvision plan``: what can this data set afford?"""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 
 import tyro
+from rich.console import Console
 
-from dpvision.cli.output import emit, pairs, parse
+from dpvision.cli.output import emit, pairs, parse, table
 from dpvision.cli.recipe import get_recipe, untyped_delta, with_budget
 from dpvision.config import PrivacyConfig
 from dpvision.errors import ConfigError
@@ -32,6 +33,7 @@ def plan(
     max_records_per_unit: int | None = None,
     num_units: int | None = None,
     num_parameters: int | None = None,
+    claims: bool = False,
     json: bool = False,
 ) -> None:
     """What a data set can afford, before any compute is spent.
@@ -42,6 +44,7 @@ def plan(
       dpvision plan --dataset-size 50000 --expected-batch-size 5000 --steps 300 --target-epsilon 8
       dpvision plan vip.base
       dpvision plan vip.micro --target-epsilon 2
+      dpvision plan --claims
 
     Args:
         recipe: Name of a recipe to start from.
@@ -57,8 +60,12 @@ def plan(
         max_records_per_unit: Records of one person that take part, at most; above 1 it needs --num-units.
         num_units: M, the declared public number of people: epsilon is then given for the person, and delta judged by M.
         num_parameters: Trained parameters, for the signal figures.
+        claims: Recompute every privacy claim of the papers instead, which takes half a minute (docs/claims.md).
         json: Print JSON.
     """
+    if claims:
+        _claims(json)
+        return
     if recipe is not None and num_parameters is None:
         from dpvision.models import count_parameters
 
@@ -69,6 +76,34 @@ def plan(
     if recipe is not None:
         result["refused"] = result["refused"] or untyped_delta(get_recipe(recipe).privacy, config, given)
     emit(result, json, _text(result))
+
+
+def _claims(json: bool) -> None:
+    from dpvision.privacy.claims import CLAIMS, recompute_all
+
+    found = []
+    with Console(stderr=True).status("recomputing") as status:
+        for row in recompute_all():
+            found.append(row)
+            status.update(f"recomputing: {len(found)} of {len(CLAIMS)}")
+    columns = ("claim", "claimed", "Renyi (Mironov)", "Renyi (Balle)", "PLD, stated", "holds")
+    verdicts = {True: "yes", False: "NO", None: ""}
+    rows = [
+        (
+            r.claim.name,
+            r.claim.claimed_epsilon or "",
+            f"{r.epsilon_rdp_mironov:.2f}",
+            f"{r.epsilon_rdp:.2f}",
+            f"{r.epsilon:.2f}",
+            verdicts[r.holds],
+        )
+        for r in found
+    ]
+    text = table("epsilon of the papers' settings", columns, rows)
+    text += (
+        "\nSettings and sources: docs/claims.md. A claim holds where the figure by privacy loss distributions is at most the claimed one."
+    )
+    emit({"claims": [asdict(r) | {"holds": r.holds, "as_published": r.as_published} for r in found]}, json, text)
 
 
 _BUDGETS = ("noise_multiplier", "target_epsilon", "target_unit_epsilon")
