@@ -14,8 +14,9 @@ import torch
 from dpvision.data import decode, loader, transform
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
-from dpvision.encoders.feature_cache import FeatureCache, code_digest, features_key, fingerprint, score_key
+from dpvision.encoders.feature_cache import FeatureCache, code_digest, features_key, score_key
 from dpvision.encoders.fixed import raw_pixels
+from dpvision.encoders.identity import fingerprint
 from dpvision.encoders.open import open_encoder, recognised
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval import dpcap_probe, few_shot, fine_tune, knn, lars_probe, linear_probe, metric, ridge
