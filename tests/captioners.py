@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dpvision.checkpoint import save_checkpoint, state_tensors, write_json
+from dpvision.checkpoint import save_checkpoint, state_tensors
 from dpvision.config import CaptionerConfig, CrossDecoderConfig, DataConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
 from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.data.tokenizer import CaptionTokenizer, train_tokenizer
+from dpvision.files import write_json
 from dpvision.models import make_model
 from dpvision.models.captioner import Captioner, losses
 

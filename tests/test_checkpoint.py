@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpvision import checkpoint
-from dpvision.checkpoint import find_checkpoint, keep_newest, list_checkpoints, load_checkpoint, save_checkpoint, write_json
+from dpvision import files
+from dpvision.checkpoint import find_checkpoint, keep_newest, list_checkpoints, load_checkpoint, save_checkpoint
 from dpvision.errors import CheckpointError
+from dpvision.files import write_json
 
 MANIFEST = {"run_id": "r", "ledger_steps": 3, "updates": 3, "config": {}, "plan": {}, "ledger_digest": "d", "lineage": []}
 
@@ -66,11 +67,10 @@ def test_a_missing_tensor_file_or_manifest_key_is_refused(tmp_path: Path) -> Non
 def test_a_full_disk_leaves_the_earlier_checkpoint_and_no_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _save(tmp_path, 1, 1.0)
 
-    def full(path: Path, data: bytes) -> None:
-        path.write_bytes(data[: len(data) // 2])
+    def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write_durably", full)
+    monkeypatch.setattr(files, "sync", full)
     with pytest.raises(CheckpointError, match="No space left"):
         _save(tmp_path, 1, 2.0)
     with pytest.raises(CheckpointError, match="No space left"):

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dpvision.errors import CheckpointError
+from dpvision.files import new_folder
 from dpvision.weights import pack, read_lineage, unpack
 
 FORMAT = "dpvision-checkpoint-1"
@@ -55,19 +55,19 @@ def save_checkpoint(
         CheckpointError: the disk refuses (full, read-only); what was saved before is untouched.
     """
     groups = {"model": model, "ema": ema, "optimizer": optimizer}
-    with replace_folder(folder) as partial:
+    with _refused(folder), new_folder(folder, replace=True) as partial:
         digests = {}
         for name, tensors in groups.items():
             if tensors is not None:
                 blob = pack(tensors, manifest["lineage"])
-                write_durably(partial / f"{name}.safetensors", blob)
+                (partial / f"{name}.safetensors").write_bytes(blob)
                 digests[f"{name}.safetensors"] = hashlib.sha256(blob).hexdigest()
         full = {"format": FORMAT, **manifest, "tensors": digests}
         if files:
             full["files"] = {name: hashlib.sha256(blob).hexdigest() for name, blob in files.items()}
             for name, blob in files.items():
-                write_durably(partial / name, blob)
-        write_durably(partial / MANIFEST, json.dumps(full, indent=1, allow_nan=False).encode())
+                (partial / name).write_bytes(blob)
+        (partial / MANIFEST).write_text(json.dumps(full, indent=1, allow_nan=False))
     return folder
 
 
@@ -160,62 +160,20 @@ def keep_newest(base: Path, count: int) -> None:
         shutil.rmtree(folder)
 
 
-@contextlib.contextmanager
-def replace_folder(folder: Path) -> Iterator[Path]:
-    """A temporary sibling to fill; renamed onto ``folder`` when the block succeeds, removed when it fails."""
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        sync_folder(partial)
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
-        sync_folder(folder.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint: cannot write {folder} ({error.strerror or error}); earlier checkpoints are untouched. "
-            "Free disk space or fix the permission, then --resume."
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a new file and wait until it is on the disk."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace a small JSON file atomically and durably."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        write_durably(partial, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
-        partial.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"write: {path} ({error.strerror or error}); expected a writable disk with space. Free some, then repeat."
-        ) from error
-
-
 def state_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, detached."""
     return {name: value.detach() for name, value in module.state_dict().items()}
 
 
-def sync_folder(folder: Path) -> None:
-    """Let a new name in ``folder`` outlast a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+@contextlib.contextmanager
+def _refused(folder: Path) -> Iterator[None]:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint: cannot write {folder} ({error.strerror or error}); earlier checkpoints are untouched. "
+            "Free disk space or fix the permission, then --resume."
+        ) from error
 
 
 def _older(folder: Path) -> str:

@@ -8,7 +8,6 @@ Legend: B records of a batch, N records in all, C channels, H height, W width, L
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from dpvision.data.sources import open_source
 from dpvision.data.store import Store
 from dpvision.data.transform import Preprocess, preprocess_of
 from dpvision.errors import CheckpointError, ConfigError, DataError
+from dpvision.files import replacing
 from dpvision.models import Model, make_model
 from dpvision.models.captioner import Captioner
 from dpvision.models.packaged import TimmEncoder
@@ -343,14 +343,11 @@ def _embed_source(
 
 
 def _write_arrays(out: Path, arrays: dict[str, Any], keys: list[str] | None) -> None:
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
-        with open(partial, "wb") as file:
+        with replacing(out) as partial, open(partial, "wb") as file:
             if out.suffix == ".npz":
                 np.savez(file, allow_pickle=False, **(arrays if keys is None else arrays | {"key": np.array(keys)}))
             else:
                 file.write(save(arrays, metadata=None if keys is None else {"key": json.dumps(keys)}))
-        partial.replace(out)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise DataError(f"embed: {out} ({error.strerror or error}); expected a writable place with space. Choose another --out.") from None

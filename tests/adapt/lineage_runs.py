@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from dpvision.checkpoint import save_checkpoint, state_tensors, write_json
+from dpvision.checkpoint import save_checkpoint, state_tensors
 from dpvision.config import MAEConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
+from dpvision.files import write_json
 from dpvision.models import make_model
 from dpvision.privacy.plan import make_plan
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dpvision import files
 from dpvision.config import PrivacyConfig
 from dpvision.errors import CheckpointError, PrivacyError
-from dpvision.privacy import ledger, marks
+from dpvision.privacy import ledger
 from dpvision.privacy.account import declare_moved, restore_marks
 from dpvision.privacy.ledger import Ledger, set_cap, store_account
 from dpvision.privacy.ledger_format import digest, encode, header_line, recovery_line, start_line, step_line
@@ -288,7 +289,7 @@ def test_the_cap_is_not_lost_with_one_file(store: Path, plan: DPPlan) -> None:
 
 
 def test_a_crash_between_the_two_marks_is_no_loss(store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = marks.write_file
+    real = files.write_file
     for crash_at in range(1, 12):
         left = [crash_at]
 
@@ -298,7 +299,7 @@ def test_a_crash_between_the_two_marks_is_no_loss(store: Path, plan: DPPlan, mon
                 raise KeyboardInterrupt
             real(path, data)
 
-        for module in (marks, ledger):
+        for module in (files, ledger):
             monkeypatch.setattr(module, "write_file", crashes)
         seen = 0
         try:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpvision.checkpoint import write_json
 from dpvision.cli import main
 from dpvision.config import PrivacyConfig, to_dict
 from dpvision.data.overlap import write_without
@@ -17,6 +16,7 @@ from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.store_key import KEY_FILE, keyed_hash, read_key
 from dpvision.data.synthetic_store import write_scenes
+from dpvision.files import write_json
 from dpvision.privacy.plan import make_plan
 from dpvision.recipes import RECIPES
 from dpvision.report.compared_run import made_of_public_pictures

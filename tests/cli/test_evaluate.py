@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from dpvision.checkpoint import save_checkpoint, state_tensors, write_json
+from dpvision.checkpoint import save_checkpoint, state_tensors
 from dpvision.cli import main
 from dpvision.config import MAEConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.eval.score_file import read_scores
+from dpvision.files import write_json
 from dpvision.models import make_model
 
 

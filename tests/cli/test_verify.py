@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 import runs
 from runs import POISSON, PRIVACY, make_run, make_store
 
-from dpvision.checkpoint import write_json
 from dpvision.cli import main
+from dpvision.files import write_json
 from dpvision.privacy import accountant, mechanism
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import make_plan

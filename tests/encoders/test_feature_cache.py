@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from dpvision.encoders.base import FrozenEncoder
-from dpvision.encoders.feature_cache import FeatureCache, features_key, fingerprint, score_key, weights_digest
+from dpvision.encoders.feature_cache import FeatureCache, features_key, score_key
+from dpvision.encoders.identity import fingerprint, weights_digest
 
 from ..eval.labelled import conv_encoder, vit_encoder, write_digits
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpvision.data.transform import blank_margin, own_size
-from dpvision.encoders.feature_cache import fingerprint
 from dpvision.encoders.fixed import fixed_encoder
+from dpvision.encoders.identity import fingerprint
 from dpvision.encoders.patch_constants import (
     SETTINGS,
     SIZES,

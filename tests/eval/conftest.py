@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpvision.checkpoint import save_checkpoint, state_tensors, write_json
+from dpvision.checkpoint import save_checkpoint, state_tensors
 from dpvision.config import MAEConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
+from dpvision.files import write_json
 from dpvision.models import make_model
 
 MakeRun = Callable[..., Path]

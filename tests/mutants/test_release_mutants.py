@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from zoo import KEY, class_losses, make_batch
 
-from dpvision.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint, state_tensors, write_json
+from dpvision.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint, state_tensors
 from dpvision.config import RunConfig
 from dpvision.data.store import Store
 from dpvision.dp import clip, one_pass, support
@@ -23,6 +23,7 @@ from dpvision.dp.support import check_separable
 from dpvision.encoders import weights_file
 from dpvision.errors import DPVisionError, PrivacyError
 from dpvision.eval.score_file import read_scores
+from dpvision.files import write_json
 from dpvision.models import make_model
 from dpvision.optim import ema
 from dpvision.optim.ema import update_ema

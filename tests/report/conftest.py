@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dpvision.checkpoint import write_json
 from dpvision.config import PrivacyConfig
+from dpvision.files import write_json
 
 from .runs import PRIVACY, PUBLIC_SCORES, make_run, make_store
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from dpvision.checkpoint import save_checkpoint, write_json
+from dpvision.checkpoint import save_checkpoint
 from dpvision.config import DataConfig, MAEConfig, OptimConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
+from dpvision.files import write_json
 from dpvision.models import make_model
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import make_plan

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dpvision.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint, write_json
+from dpvision.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint
 from dpvision.cli import main
 from dpvision.config import PrivacyConfig
 from dpvision.errors import CheckpointError, ConfigError, PrivacyError
+from dpvision.files import write_json
 from dpvision.models import make_model
 from dpvision.privacy.plan import make_plan
 from dpvision.report.compare_page import make_compare_page, run_colors

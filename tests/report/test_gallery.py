@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dpvision.checkpoint import find_checkpoint, read_manifest, save_checkpoint, state_tensors, write_json
+from dpvision.checkpoint import find_checkpoint, read_manifest, save_checkpoint, state_tensors
 from dpvision.cli import main
 from dpvision.config import PrivacyConfig, to_dict
 from dpvision.data.importer import import_samples
@@ -23,6 +23,7 @@ from dpvision.data.synthetic_store import write_textures
 from dpvision.errors import ConfigError, DataError, PrivacyError
 from dpvision.eval.captions.cider import cider_d
 from dpvision.eval.captions.open_captioner import open_captioner
+from dpvision.files import write_json
 from dpvision.models.captioner import Captioner
 from dpvision.report import gallery as module
 from dpvision.report.gallery import OWN, Gallery, Row, gallery_of_run, make_gallery

@@ -15,12 +15,13 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.neighbors import NearestNeighbors
 
-from dpvision.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint, write_json
+from dpvision.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint
 from dpvision.config import PrivacyConfig, RunConfig, from_dict
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import CheckpointError
+from dpvision.files import write_json
 from dpvision.models import make_model
 from dpvision.report.html import render
 from dpvision.report.neighbours import find_neighbours, nearest_others, neighbours_of_run

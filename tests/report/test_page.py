@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dpvision.checkpoint import write_json
 from dpvision.config import PrivacyConfig
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import CheckpointError, PrivacyError
+from dpvision.files import write_json
 from dpvision.privacy.plan import make_plan
 from dpvision.report.operator_page import make_operator_page
 from dpvision.report.page import make_report, recompute_code

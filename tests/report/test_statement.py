@@ -13,9 +13,10 @@ import pytest
 from dp_accounting import pld
 from scipy import stats
 
-from dpvision.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint, write_json
+from dpvision.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint
 from dpvision.config import PrivacyConfig
 from dpvision.errors import CheckpointError, PrivacyError
+from dpvision.files import write_json
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.report import phrases

@@ -1,10 +1,12 @@
 """The loop: the budget is its condition, hardware does not change the result, nothing secret repeats, nothing private leaks."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,7 +137,7 @@ def test_killed_at_any_step_it_goes_on_and_no_charged_step_is_lost(config: RunCo
 def test_a_resumed_run_repeats_neither_draws_nor_noise(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bytes, bytes]] = []
     real_sum, real_noise = loop.step_sum, loop.privatize
-    monkeypatch.setattr(loop, "step_sum", lambda *a: (seen.append((a[-2], b"")), real_sum(*a))[1])
+    monkeypatch.setattr(loop, "step_sum", lambda *a, **b: (seen.append((a[-2], b"")), real_sum(*a, **b))[1])
     monkeypatch.setattr(loop, "privatize", lambda *a, **owners: (seen.append((b"", a[-1])), real_noise(*a, **owners))[1])
     for run in ("one", "two"):
         with new_session(config, tmp_path / run) as session:
@@ -234,11 +236,13 @@ def test_a_full_disk_is_found_before_the_first_step(config: RunConfig, tmp_path:
 
 
 def test_a_disk_that_fills_up_stops_the_run_and_resume_goes_on(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, data: bytes) -> None:
+    @contextlib.contextmanager
+    def full(folder: Path, **settings: bool) -> Iterator[Path]:
         raise OSError(28, "No space left on device")
+        yield folder
 
     with new_session(config, tmp_path / "run") as session:
-        monkeypatch.setattr(checkpoint, "write_durably", full)
+        monkeypatch.setattr(checkpoint, "new_folder", full)
         with pytest.raises(CheckpointError, match="No space left"):
             fit(session, quiet=True)
     monkeypatch.undo()

@@ -25,12 +25,13 @@ from dpvision.adapt.frequency import frequency_scale
 from dpvision.adapt.prepare import Prepared, prepare
 from dpvision.adapt.release import Releases
 from dpvision.adapt.stream import FeatureStream, Head
-from dpvision.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, write_json
+from dpvision.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from dpvision.config import RunConfig, to_dict
 from dpvision.encoders.centre import texture_centre
 from dpvision.encoders.feature_file import feature_array
 from dpvision.encoders.identity import check_same, describe
 from dpvision.errors import CheckpointError, DataError, DPVisionError, PrivacyError
+from dpvision.files import write_json
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan
 from dpvision.train.folder import RunFolder, create_run, discard_run, open_run, read_run, require_space

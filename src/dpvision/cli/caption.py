@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import json as json_module
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 from dpvision.eval.captions.caption_images import Captioned, caption_pictures, find_pictures, prompt_ids
 from dpvision.eval.captions.image_source import Fit
 from dpvision.eval.captions.open_captioner import open_captioner
+from dpvision.files import replacing
 from dpvision.models.generate import GenerateSettings
 from dpvision.train.folder import require_confidential
 
@@ -163,17 +163,13 @@ def _check_out(out: Path) -> None:
 @contextlib.contextmanager
 def _writer(out: Path) -> Iterator[Callable[[Captioned], None]]:
     """Writes captions to a file that takes its name when all are there; it is gone when the block fails."""
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
-        with partial.open("w", encoding="utf-8", newline="") as file:
+        with replacing(out) as partial, partial.open("w", encoding="utf-8", newline="") as file:
             yield _csv_writer(file) if out.suffix == ".csv" else _jsonl_writer(file)
-        partial.replace(out)
     except OSError as error:
         raise DataError(
             f"caption: {out} ({error.strerror or error}); expected a writable place with space. Choose another --out."
         ) from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _jsonl_writer(file: IO[str]) -> Callable[[Captioned], None]:

@@ -8,7 +8,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from dpvision.checkpoint import load_checkpoint, write_json
+from dpvision.checkpoint import load_checkpoint
 from dpvision.cli.output import emit, pairs
 from dpvision.data.overlap import HOWS, RADIUS, check_out, find_matches, signatures, write_pairs, write_without
 from dpvision.data.perceptual import SECOND_RADIUS
@@ -17,6 +17,7 @@ from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.open import open_encoder, recognised
 from dpvision.encoders.overlap import find_feature_matches, measure_threshold
 from dpvision.errors import OPERATOR_ONLY, ConfigError, PrivacyError
+from dpvision.files import write_json
 from dpvision.report.overlap_page import write_overlap_page
 
 PublicPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PUBLIC")]

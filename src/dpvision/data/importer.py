@@ -5,9 +5,7 @@ The bytes of pictures are kept as they are; orientation and colour modes are han
 
 import contextlib
 import json
-import os
 import secrets
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -27,7 +25,8 @@ from dpvision.data.sources import Sample, open_source
 from dpvision.data.store import ROW, Store, write_description
 from dpvision.data.store_key import keyed_hash, new_key
 from dpvision.data.tarindex import TarWriter
-from dpvision.errors import DataError
+from dpvision.errors import CheckpointError, DataError
+from dpvision.files import new_folder
 
 SHARD_BYTES = 1 << 28
 _CHUNK = 64
@@ -120,7 +119,7 @@ def import_samples(
         metric: what scores on the labels are, "accuracy" or "mean_per_class"; None: whatever the evaluation is asked for.
     """
     target = Path(store_dir).resolve()
-    with new_folder(target, private=not public) as folder, contextlib.ExitStack() as files:
+    with new_store_folder(target, private=not public) as folder, contextlib.ExitStack() as files:
         labels = ImportedLabels(label_from or "label", label_names, label_separator, private=not public, rule=classes)
         build = _Build(folder, files, unit_from, labels, licence, metric)
         done = 0
@@ -141,25 +140,21 @@ def _require_new(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(target: Path, *, private: bool) -> Iterator[Path]:
+def new_store_folder(target: Path, *, private: bool) -> Iterator[Path]:
     """A folder under a temporary name beside ``target``, given its name when the block ends well and removed when it does not.
 
     Raises:
         DataError: ``target`` exists, or something cannot be written (a full disk, say).
     """
     _require_new(target)
-    folder = target.parent / f".{target.name}.unfinished-{secrets.token_hex(4)}"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700 if private else 0o777)
-        yield folder
-        folder.rename(target)
-    except OSError as error:
+        with new_folder(target, mode=0o700 if private else 0o777) as folder:
+            yield folder
+    except (OSError, CheckpointError) as error:
+        problem = getattr(error, "strerror", None) or error
         raise DataError(
-            f"data: {target}: {error.strerror}; expected to write the store. Nothing was kept: free space or choose another disk."
+            f"data: {target}: {problem}; expected to write the store. Nothing was kept: free space or choose another disk."
         ) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Checked(NamedTuple):
@@ -266,7 +261,6 @@ class _Build:
         rows, merged = merge_duplicates(rows, self._text)
         shards = [(str(path), path.stat().st_size) for path in self._in_place] or self._writer.finish()
         self._text.flush()
-        os.fsync(self._text.fileno())
         write_description(
             self._folder,
             store_id=self.store_id,
@@ -329,8 +323,6 @@ class _ShardWriter:
     def _close(self) -> None:
         assert self._tar is not None and self._file is not None
         self._done.append((self._name(), self._tar.finish()))
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
         self._tar = self._file = None
 

@@ -8,7 +8,6 @@ An empty set is an answer, "none of them"; no set is none.
 Legend: B records, M labels of all of them, K classes.
 """
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -102,8 +101,5 @@ class LabelSetWriter:
             position += 1 + len(numbers)
         if position >= _MOST_NUMBERS:
             raise DataError(f"data import: {position} numbers of labels; expected fewer than {_MOST_NUMBERS}. Import fewer pictures.")
-        with path.open("wb") as file:
-            np.save(file, np.concatenate(parts), allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
+        np.save(path, np.concatenate(parts), allow_pickle=False)
         return np.array([*places, -1], dtype=np.int32)

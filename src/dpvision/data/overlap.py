@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from dpvision.data.decode import BadPicture, decode
-from dpvision.data.importer import new_folder
+from dpvision.data.importer import new_store_folder
 from dpvision.data.ordered import ordered_map
 from dpvision.data.perceptual import nearest_within, perceptual_hashes
 from dpvision.data.store import Store, write_description
@@ -195,7 +195,7 @@ def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Sto
         "against": list(dict.fromkeys([*before["against"], private.store_id])),
         "methods": list(dict.fromkeys([*before["methods"], *methods])),
     }
-    with new_folder(target, private=True) as folder:
+    with new_store_folder(target, private=True) as folder:
         copy_key(home, folder)
         write_description(
             folder,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dpvision.data.importer import new_folder
+from dpvision.data.importer import new_store_folder
 from dpvision.data.keys import StepKey
 from dpvision.data.store import Store, write_description
 from dpvision.data.store_key import copy_key
@@ -57,7 +57,7 @@ def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fra
 
 def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> None:
     text, labels, home = store.meta["text"], store.meta.get("labels"), store.path.resolve()
-    with new_folder(target, private=store.visibility == "private") as folder:
+    with new_store_folder(target, private=store.visibility == "private") as folder:
         copy_key(home, folder)
         write_description(
             folder,

@@ -351,9 +351,7 @@ def write_description(
     """Write index.npy and store.json, the two files that make a folder a store, and ledger_marks.json; ``metric`` is what scores on its
     labels are, ``labels`` path and size of labels.npy where records may have several; ``may_be_unlabelled``: in training a record without
     a label is zero; ``cleared``: what was taken out of a public store (overlap.py)."""
-    with (folder / "index.npy").open("wb") as file:
-        np.save(file, index, allow_pickle=False)
-        os.fsync(file.fileno())
+    np.save(folder / "index.npy", index, allow_pickle=False)
     meta = {
         "format": FORMAT if labels is None else SEVERAL_FORMAT,
         "store_id": store_id,
@@ -371,8 +369,5 @@ def write_description(
     }
     if labels is not None:
         meta["labels"] = {"path": labels[0], "bytes": labels[1]}
-    with (folder / "store.json").open("w") as out:
-        json.dump(meta, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
+    (folder / "store.json").write_text(json.dumps(meta, indent=1))
     StoreLedgers.of(folder).register()

@@ -55,5 +55,3 @@ def _write(store_dir: Path, key: bytes) -> None:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(key.hex())
-        file.flush()
-        os.fsync(file.fileno())

@@ -10,7 +10,6 @@ Legend: B records, V views, C channels, H height, W width.
 
 import io
 import json
-import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor
 from dpvision.data.keys import StepKey
 from dpvision.data.store import TEXTURES_FORMAT, Record, Store
 from dpvision.errors import DataError
+from dpvision.files import new_folder
 from dpvision.synthetic.textures import VERSION, textures
 
 _LICENCE = "Apache-2.0 (procedural)"
@@ -104,11 +104,9 @@ def write_texture_store(store_dir: str | Path, num: int, *, first: int = 0, size
         "format": TEXTURES_FORMAT, "store_id": secrets.token_hex(16), "visibility": "public", "num_records": num, "first": first,
         "size_px": size_px, "generator_version": VERSION, "label_names": None, "licence": _LICENCE,
     }  # fmt: skip
-    partial = store_dir.with_name(f".{store_dir.name}.partial-{os.getpid()}")
     try:
-        partial.mkdir(parents=True)
-        (partial / "store.json").write_text(json.dumps(meta, indent=1))
-        partial.rename(store_dir)
+        with new_folder(store_dir) as folder:
+            (folder / "store.json").write_text(json.dumps(meta, indent=1))
     except OSError as error:
         raise DataError(f"synth: {store_dir} ({error.strerror}); expected a folder that can be made. Choose another place.") from None
     return Store.open(store_dir)

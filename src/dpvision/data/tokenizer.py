@@ -9,7 +9,6 @@ Legend: L tokens of a caption.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from dpvision.config import BOS_ID, EOS_ID, PAD_ID
 from dpvision.data.captions import clean_caption
 from dpvision.errors import ConfigError, DataError
+from dpvision.files import create
 
 SPECIAL = {"<pad>": PAD_ID, "<bos>": BOS_ID, "<eos>": EOS_ID}
 ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
@@ -74,14 +74,10 @@ class CaptionTokenizer:
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("x", encoding="utf-8") as file:
-                file.write(self._json)
-                file.flush()
-                os.fsync(file.fileno())
+            create(path, self.to_bytes())
         except FileExistsError:
             raise DataError(f"tokenizer: {path} exists; expected a new file: runs may depend on it. Choose another name.") from None
         except OSError as error:
-            path.unlink(missing_ok=True)
             raise DataError(f"tokenizer: {path}: {error.strerror}; expected to write it. Choose another place.") from None
 
     def to_bytes(self) -> bytes:

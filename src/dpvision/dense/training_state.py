@@ -10,8 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from dpvision.checkpoint import sync_folder, write_durably
 from dpvision.errors import CheckpointError
+from dpvision.files import sync as sync_folder
+from dpvision.files import write_file as write_durably
 from dpvision.weights import Lineage, pack
 
 FILE = "training.safetensors"

@@ -8,16 +8,19 @@ Legend: N records, D numbers of a feature, B pictures, C channels, H height, W w
 """
 
 import contextlib
+import fcntl
 import hashlib
+import io
 import json
+import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import PIL
@@ -30,13 +33,17 @@ from torch import Tensor
 from dpvision import features
 from dpvision.data import decode, loader, transform
 from dpvision.data.store import Store
-from dpvision.encoders.base import FrozenEncoder
-from dpvision.encoders.partial_array import claim, partial_path, remove_unclaimed
 from dpvision.errors import DataError
+from dpvision.files import replacing, sync
 
 MAX_BYTES = 4 << 30
 """A store's cache is kept below this: what was used longest ago goes first."""
 _LEFT_S = 24 * 3600
+_SYNC_S = 1.0
+"""Rows of a growing array are counted this often; what comes after the last count is lost with the process."""
+_POLL_S = 0.2
+_COUNT = 8
+"""Bytes of the count."""
 
 
 class FeatureCache:
@@ -95,7 +102,7 @@ class FeatureCache:
         try:
             with claim(self.folder / f"{key}.npy", shape, dtype, progress) as partial:
                 if self.load_array(key, shape, dtype) is not None:  # the one that was waited for has finished
-                    partial.discard()
+                    growing_path(partial.path).unlink(missing_ok=True)
                 else:
                     first = partial.rows_done() // step * step
                     partial.write(first, blocks_from(first))
@@ -112,7 +119,7 @@ class FeatureCache:
         """Whether the folder is there, or can be made, and its disk takes what is missing of an array of ``num_bytes``."""
         if not self.make_folder():
             return False
-        partial = partial_path(self.folder / f"{key}.npy")
+        partial = growing_path(self.folder / f"{key}.npy")
         there = partial.stat().st_size if partial.exists() else 0
         return shutil.disk_usage(self.folder).free > 1.05 * num_bytes - there
 
@@ -137,21 +144,12 @@ class FeatureCache:
         """Keep a JSON value under ``key``."""
         self._write(f"{key}.json", lambda path: path.write_text(json.dumps(value, allow_nan=False)))
 
-    def _write(self, name: str, write: Any) -> None:
-        partial = self.folder / f".{name}.partial-{os.getpid()}"
-        try:
-            if not self.make_folder():
-                return
-            write(partial)
-            partial.replace(self.folder / name)
-            self._make_room()
-        except OSError:
-            pass
-        except SafetensorError:  # how safetensors reports a full disk
-            pass
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+    def _write(self, name: str, write: Callable[[Path], object]) -> None:
+        with contextlib.suppress(OSError, SafetensorError):  # the second is how safetensors reports a full disk
+            if self.make_folder():
+                with replacing(self.folder / name) as partial:
+                    write(partial)
+                self._make_room()
 
     def _make_room(self) -> None:
         for entry in os.scandir(self.folder):  # left by a process that was killed while it wrote
@@ -161,41 +159,113 @@ class FeatureCache:
         total = 0
         for place, (_, size, path) in enumerate(files):
             total += size
-            if total > self.max_bytes and place:  # the newest stays, whatever its size
-                if path.endswith(".partial"):
-                    remove_unclaimed(Path(path))
-                else:
-                    os.unlink(path)
+            if total > self.max_bytes and place:  # the newest stays, whatever its size; what grows stays with its writer
+                with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
+                    if not path.endswith(".partial") or _locked(file, Path(path)):
+                        os.unlink(path)
 
 
-@torch.inference_mode()
-def fingerprint(encoder: FrozenEncoder, device: str | torch.device = "cpu") -> str:
-    """Digest of an encoder: its preprocessing, its weights, and its features of four images of fixed noise at every resolution it takes.
+class GrowingArray:
+    """An array of ``shape`` that grows under a name of its own, of which one writer at a time has the lock (``claim``).
 
-    The noise tells apart what has no weights to look at (patches of textures), the weights what noise might not show.
+    The file is numpy's from the start, but that the first eight bytes, numpy's magic string and version, are the number of rows written.
+    Rows reach the disk before they are counted (data, fdatasync, count), so that neither SIGKILL nor a power cut leaves a counted row
+    that was never written. Blocks are written, not mapped: a full disk is an OSError.
+
+    Args:
+        file: the locked file.
+        path: where the whole array shall lie.
     """
-    digest = _digest([encoder.name, encoder.family, encoder.image_size, encoder.own_sizes, encoder.mean, encoder.std])
-    _add_weights(digest, encoder)
-    noise_BCHW = torch.randn(4, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0))
-    for side in encoder.own_sizes or (encoder.image_size,):
-        for name, x_BD in encoder.poolings(noise_BCHW[..., :side, :side].to(device)).items():
-            digest.update(name.encode() + x_BD.float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+
+    def __init__(self, file: IO[bytes], path: Path, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self.path, self.shape = path, shape
+        self._file, self._dtype, self._header = file, dtype, _header(shape, dtype)
+        self._row_bytes = math.prod(shape[1:]) * dtype.itemsize
+
+    def rows_done(self) -> int:
+        """Rows that are safely there, from the first on; 0 for a file of anything else."""
+        start = os.pread(self._file.fileno(), len(self._header), 0)
+        if start[_COUNT:] != self._header[_COUNT:]:
+            return 0
+        # killed between the last row and the new name: the magic string is there
+        rows = self.shape[0] if start == self._header else int.from_bytes(start[:_COUNT], "little")
+        return rows if len(self._header) + rows * self._row_bytes <= os.fstat(self._file.fileno()).st_size else 0
+
+    def write(self, first: int, blocks: Iterable[np.ndarray]) -> None:
+        """Append blocks of rows from row ``first`` (at most ``rows_done()``) on, and give the array its name.
+
+        Whatever stops it (Ctrl-C, an unreadable shard, a full disk), finished blocks are counted.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        rows, synced = first, time.monotonic()
+        self._count(first)  # what lies behind is written anew, and must not be counted meanwhile
+        self._file.seek(len(self._header) + first * self._row_bytes)
+        self._file.truncate()
+        try:
+            for block in blocks:
+                self._file.write(np.ascontiguousarray(block, dtype=self._dtype).data)
+                self._file.flush()
+                rows += len(block)
+                if time.monotonic() - synced >= _SYNC_S:
+                    self._count(rows)
+                    synced = time.monotonic()
+        finally:
+            self._count(rows)
+        assert rows == self.shape[0], "the blocks are the whole array"
+        os.pwrite(self._file.fileno(), self._header, 0)
+        sync(growing_path(self.path))
+        growing_path(self.path).replace(self.path)
+        sync(self.path.parent)
+
+    def _count(self, rows: int) -> None:
+        os.fdatasync(self._file.fileno())
+        os.pwrite(self._file.fileno(), rows.to_bytes(_COUNT, "little") + self._header[_COUNT:], 0)
 
 
-def weights_digest(encoder: FrozenEncoder) -> str | None:
-    """Digest of an encoder's weights alone, the same on every machine; None for what has none to look at."""
-    if encoder.backbone is None:
-        return None
-    digest = _digest([])
-    _add_weights(digest, encoder)
-    return digest.hexdigest()
+@contextlib.contextmanager
+def claim(path: Path, shape: tuple[int, ...], dtype: np.dtype, waiting: Callable[[int], None] | None = None) -> Iterator[GrowingArray]:
+    """The growing array of ``path`` for its only writer; waits while another process has it.
+
+    Whoever waited has to look first whether the array is there by now. The system drops the lock (flock) with the process, however it
+    dies.
+
+    Args:
+        waiting: called now and then with the rows that the other process has counted.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    while True:
+        with os.fdopen(os.open(growing_path(path), os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            mine = GrowingArray(file, path, shape, dtype)
+            if _locked(file, growing_path(path)):
+                yield mine
+                return
+            if waiting is not None and (rows := mine.rows_done()):
+                waiting(rows)
+        time.sleep(_POLL_S)
 
 
-def _add_weights(digest: Any, encoder: FrozenEncoder) -> None:
-    if encoder.backbone is not None:
-        for name, value in encoder.backbone().state_dict().items():
-            digest.update(name.encode() + value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+def growing_path(path: Path) -> Path:
+    """Where an array grows that shall lie at ``path``."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def _locked(file: IO[bytes], path: Path) -> bool:
+    """Lock a file, unless another process has it; of use only while it has its name: a finished one has another, and is let go again."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape})
+    return header.getvalue()
 
 
 def features_key(encoder: str, store: Store, rows: np.ndarray) -> str:

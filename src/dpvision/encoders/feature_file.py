@@ -21,7 +21,8 @@ import torch
 from dpvision.data.loader import pictures
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
-from dpvision.encoders.feature_cache import FeatureCache, features_key, fingerprint, score_key
+from dpvision.encoders.feature_cache import FeatureCache, features_key, score_key
+from dpvision.encoders.identity import fingerprint
 from dpvision.errors import DataError
 
 _WHOLE_BYTES = 2 << 30

@@ -6,13 +6,14 @@ statistics, say) is refused by name; one that comes back changed is not taken fo
 Legend: B pictures, D numbers of a feature, C channels, H height, W width.
 """
 
+import hashlib
+import json
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpvision.encoders.base import FrozenEncoder
-from dpvision.encoders.feature_cache import fingerprint, weights_digest
 from dpvision.errors import CheckpointError, ConfigError
 
 _BRIGHTNESS = (0.2, 0.4, 0.6, 0.8)
@@ -134,3 +135,34 @@ def _culprits(encoder: FrozenEncoder) -> str:
         if isinstance(module, norms[0]) and not isinstance(module, norms[1]) and module.running_mean is None
     ]
     return f" ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''} without running statistics)" if found else ""
+
+
+@torch.inference_mode()
+def fingerprint(encoder: FrozenEncoder, device: str | torch.device = "cpu") -> str:
+    """Digest of an encoder: its preprocessing, its weights, and its features of four images of fixed noise at every resolution it takes.
+
+    The noise tells apart what has no weights to look at (patches of textures), the weights what noise might not show.
+    """
+    about = [encoder.name, encoder.family, encoder.image_size, encoder.own_sizes, encoder.mean, encoder.std]
+    digest = hashlib.sha256(json.dumps(about).encode())
+    _add_weights(digest, encoder)
+    noise_BCHW = torch.randn(4, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0))
+    for side in encoder.own_sizes or (encoder.image_size,):
+        for name, x_BD in encoder.poolings(noise_BCHW[..., :side, :side].to(device)).items():
+            digest.update(name.encode() + x_BD.float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def weights_digest(encoder: FrozenEncoder) -> str | None:
+    """Digest of an encoder's weights alone, the same on every machine; None for what has none to look at."""
+    if encoder.backbone is None:
+        return None
+    digest = hashlib.sha256()
+    _add_weights(digest, encoder)
+    return digest.hexdigest()
+
+
+def _add_weights(digest: Any, encoder: FrozenEncoder) -> None:
+    if encoder.backbone is not None:
+        for name, value in encoder.backbone().state_dict().items():
+            digest.update(name.encode() + value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dpvision.encoders import unpickle_worker
 from dpvision.errors import CheckpointError
+from dpvision.files import replacing
 from dpvision.weights import unpack
 
 TIME_S = 60
@@ -110,11 +111,6 @@ def _convert(path: Path, file: IO[bytes], out: IO[bytes], digest: str, folder: s
 
 
 def _keep(made: Path, kept: Path) -> None:
-    partial = kept.with_name(f".{kept.name}.partial-{os.getpid()}")
     # a folder that cannot be written is no reason to refuse the weights: next time they are converted again
-    with contextlib.suppress(OSError):
-        try:
-            partial.write_bytes(made.read_bytes())
-            partial.replace(kept)
-        finally:
-            partial.unlink(missing_ok=True)
+    with contextlib.suppress(OSError), replacing(kept) as partial:
+        partial.write_bytes(made.read_bytes())

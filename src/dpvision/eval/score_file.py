@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dpvision.checkpoint import write_json
 from dpvision.errors import CheckpointError
 from dpvision.eval.score import Score
+from dpvision.files import write_json
 from dpvision.train.folder import run_base
 
 NOTHING_FITTED = "nothing"

@@ -10,9 +10,10 @@ import numpy as np
 from dp_accounting import dp_event
 
 from dpvision.errors import ConfigError, PrivacyError
+from dpvision.files import make_folders
 from dpvision.privacy import accountant
 from dpvision.privacy.accountant import PrivacySpent
-from dpvision.privacy.marks import Cap, make_folders
+from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import DPPlan, View
 from dpvision.privacy.store_marks import StoreLedgers
 

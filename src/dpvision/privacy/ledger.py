@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from dpvision.errors import CheckpointError, DataError, PrivacyError
+from dpvision.files import append, make_folders, write_file
 from dpvision.privacy.account import RunAccount, StoreAccount, check_cap, set_cap, store_account
 from dpvision.privacy.ledger_format import (
     LedgerContents,
@@ -20,7 +21,7 @@ from dpvision.privacy.ledger_format import (
     start_line,
     step_line,
 )
-from dpvision.privacy.marks import Cap, Mark, make_folders, write_file
+from dpvision.privacy.marks import Cap, Mark
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 
@@ -177,11 +178,8 @@ class Ledger:
     def _write(self, line: bytes) -> None:
         if self._fd < 0:
             raise CheckpointError(f"ledger: {self.path}: closed; expected an open ledger. Open it again with resume.")
-        rest = line + b"\n"
         try:
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-            os.fsync(self._fd)
+            append(self._fd, line + b"\n")
         except OSError as error:
             # What is on the disk is unknown now: nothing more may be appended by this process.
             self.close()

@@ -6,12 +6,12 @@ store and its halves), and ``LEDGERS/<store_id>/marks.json``, which the family s
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpvision.errors import CheckpointError, DataError, PrivacyError
+from dpvision.errors import DataError, PrivacyError
+from dpvision.files import write_json
 
 FORMAT = "dpvision-ledger-marks-2"
 
@@ -85,7 +85,7 @@ def write_marks(path: Path, marks: Marks) -> None:
     Raises:
         CheckpointError: the disk is full or not writable.
     """
-    write_json(path, {"format": FORMAT, **asdict(marks)})
+    write_json(path, {"format": FORMAT, **asdict(marks)}, sort_keys=True)
 
 
 def place(folder: Path, store_id: str) -> set[str]:
@@ -106,51 +106,3 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: {error}; expected a JSON file that dpvision wrote. Restore it.") from None
-
-
-def write_json(path: Path, values: Any) -> None:
-    """Replace a JSON file by rename, durable when this returns: readers see the old file or the new one.
-
-    Raises:
-        CheckpointError: the disk is full or not writable.
-    """
-    write_file(path, json.dumps(values, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n")
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Replace a file's bytes as ``write_json`` does.
-
-    Raises:
-        CheckpointError: the disk is full or not writable.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"{path}: {error.strerror}; expected room to write. Free space or permit writing, then resume.") from None
-
-
-def sync_folder(folder: Path) -> None:
-    """Make names just created in ``folder`` durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def make_folders(folder: Path) -> None:
-    """Create ``folder`` and its missing parents durably."""
-    missing = []
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    for new in reversed(missing):
-        new.mkdir(exist_ok=True)
-        sync_folder(new.parent)

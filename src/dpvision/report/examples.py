@@ -10,6 +10,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from dpvision.files import replacing
+
 _COLUMNS = 6
 
 
@@ -29,7 +31,6 @@ def save_examples(path: Path, image_BHWC: np.ndarray, predicted_B: Sequence[str]
         right = predicted == true
         axes.set_title(predicted if right else f"{predicted}\n({true})", fontsize=9, color="#2a6b2a" if right else "#a03020")
     figure.tight_layout()
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png")
-    partial.replace(path)
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png")
     return path

@@ -1,14 +1,13 @@
 """From values to a page: templates, the one style sheet, and a file that is replaced whole."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from dpvision.errors import CheckpointError
 from dpvision.eval.score import printed
+from dpvision.files import write_file
 from dpvision.report import numbers
 
 
@@ -45,11 +44,5 @@ def write_page(path: Path, html: str) -> Path:
     Raises:
         CheckpointError: the disk refuses.
     """
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        partial.write_text(html, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise CheckpointError(f"report: {path} ({error.strerror}); expected a writable disk with space. Free some, then repeat.") from None
+    write_file(path, html.encode())
     return path

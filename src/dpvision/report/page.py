@@ -6,10 +6,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from dpvision.checkpoint import write_json
 from dpvision.data.store import Store
 from dpvision.errors import PrivacyError
 from dpvision.eval.score import is_of_the_run, is_share
+from dpvision.files import write_json
 from dpvision.privacy.composition import parts_of, total_epsilon
 from dpvision.privacy.plan import DPPlan
 from dpvision.report import figures

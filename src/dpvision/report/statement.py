@@ -9,10 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dpvision.checkpoint import load_checkpoint, write_json
+from dpvision.checkpoint import load_checkpoint
 from dpvision.errors import CheckpointError, DataError, PrivacyError
 from dpvision.eval.score import is_of_the_run
 from dpvision.eval.score_file import read_scores
+from dpvision.files import write_json
 from dpvision.privacy.ledger import LedgerContents, read_ledger, store_account
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers

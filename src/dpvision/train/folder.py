@@ -3,16 +3,15 @@
 import contextlib
 import fcntl
 import json
-import os
 import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from dpvision.checkpoint import write_json
 from dpvision.config import RunConfig, from_dict, to_dict
 from dpvision.errors import CheckpointError, ConfigError
+from dpvision.files import replacing, write_json
 
 FORMAT = "dpvision-run-1"
 
@@ -44,9 +43,8 @@ class RunFolder:
 
     def copy_ledger(self, source: Path) -> None:
         """Put a copy of the ledger beside the run's other files (the truth stays beside the store)."""
-        partial = self.base / ".ledger.partial"
-        shutil.copyfile(source, partial)
-        os.replace(partial, self.base / "ledger.jsonl")
+        with replacing(self.base / "ledger.jsonl") as partial:
+            shutil.copyfile(source, partial)
 
 
 def require_space(root: Path, num_bytes: int) -> None:

@@ -124,7 +124,7 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
                 session.loss_fn,
                 secrets.draw,
                 group,
-                session.blocks,
+                blocks=session.blocks,
             )
             gradient = privatize(total, plan, step, secrets.noise, owners=group)
             session.optimizer.step(gradient, learning_rate(session.config.optim, step, plan.steps))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dpvision.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, state_tensors, write_json
+from dpvision.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, state_tensors
 from dpvision.config import CaptionerConfig, ClassifierConfig, RunConfig
 from dpvision.data.declared import count_units, fits, has_units, rounded_up
 from dpvision.data.keys import StepKey
@@ -21,6 +21,7 @@ from dpvision.dp.clip import LossFn
 from dpvision.dp.compiled import CompiledBlocks, compile_blocks
 from dpvision.dp.support import check_at_sizes, check_compiled, check_exact, check_separable
 from dpvision.errors import OPERATOR_ONLY, CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
+from dpvision.files import write_json
 from dpvision.models import make_model
 from dpvision.optim.ema import make_ema
 from dpvision.optim.optimizer import Optimizer

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dpvision.data.store import Store
 from dpvision.errors import PrivacyError
-from dpvision.privacy.marks import make_folders, read_json, write_json
+from dpvision.files import make_folders, write_json
+from dpvision.privacy.marks import read_json
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.weights import contents
 
@@ -39,7 +40,7 @@ def remember_weights(store: Store, run_id: str, tensors: Iterable[Tensor], start
         return
     make_folders(ledgers.folder)
     about = {"format": FORMAT, "store_id": store.store_id, "visibility": store.visibility, "licence": store.licence, "run_id": run_id}
-    write_json(path, about | {"tensors": sorted(known | made)})
+    write_json(path, about | {"tensors": sorted(known | made)}, sort_keys=True)
 
 
 def runs_with_these_weights(store: Store, tensors: Iterable[Tensor]) -> list[dict[str, Any]]:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
-from dpvision.checkpoint import save_checkpoint, state_tensors, write_json
+from dpvision.checkpoint import save_checkpoint, state_tensors
 from dpvision.cli import main
 from dpvision.config import MAEConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
 from dpvision.eval.score_file import read_scores
+from dpvision.files import write_json
 from dpvision.models import make_model
 
 from .semantic_shapes import write_shapes

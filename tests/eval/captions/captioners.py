@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from dpvision.checkpoint import write_json
 from dpvision.config import CaptionerConfig, CrossDecoderConfig, DataConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
 from dpvision.data.tokenizer import CaptionTokenizer, train_tokenizer
 from dpvision.eval.captions.open_captioner import OpenCaptioner
+from dpvision.files import write_json
 from dpvision.models import make_model
 from dpvision.models.captioner import Captioner
 from dpvision.synthetic.scenes import make_scene

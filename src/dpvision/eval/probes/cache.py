@@ -13,7 +13,8 @@ import torch
 from dpvision.data import decode, loader, transform
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
-from dpvision.encoders.feature_cache import FeatureCache, code_digest, features_key, fingerprint, score_key
+from dpvision.encoders.feature_cache import FeatureCache, code_digest, features_key, score_key
+from dpvision.encoders.identity import fingerprint
 from dpvision.errors import DataError
 from dpvision.eval import any_of_labels, metric, predictions
 from dpvision.eval.probes import epochs, protocol, shots

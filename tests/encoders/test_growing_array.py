@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from dpvision.cli import main
-from dpvision.encoders import feature_cache, feature_file, partial_array
-from dpvision.encoders.feature_cache import FeatureCache
+from dpvision.encoders import feature_cache, feature_file
+from dpvision.encoders.feature_cache import FeatureCache, GrowingArray, claim, growing_path
 from dpvision.encoders.feature_file import feature_array
-from dpvision.encoders.partial_array import PartialArray, claim, partial_path
 from dpvision.errors import DataError
 
 from ..adapt.runs_of_heads import write_digits
@@ -49,7 +48,7 @@ def _cache(folder: Path) -> FeatureCache:
 
 @pytest.fixture
 def counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial_array, "_SYNC_S", 0.0)
+    monkeypatch.setattr(feature_cache, "_SYNC_S", 0.0)
 
 
 def test_an_interrupted_array_goes_on_at_a_border_and_is_the_same(tmp_path: Path) -> None:
@@ -70,12 +69,12 @@ def test_a_row_that_was_not_counted_is_written_anew(tmp_path: Path, counted_at_o
     """Killed in the midst of a block, or before its count: the file is longer than what it says."""
     path = tmp_path / "k.npy"
     _begun(path, 12)
-    with open(partial_path(path), "ab") as file:
+    with open(growing_path(path), "ab") as file:
         file.write(b"\xff" * 30)
     with claim(path, (20, 3), FLOAT) as partial:
         assert partial.rows_done() == 12
         partial.write(12, _blocks(12))
-    assert np.array_equal(np.load(path), WANTED) and path.stat().st_size == len(partial_array._header((20, 3), FLOAT)) + 20 * 12
+    assert np.array_equal(np.load(path), WANTED) and path.stat().st_size == len(feature_cache._header((20, 3), FLOAT)) + 20 * 12
 
 
 def test_killed_before_the_new_name_nothing_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,18 +89,15 @@ def test_killed_before_the_new_name_nothing_is_computed_again(tmp_path: Path, mo
     assert np.array_equal(np.load(path), WANTED)
 
 
-@pytest.mark.parametrize("what", ["name", "shape", "type", "torn", "short", "npy", "noise", "empty"])
+@pytest.mark.parametrize("what", ["shape", "type", "torn", "short", "npy", "noise", "empty"])
 def test_a_partial_file_of_anything_else_counts_nothing(tmp_path: Path, what: str) -> None:
-    path, partial = tmp_path / "k.npy", partial_path(tmp_path / "k.npy")
+    path, partial = tmp_path / "k.npy", growing_path(tmp_path / "k.npy")
     _begun(path, 12)
     shape, dtype = ((19, 3) if what == "shape" else (20, 3)), np.dtype(np.int32) if what == "type" else FLOAT
     kept = partial.read_bytes()
     damage = {"torn": kept[:20] + b"\0" + kept[21:], "short": kept[:-1], "noise": b"\x01" * 1000, "empty": b""}
-    if what == "name":
-        partial.rename(partial_path(tmp_path / "other.npy"))
-        path = tmp_path / "other.npy"
-    elif what == "npy":  # a whole header, but not all rows behind it
-        partial.write_bytes(partial_array._header(shape, dtype) + kept[-12 * 12 :])
+    if what == "npy":  # a whole header, but not all rows behind it
+        partial.write_bytes(feature_cache._header(shape, dtype) + kept[-12 * 12 :])
     elif what in damage:
         partial.write_bytes(damage[what])
     with claim(path, shape, dtype) as found:
@@ -114,15 +110,15 @@ def test_rows_are_on_the_disk_before_they_are_counted(tmp_path: Path, monkeypatc
     """At every count the system is asked to write the data first, and all that is counted was written."""
     path, synced = tmp_path / "k.npy", [0]
     real_sync, real_write, counts = os.fdatasync, os.pwrite, []
-    header = len(partial_array._header((20, 3), FLOAT))
+    header = len(feature_cache._header((20, 3), FLOAT))
 
     def sync(fd: int) -> None:
         real_sync(fd)
         synced[0] = os.fstat(fd).st_size
 
     def write(fd: int, data: bytes, place: int) -> int:
-        if data[:8] == b"dpv-part":
-            rows = int.from_bytes(data[8:16], "little")
+        if data[:8] != b"\x93NUMPY\x01\x00":
+            rows = int.from_bytes(data[:8], "little")
             counts.append(rows)
             assert rows == 0 or header + 12 * rows <= synced[0]
         return real_write(fd, data, place)
@@ -167,7 +163,7 @@ def test_leftovers_go_as_the_unused_do_but_not_from_under_a_writer(tmp_path: Pat
     _begun(cache.folder / "dead.npy", 12)
     with claim(cache.folder / "mine.npy", (20, 3), FLOAT):
         for name in ("dead", "mine"):
-            os.utime(partial_path(cache.folder / f"{name}.npy"), (2, 2))
+            os.utime(growing_path(cache.folder / f"{name}.npy"), (2, 2))
         cache.save_json("new", [0] * 40)
         assert {f.name for f in cache.folder.iterdir()} == {".mine.npy.partial", "new.json"}
     fresh = cache.folder / ".k.json.partial-999999"
@@ -196,9 +192,9 @@ def test_features_after_a_stop_are_those_of_one_go(tmp_path: Path, broken: list[
     store, encoder, rows = write_digits(tmp_path / "s", 0, 32), vit_encoder(), np.arange(32)
     _break(store, broken)
     whole = np.array(feature_array(encoder, "mean", 32, store, rows, keep=False, batch_size=8, workers=1))
-    real, left = PartialArray.write, [0]
+    real, left = GrowingArray.write, [0]
 
-    def one_block(self: PartialArray, first: int, blocks: Iterator[np.ndarray]) -> None:
+    def one_block(self: GrowingArray, first: int, blocks: Iterator[np.ndarray]) -> None:
         def stopped() -> Iterator[np.ndarray]:
             for n, block in enumerate(blocks):
                 if n:
@@ -208,7 +204,7 @@ def test_features_after_a_stop_are_those_of_one_go(tmp_path: Path, broken: list[
         left[0] += 1
         real(self, first, stopped())
 
-    monkeypatch.setattr(PartialArray, "write", one_block)
+    monkeypatch.setattr(GrowingArray, "write", one_block)
     begun: list[int] = []
     for _ in range(9):
         done: list[int] = []
@@ -272,11 +268,10 @@ def _slowly(argv: list[str]) -> None:
             time.sleep(0.03)
             yield batch
 
-    partial_array._SYNC_S, feature_file.pictures = 0.1, slower
+    feature_cache._SYNC_S, feature_file.pictures = 0.1, slower
     main(argv)
 
 
 def _rows(partial: Path) -> int:
-    """What a partial file counts, without a claim to it."""
-    start = partial.read_bytes()[:16]
-    return int.from_bytes(start[8:16], "little") if start[:8] == b"dpv-part" else 0
+    """What a growing array counts, without a claim to it."""
+    return int.from_bytes(partial.read_bytes()[:8], "little")

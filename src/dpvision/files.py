@@ -1,0 +1,117 @@
+"""Writes that survive a power cut: a name holds the whole old file or the whole new one, and what is renamed is on the disk before.
+
+A file or a folder is made under a temporary name beside its own (``.NAME.partial-PID``), synced, renamed, and the folder that holds the
+name is synced. Functions raise the system's OSError where they say nothing else: callers know what the reader can do about it.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dpvision.errors import CheckpointError
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write a file under: it takes the place of ``path`` when the block ends well, and is removed when it fails."""
+    partial = _partial(path)
+    try:
+        yield partial
+        sync(partial)
+        partial.replace(path)
+        sync(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, *, mode: int = 0o777, replace: bool = False) -> Iterator[Path]:
+    """A temporary folder to fill: with all its files it becomes ``folder`` when the block ends well, and is removed when it fails.
+
+    Args:
+        replace: remove a folder of that name first; otherwise a folder with files in it raises OSError.
+    """
+    partial = _partial(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(mode=mode)
+        yield partial
+        for below, _, names in os.walk(partial):
+            for name in names:
+                sync(Path(below, name))
+            sync(Path(below))
+        if replace and folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace a file's bytes.
+
+    Raises:
+        CheckpointError: the disk is full or not writable.
+    """
+    try:
+        with replacing(path) as partial:
+            partial.write_bytes(data)
+    except OSError as error:
+        raise CheckpointError(
+            f"write: {path} ({error.strerror or error}); expected a writable disk with space. Free some, then repeat."
+        ) from error
+
+
+def write_json(path: Path, value: Any, *, sort_keys: bool = False) -> None:
+    """Replace a JSON file; raises as ``write_file``."""
+    write_file(path, json.dumps(value, indent=1, sort_keys=sort_keys, allow_nan=False).encode() + b"\n")
+
+
+def create(path: Path, data: bytes) -> None:
+    """Write a file that is not there yet. Raises FileExistsError where it is; after any other error it is gone again."""
+    with path.open("xb") as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            sync(path.parent)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+
+
+def append(descriptor: int, data: bytes) -> None:
+    """Write all of ``data`` at a descriptor's position, and wait until it is on the disk."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+    os.fsync(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folders(folder: Path) -> None:
+    """Create ``folder`` and its missing parents durably."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for new in reversed(missing):
+        new.mkdir(exist_ok=True)
+        sync(new.parent)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial-{os.getpid()}")
