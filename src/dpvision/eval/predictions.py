@@ -5,15 +5,12 @@ Legend: N test records.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from dpvision.eval.any_of_labels import AnyOfLabels
 from dpvision.eval.metric import Metric, chance_level, measure, t_interval, titled
-from dpvision.eval.score import Score
-
-Visibility = Literal["private", "public"]
+from dpvision.eval.score import Score, Visibility
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 from dpvision.dense.detection.coco_data import CocoObject, load_coco
 from dpvision.dense.detection.crops import fitted
-from dpvision.dense.detection.protocol import in_picture
+from dpvision.dense.detection.evaluation import in_picture
 from dpvision.dense.detection.sheet import detection_sheet
 
 from .coco_shapes import write_shapes

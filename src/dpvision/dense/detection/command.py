@@ -11,7 +11,7 @@ from dpvision.cli.scores import Encoders, emit_scores
 from dpvision.data.ordered import ordered_map
 from dpvision.dense.detection.coco_data import CocoSet, check_apart, load_coco
 from dpvision.dense.detection.detector import Detector, detection_loss
-from dpvision.dense.detection.protocol import (
+from dpvision.dense.detection.evaluation import (
     DetectionSettings,
     Say,
     Visibility,
@@ -24,7 +24,7 @@ from dpvision.dense.detection.protocol import (
 from dpvision.dense.detection.sheet import detection_sheet
 from dpvision.dense.output_places import check_places, folder_name
 from dpvision.dense.sheet_file import save_sheet
-from dpvision.dense.supervised import DenseHardware, checked_steps, seconds_a_step
+from dpvision.dense.training_loop import DenseHardware, checked_steps, seconds_a_step
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.open import open_encoder, trained_on
 from dpvision.errors import ConfigError

@@ -11,8 +11,7 @@ from rich.console import Console
 from dpvision.cli.output import emit, shown, table
 from dpvision.cli.scores import Encoders, emit_scores
 from dpvision.dense.output_places import check_places, folder_name
-from dpvision.dense.segmentation.mean_iou import class_iou
-from dpvision.dense.segmentation.protocol import (
+from dpvision.dense.segmentation.evaluation import (
     Visibility,
     answers,
     checked_fit,
@@ -22,11 +21,12 @@ from dpvision.dense.segmentation.protocol import (
     step_seconds,
     train_segmenter,
 )
+from dpvision.dense.segmentation.mean_iou import class_iou
 from dpvision.dense.segmentation.semantic_data import SemanticFolder, load_classes, open_ade20k, open_folder
 from dpvision.dense.segmentation.settings import SegmentationSettings
 from dpvision.dense.segmentation.sheet import SheetRow, render_sheet
 from dpvision.dense.sheet_file import save_sheet
-from dpvision.dense.supervised import DenseHardware, Say
+from dpvision.dense.training_loop import DenseHardware, Say
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.open import open_encoder, trained_on
 from dpvision.errors import ConfigError

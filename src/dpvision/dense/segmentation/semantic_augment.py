@@ -49,7 +49,7 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class TrainingViews:
-    """``supervised.Pictures`` of a folder."""
+    """``training_loop.Pictures`` of a folder."""
 
     folder: SemanticFolder
     how: Augmentation

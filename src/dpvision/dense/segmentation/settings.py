@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dpvision.config.checks import check_choices, check_ranges
 from dpvision.dense.segmentation.semantic_augment import Augmentation
 from dpvision.dense.segmentation.upernet import NormKind
-from dpvision.dense.supervised import DenseHardware, DenseTrainSettings
+from dpvision.dense.training_loop import DenseHardware, DenseTrainSettings
 from dpvision.encoders.base import FrozenEncoder
 
 

@@ -100,7 +100,7 @@ def caption_pictures(
     What is sampled is keyed by ``seed`` and the picture's bytes: neither its name nor the pictures beside it change its captions.
 
     Args:
-        fit: how a picture becomes square, as of ``eval.picture_source``.
+        fit: how a picture becomes square, as of ``image_source``.
         batch_size: pictures that are read and encoded together, at least 1.
         workers: threads that read pictures, at least 1.
 

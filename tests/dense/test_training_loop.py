@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpvision.dense.supervised import DenseHardware, DenseTrainSettings, checked_steps, fit, rate_factor, seconds_a_step
+from dpvision.dense.training_loop import DenseHardware, DenseTrainSettings, checked_steps, fit, rate_factor, seconds_a_step
 from dpvision.errors import CheckpointError, ConfigError
 
 from .dense_numbers import Numbers, groups_of, loss, make_model
@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from dense_numbers import Numbers, groups_of, loss, make_model
-from dpvision.dense.supervised import DenseHardware, DenseTrainSettings, fit
+from dpvision.dense.training_loop import DenseHardware, DenseTrainSettings, fit
 from dpvision.train.distributed import join, leave
 torch.set_num_threads(1)
 """

@@ -12,7 +12,7 @@ from dpvision.config import ViTConfig
 from dpvision.dense.detection.coco_data import CocoPicture, load_coco
 from dpvision.dense.detection.crops import DetectionExample, fitted
 from dpvision.dense.detection.detector import Detector, detection_losses
-from dpvision.dense.detection.protocol import (
+from dpvision.dense.detection.evaluation import (
     DetectionSettings,
     detect,
     detection_scores,
@@ -21,7 +21,7 @@ from dpvision.dense.detection.protocol import (
     train_detector,
     training_crops,
 )
-from dpvision.dense.supervised import DenseHardware
+from dpvision.dense.training_loop import DenseHardware
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import ConfigError, DataError
 from dpvision.features import Encoder
@@ -152,7 +152,7 @@ def test_an_answer_comes_in_the_pictures_own_pixels_and_padding_holds_nothing(tm
 
 
 def test_two_ranks_answer_for_all_pictures_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dpvision.dense.detection import protocol as detection
+    from dpvision.dense.detection import evaluation as detection
     from dpvision.train.distributed import Group
 
     train = load_coco(*write_shapes(tmp_path, 5, width=48))

@@ -29,13 +29,11 @@ from dpvision.dense.segmentation.semantic_data import IGNORED, Labelled, Semanti
 from dpvision.dense.segmentation.settings import SegmentationSettings
 from dpvision.dense.segmentation.sliding_window import likeliest, window_probabilities
 from dpvision.dense.segmentation.upernet import Segmenter, segmentation_loss
-from dpvision.dense.supervised import DenseHardware, checked_steps, fit, seconds_a_step, synchronised
+from dpvision.dense.training_loop import DenseHardware, Say, checked_steps, fit, seconds_a_step, synchronised
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import ConfigError
 from dpvision.eval.score import Score, Visibility
 from dpvision.train.distributed import Group, all_reduce_vector
-
-Say = Callable[[str], None]
 
 
 def checked_fit(encoder: FrozenEncoder, settings: SegmentationSettings, hardware: DenseHardware, num_pictures: int, group: Group) -> int:
@@ -43,7 +41,7 @@ def checked_fit(encoder: FrozenEncoder, settings: SegmentationSettings, hardware
 
     Raises:
         ConfigError: the encoder is no plain vision transformer, the crop does not fit its patches, BatchNorm would see one picture, or as
-            ``supervised.checked_steps``.
+            ``training_loop.checked_steps``.
     """
     patch = dense_backbone(encoder).patch_size
     side = settings.crop_size
@@ -89,7 +87,7 @@ def train_segmenter(
     group: Group | None = None,
     progress: Say | None = None,
 ) -> None:
-    """Train in place, on ``group.device``; with a ``work`` folder it goes on where it stopped. Raises as ``supervised.fit``."""
+    """Train in place, on ``group.device``; with a ``work`` folder it goes on where it stopped. Raises as ``training_loop.fit``."""
     group = group or Group(0, 1, torch.device("cpu"))
     synchronised(model.to(group.device), group)
     views = TrainingViews(train, settings.augmentation(encoder))

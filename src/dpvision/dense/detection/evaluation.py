@@ -10,7 +10,7 @@ Legend: B pictures, N detections, C channels, S side of the square, H height, W 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +30,12 @@ from dpvision.dense.detection.coco_scores import Found, Kind, average_precisions
 from dpvision.dense.detection.crops import DetectionExample, Placement, example, fitted, jittered, square
 from dpvision.dense.detection.detector import Detector, HeadSizes, detection_loss
 from dpvision.dense.detection.feature_pyramid import FeaturePyramid
-from dpvision.dense.supervised import DenseHardware, DenseTrainSettings, checked_steps, fit
+from dpvision.dense.training_loop import DenseHardware, DenseTrainSettings, Say, checked_steps, fit
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.score import Score, Visibility
 from dpvision.train.distributed import Group
 
-Say = Callable[[str], None]
 KINDS: tuple[Kind, ...] = ("box", "mask")
 
 
@@ -217,7 +216,7 @@ def train_detector(
     group: Group | None = None,
     progress: Say | None = None,
 ) -> None:
-    """Train in place; with a ``work`` folder a stopped training goes on. Raises as ``supervised.fit``."""
+    """Train in place; with a ``work`` folder a stopped training goes on. Raises as ``training_loop.fit``."""
     crops = training_crops(train, encoder, settings)
     checked_steps(settings.training(), len(crops), group.world_size if group is not None else 1)
     about = f"detection, {train.name}, {len(train.classes)} classes, {train.num_objects} objects, {settings.words()}"

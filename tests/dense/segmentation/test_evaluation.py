@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpvision.dense.segmentation.mean_iou import measures
-from dpvision.dense.segmentation.protocol import (
+from dpvision.dense.segmentation.evaluation import (
     checked_fit,
     make_segmenter,
     pixel_counts,
@@ -20,11 +19,12 @@ from dpvision.dense.segmentation.protocol import (
     step_seconds,
     train_segmenter,
 )
+from dpvision.dense.segmentation.mean_iou import measures
 from dpvision.dense.segmentation.semantic_augment import resized
 from dpvision.dense.segmentation.semantic_data import SemanticFolder
 from dpvision.dense.segmentation.settings import SegmentationSettings
 from dpvision.dense.segmentation.upernet import Segmenter
-from dpvision.dense.supervised import DenseHardware
+from dpvision.dense.training_loop import DenseHardware
 from dpvision.encoders.fixed import fixed_encoder
 from dpvision.errors import ConfigError
 from dpvision.train.distributed import Group
@@ -148,8 +148,8 @@ import numpy as np
 import torch
 sys.path.insert(0, {root!r})
 from tests.dense.segmentation.semantic_shapes import CLASSES, tiny_encoder
-from dpvision.dense.supervised import DenseHardware
-from dpvision.dense.segmentation.protocol import make_segmenter, pixel_counts, train_segmenter
+from dpvision.dense.training_loop import DenseHardware
+from dpvision.dense.segmentation.evaluation import make_segmenter, pixel_counts, train_segmenter
 from dpvision.dense.segmentation.settings import SegmentationSettings
 from dpvision.dense.segmentation.semantic_data import open_folder
 from dpvision.train.distributed import join, leave
