@@ -21,7 +21,6 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from dpvision.data.transform import preprocess
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.open import open_encoder
 from dpvision.synthetic.scenes import make_scene
@@ -68,12 +67,13 @@ def pictures_of(data: Path, name: str, split: str) -> Pictures:
 
 @torch.inference_mode()
 def embed(encoder: FrozenEncoder, pictures: Pictures) -> tuple[np.ndarray, np.ndarray]:
-    """Features of the quadrants, float16 (N, D), and labels."""
-    prepare = preprocess(encoder.image_size, encoder.mean, encoder.std)
+    """Features of the quadrants where the encoder has them, else its default ones: float16 (N, D), and labels."""
+    prepare = encoder.preprocess
     features, labels = [], []
     while part := list(itertools.islice(pictures, 500)):
         x_BCHW = torch.from_numpy(np.stack([prepare(picture) for picture, _ in part]))
-        features.append(encoder.poolings(x_BCHW)["2x2"].numpy().astype(np.float16))
+        found = encoder.poolings(x_BCHW)
+        features.append(found.get("2x2", next(iter(found.values()))).numpy().astype(np.float16))
         labels += [label for _, label in part]
     return np.concatenate(features), np.array(labels, dtype=np.int64)
 

@@ -4,15 +4,21 @@
     python benchmarks/head_regret.py --data DATA --work FEATURES --holdout     # what thresholds are chosen by: the training split alone
 
 Features are computed once by ``--encoder`` (what ``open_encoder`` takes) and kept under ``--work``: SET_train.npy (float16, N x D) with
-SET_train_y.npy, SET_test.npy with SET_test_y.npy; files that are there are used. The records of a cell are a random part of the training
-split, the same for all heads; rows are scaled to length 1; delta is 1 / (2 N). Accuracy on at most ``MOST_TESTED`` images in percent, the
-mean over seeds of the noise. ``auto`` is ``recommend_head``, which sees public numbers only.
+SET_train_y.npy, SET_test.npy with SET_test_y.npy; files that are there are used. At most ``MOST_TRAINED`` and ``MOST_TESTED`` random images
+of the splits take part. The records of a cell are a random part of the training split, the same for all heads; rows are treated as by
+``dpvision adapt``; delta is 1 / (2 N). Accuracy in percent, the mean over seeds of the noise. ``auto`` is ``recommend_head``, which sees
+public numbers only.
+
+SET-rare has the classes of a set in frequencies that fall from 1 to 1/10, in both splits. cifar10-attributes has several labels a record,
+the same for all records of a class (``ATTRIBUTES``): its figures are the mean over attributes of average precision, in percent.
 """
 
 import argparse
+import functools
 import hashlib
 import io
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,23 +30,32 @@ import pyarrow.parquet as pq
 import torch
 from common import write_result
 from PIL import Image
+from sklearn.metrics import average_precision_score
 
 from dpvision.adapt.descent import many_steps, one_step
 from dpvision.adapt.feature_covariance import feature_covariance
+from dpvision.adapt.frequency import frequency_decay, frequency_scale
 from dpvision.adapt.least_squares import least_squares
 from dpvision.adapt.prototypes import prototypes
 from dpvision.adapt.recommend import recommend_head
 from dpvision.adapt.release import Releases, full_batch_plan
 from dpvision.adapt.stream import FeatureStream, Head
 from dpvision.config.head_presets import PRESETS
-from dpvision.data.transform import preprocess
+from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.centre import texture_centre
 from dpvision.encoders.open import open_encoder
 
 SETS = {"cifar10": 32, "eurosat": 64, "mednist": 64, "pets_sample": 128}
-"""Side in pixels at which each set is seen."""
+"""Side in pixels at which each set is seen, at most."""
 EPSILONS = (0.1, 0.5, 1.0, 3.0, 8.0)
-SIZES = (300, 1500, 5000, 20_000)
-MOST_TESTED = 2000
+SIZES = (300, 1500, 10_000)
+MOST_TRAINED, MOST_TESTED = 12_500, 2000
+RAREST = 0.1
+ATTRIBUTES = {
+    "animal": (2, 3, 4, 5, 6, 7), "vehicle": (0, 1, 8, 9), "flies": (0, 2), "swims": (6, 8), "wheels": (0, 1, 9), "hooves": (4, 7),
+    "fur": (3, 5), "road": (1, 9),
+}  # fmt: skip
+"""Classes of CIFAR-10 that have each attribute: airplane, automobile, bird, cat, deer, dog, frog, horse, ship, truck are 0 to 9."""
 HELD_OUT = 0.2
 """Part of the training split that thresholds are chosen by."""
 MANY = 2000
@@ -50,7 +65,13 @@ WIDEST = 2048
 FITS: dict[str, Callable[[FeatureStream, Releases], Head]] = {
     "one_step": one_step,
     "prototypes": prototypes,
-    "many_steps": lambda stream, releases: many_steps(stream, releases).last,
+    "many_steps": lambda stream, releases: (
+        (
+            many_steps(stream, releases, loss="sigmoid", bias=-math.log(stream.num_classes - 1))
+            if stream.multi_label
+            else many_steps(stream, releases)
+        ).last
+    ),
     "least_squares": least_squares,
     "feature_covariance": lambda stream, releases: feature_covariance(stream, releases).last,
 }
@@ -67,18 +88,40 @@ class Split:
         return Split(np.asarray(self.x_ND[row_N]), self.label_N[row_N])
 
 
-@torch.inference_mode()
+@functools.cache
+def encoder_of(encoder: str, name: str) -> tuple[FrozenEncoder, torch.Tensor | None]:
+    """The encoder for a set, and the centre that ``dpvision adapt`` takes off its features."""
+    opened = open_encoder(encoder, image_size=32 if encoder == "pixels" else SETS[name])
+    pooling = next(iter(opened.poolings(torch.zeros(1, 3, opened.image_size, opened.image_size))))
+    return opened, None if opened.standard_rows else texture_centre(opened, pooling)
+
+
 def features(work: Path, data: Path, encoder: str, name: str, part: str) -> Split:
+    """A set's split; of a derived set from the features of the set that it comes from."""
+    base, _, kind = name.partition("-")
+    split = plain_features(work, data, encoder, base, part)
+    if kind == "attributes":
+        return Split(split.x_ND, np.stack([np.isin(split.label_N, classes) for classes in ATTRIBUTES.values()], axis=1).astype(np.int64))
+    if kind == "rare":
+        num_classes = int(split.label_N.max()) + 1
+        kept = np.random.default_rng(1).random(len(split.label_N)) < RAREST ** (split.label_N / (num_classes - 1))
+        return split.taken(np.flatnonzero(kept))
+    return split
+
+
+@torch.inference_mode()
+def plain_features(work: Path, data: Path, encoder: str, name: str, part: str) -> Split:
     """Features of one split, computed at their first use."""
     paths = work / f"{name}_{part}.npy", work / f"{name}_{part}_y.npy"
     if not all(path.exists() for path in paths):
-        opened = open_encoder(encoder, image_size=SETS[name])
-        prepare = preprocess(opened.image_size, opened.mean, opened.std)
+        opened, _ = encoder_of(encoder, name)
         table = pq.read_table(data / name / f"{part}.parquet")
+        most = MOST_TRAINED if part == "train" else MOST_TESTED
+        table = table.take(np.sort(np.random.default_rng(7).permutation(len(table))[:most]))
         found = []
         for start in range(0, len(table), 256):
             images = [Image.open(io.BytesIO(image["bytes"])) for image in table["image"][start : start + 256].to_pylist()]
-            x_BCHW = torch.from_numpy(np.stack([prepare(image) for image in images]))
+            x_BCHW = torch.from_numpy(np.stack([opened.preprocess(image) for image in images]))
             found.append(next(iter(opened.poolings(x_BCHW).values())).numpy().astype(np.float16))
         work.mkdir(parents=True, exist_ok=True)
         np.save(paths[0], np.concatenate(found))
@@ -87,20 +130,31 @@ def features(work: Path, data: Path, encoder: str, name: str, part: str) -> Spli
 
 
 def accuracy(head: Head, test: Split) -> float:
-    parts = (head.predict(torch.from_numpy(test.x_ND[i : i + 250].astype(np.float32))).numpy() for i in range(0, len(test.label_N), 250))
-    return 100 * float((np.concatenate(list(parts)) == test.label_N).mean())
+    parts = (head.scores(torch.from_numpy(test.x_ND[i : i + 250].astype(np.float32))).numpy() for i in range(0, len(test.label_N), 250))
+    score_NK = np.concatenate(list(parts))
+    if test.label_N.ndim == 2:
+        return 100 * float(average_precision_score(test.label_N, score_NK, average="macro"))
+    return 100 * float((score_NK.argmax(axis=1) == test.label_N).mean())
 
 
-def cell(train: Split, test: Split, num_classes: int, epsilon: float, seeds: int) -> dict[str, list[float]]:
+def cell(train: Split, test: Split, num_classes: int, epsilon: float, seeds: int, opened: tuple[Any, Any]) -> dict[str, list[float]]:
     """Test accuracy of every head that can be, for each seed."""
+    encoder, centre_D = opened
     count, width = train.x_ND.shape
     found: dict[str, list[float]] = {}
     for name, fit in FITS.items():
         if width > WIDEST and name in ("least_squares", "feature_covariance"):
             continue
+        several = train.label_N.ndim == 2
+        if several and name == "feature_covariance":
+            continue
         preset = PRESETS[name]  # type: ignore[index]
-        stream = FeatureStream(train.x_ND, train.label_N, num_classes, unit=True, constant=preset.constant)
         plan = full_batch_plan(count, epsilon, steps=preset.steps)
+        scaled = name == "many_steps" and encoder.order_D is not None
+        scale_D = frequency_scale(encoder.order_D, frequency_decay(plan)) if scaled else None
+        stream = FeatureStream(
+            train.x_ND, train.label_N, num_classes, centre_D=centre_D, unit=True, scale_D=scale_D, constant=preset.constant
+        )
         for seed in range(seeds):
             keys = [hashlib.sha256(f"{seed} {use}".encode()).digest() for use in ("draw", "noise")]
             head = fit(stream, Releases(plan, itertools.count().__next__, *keys))
@@ -120,7 +174,8 @@ def of_set(name: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], l
     """All cells of one set: accuracies, and what auto loses."""
     rng = np.random.default_rng(0)
     whole = features(args.work, args.data, args.encoder, name, "train")
-    order, num_classes = rng.permutation(len(whole.label_N)), int(whole.label_N.max()) + 1
+    order = rng.permutation(len(whole.label_N))
+    num_classes = whole.label_N.shape[1] if whole.label_N.ndim == 2 else int(whole.label_N.max()) + 1
     if args.holdout:
         cut = round(HELD_OUT * len(order))
         test, order = whole.taken(np.sort(order[:cut][:MOST_TESTED])), order[cut:]
@@ -131,7 +186,8 @@ def of_set(name: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], l
     for count in sorted({min(size, len(order)) for size in args.sizes}):
         train, start = whole.taken(np.sort(order[:count])), time.monotonic()
         for epsilon in args.epsilons:
-            got = cell(train, test, num_classes, epsilon, args.seeds if count <= MANY else args.seeds_many)
+            opened = encoder_of(args.encoder, name.partition("-")[0])
+            got = cell(train, test, num_classes, epsilon, args.seeds if count <= MANY else args.seeds_many, opened)
             chosen = recommend_head(count, num_classes, epsilon, train.x_ND.shape[1])[0]
             best = max(got, key=lambda head: float(np.mean(got[head])))
             losses.append(float(np.mean(got[best]) - np.mean(got[chosen])))

@@ -6,7 +6,7 @@
 DIR of --data holds cifar10, mednist and pets_sample. SPEC is what ``dpvision adapt --encoder`` takes; --own names the set that an encoder
 was trained on, to which it is not adapted. Parts, in this order:
 
-    rules     scenes and digits: the presets of all heads, and what the thresholds of ``recommend_head`` (MOST_NOISE_*) cost there
+    rules     scenes and digits: the presets of all heads, and what the rules of ``recommend_head`` cost there
     tune      scenes and digits: the learning rate of many steps, for each optimizer, from the paper's grids (tables 6 and 7)
     heads     the real sets: every head at every epsilon (figure 1b), and in how many cells the recommendation is within a point of the best
     batches   CIFAR-10, ten epochs: batch sizes as the paper's parts of ImageNet, momentum against LAMB (tables 1 and 2)

@@ -1,5 +1,6 @@
 """Patches of textures: against a slow loop, and the laws that a private head counts on."""
 
+import hashlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from dpvision.data.transform import blank_margin, own_size
 from dpvision.encoders.fixed import fixed_encoder
 from dpvision.encoders.identity import fingerprint
 from dpvision.encoders.patch_constants import (
+    FOLDER,
     SETTINGS,
     SIZES,
     PatchSettings,
@@ -247,12 +249,27 @@ def test_saved_constants_give_the_same_features_and_damaged_ones_are_refused(
 
 
 @pytest.mark.slow
-def test_the_shipped_constants_are_those_that_textures_give() -> None:
-    shipped, learned = load_constants(32), learn_constants(SETTINGS[32])
+@pytest.mark.parametrize("side", SIZES)
+def test_the_shipped_constants_are_those_that_textures_give(side: int) -> None:
+    shipped, learned = load_constants(side), learn_constants(SETTINGS[side])
     torch.testing.assert_close(shipped.bank.weight_PK, learned.bank.weight_PK, atol=1e-4, rtol=1e-3)
-    x_BCHW = textures(torch.arange(50_000, 50_020), 32).float() / 255
-    a_BD, b_BD = (PatchFeatures({32: c}, scattering=True)(x_BCHW) for c in (shipped, learned))
+    x_BCHW = textures(torch.arange(50_000, 50_020), side).float() / 255
+    a_BD, b_BD = (PatchFeatures({side: c}, scattering=True)(x_BCHW) for c in (shipped, learned))
     assert float(F.cosine_similarity(a_BD, b_BD).min()) > 0.9999
+
+
+@pytest.mark.parametrize(
+    ("side", "digest"),
+    [
+        (32, "36d9215238fe4acd8114b6d0c37bbdb12ffe660c1ab28c9c537860410f8d8c66"),
+        (64, "2f37f480704283c5a14d07ea8794d025887d6b280681d46a75a5a73c94337061"),
+        (128, "8e749ecafba892f3813a84ac055a3398a7e16f33b530451e4e705d3fa5321d5e"),
+        (224, "51953c56c6a0ee44e4eec1561156915acd0c5f0dd26790e79d6856f0010339cd"),
+    ],
+)
+def test_the_shipped_files_are_those_that_the_slow_test_compared(side: int, digest: str) -> None:
+    """Who changes a file runs the slow test above and writes the new digest here."""
+    assert hashlib.sha256((FOLDER / f"patches-{side}px.safetensors").read_bytes()).hexdigest() == digest
 
 
 def test_the_number_of_threads_changes_no_bit(small: SizeConstants, texture_NCHW: Tensor) -> None:

@@ -14,8 +14,8 @@ from dpvision.config.head_presets import HeadName
 from dpvision.errors import ConfigError
 from dpvision.privacy.plan import default_delta
 
-MOST_NOISE_FOR_COVARIANCE = 0.002
-"""Of s sqrt(2 D)."""
+MOST_NOISE_FOR_COVARIANCE = 0.0005
+"""Of s sqrt(2 D): below all that was measured, where steps were ahead."""
 FEWEST_RECORDS_OF_A_CLASS = 5.0
 WIDEST = 8192
 """Feature dimensions beyond which a covariance (D x D in float64, its eigenvectors) is too large for an ordinary machine."""
