@@ -26,6 +26,17 @@ from typing import Any
 from common import ROOT, row, write_result
 
 
+def arguments(s: Any) -> tuple[Any, ...]:
+    """Of ``step_sum`` after the step: it took the session apart before it took it whole."""
+    import inspect
+
+    from dpvision.train.step import step_sum
+
+    if len(inspect.signature(step_sum).parameters) == 3:
+        return s, bytes(32)
+    return s.config, s.plan, s.store, s.rows, None, s.model, s.loss_fn, bytes(32), s.group
+
+
 def serve(args: argparse.Namespace) -> None:
     """Take a step of the size that each line of the standard input names; answer with its records, its seconds and its CPU seconds."""
     import torch
@@ -55,7 +66,7 @@ def serve(args: argparse.Namespace) -> None:
                 sessions[physical] = stack.enter_context(start.new_session(config, Path(folder, f"run{physical}")))
             s = sessions[physical]
             wall, cpu = time.perf_counter(), time.process_time()
-            total, _ = step_sum(number, s.config, s.plan, s.store, s.rows, None, s.model, s.loss_fn, bytes(32), s.group)
+            total, _ = step_sum(number, *arguments(s))
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             print(json.dumps({"records": total.num_records, "time": wall, "cpu": cpu}), flush=True)
 

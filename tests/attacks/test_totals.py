@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.train import step as step_module
 from dpvision.train.distributed import Group
 from dpvision.train.objectives import loss_function
-from dpvision.train.step import padded, step_sum
+from dpvision.train.step import Training, padded, step_sum
 
 MOST = (1 - RESERVE) * (1 + LOOSE) * (1 + MARGIN_EPS * torch.finfo(torch.float32).eps)
 """Proven bound on one contribution, in units of C."""
@@ -103,7 +104,7 @@ def bucket_sums(config: RunConfig, rows: np.ndarray, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(step_module, "clipped_sum", noted)
     monkeypatch.setattr(DPPlan, "draw", lambda self, step, num_records, rng: np.arange(num_records))
     plan, store = make_plan(config.privacy), Store.open(config.data.store or "")
-    step_sum(0, config, plan, store, rows, None, make_model(config.model, 0), loss_function(config), b"d" * 32, ALONE)
+    step_sum(0, Training(config, plan, store, rows, None, make_model(config.model, 0), loss_function(config), ALONE), b"d" * 32)
     return found
 
 
@@ -287,8 +288,8 @@ def test_a_million_records_on_the_real_loop_move_the_sum_by_at_most_c(monkeypatc
         monkeypatch.setattr(step_module, "physical_batches", records(record_id, value))
         totals = []
         for rows in (everyone, everyone[1:], np.delete(everyone, num // 2 + 1)):
-            args = None, GradientIsPicture(3, 1, 1), picture_losses, b"d" * 32, ALONE
-            total, _ = step_sum(0, config, plan, SimpleNamespace(index={"id": record_id}), rows, *args)  # type: ignore[arg-type]
+            store: Any = SimpleNamespace(index={"id": record_id})
+            total, _ = step_sum(0, Training(config, plan, store, rows, None, GradientIsPicture(3, 1, 1), picture_losses, ALONE), b"d" * 32)
             totals.append(total.grads["weight"])
             assert totals[-1].dtype == torch.float64
         largest = max(largest, *((totals[0] - other).norm().item() for other in totals[1:]))

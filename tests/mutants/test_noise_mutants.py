@@ -60,9 +60,7 @@ def test_noise_per_physical_batch(new_run: NewRun) -> None:
         with new_run() as session:
             for size in (5, 16, 40):
                 settings = replace(session.config, hardware=replace(session.config.hardware, physical_batch_size=size))
-                total, _ = step.step_sum(
-                    0, settings, session.plan, session.store, session.rows, None, session.model, session.loss_fn, KEY, session.group
-                )
+                total, _ = step.step_sum(0, replace(session, config=settings), KEY)
                 sums.append(torch.cat([value.flatten() for value in total.grads.values()]))
         for one, other in itertools.pairwise(sums):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg="the sum depends on the physical batches")
@@ -131,7 +129,7 @@ def test_noise_wrong_norm(config: RunConfig, scenes: Store) -> None:
         for clip in (0.1, 2.0):
             plan = make_plan(replace(config.privacy, max_grad_norm=clip))
             model = GradientIsPicture(3, 16, 16)
-            one, _ = step.step_sum(0, config, plan, scenes, np.array([3]), None, model, huge_losses, KEY, ALONE)
+            one, _ = step.step_sum(0, step.Training(config, plan, scenes, np.array([3]), None, model, huge_losses, ALONE), KEY)
             noise = privatize(as_sum(torch.zeros(num), clip=clip), plan, 0, KEY).grads["a"].double() * plan.expected_batch_size
             ratio = noise.std() / one.grads["weight"].double().norm()
             assert abs(ratio / config.privacy.noise_multiplier - 1) < 5 / (2 * num) ** 0.5, "noise has another norm than the clip's"
@@ -160,7 +158,7 @@ def test_sum_of_another_clip_norm(config: RunConfig, plan: DPPlan, scenes: Store
         return clipped_sum(loss_fn, model, batch, key, max_grad_norm=1.0, **settings)
 
     def one_step() -> None:
-        step.step_sum(0, config, plan, scenes, np.array([3]), None, GradientIsPicture(3, 16, 16), picture_losses, KEY, ALONE)
+        step.step_sum(0, step.Training(config, plan, scenes, np.array([3]), None, GradientIsPicture(3, 16, 16), picture_losses, ALONE), KEY)
 
     check()
     with caught("a sum of another clip norm was accepted"):

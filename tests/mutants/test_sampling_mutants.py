@@ -90,8 +90,7 @@ def test_shared_coins(poisson: DPPlan, new_run: NewRun, poisson_config: RunConfi
             patch.setattr(step, "all_reduce_vector", lambda values, group: values)
             for rank, size in ((0, 1), (0, 2), (1, 2)):
                 group = Group(rank, size, torch.device("cpu"))
-                args = session.config, session.plan, session.store, session.rows, None, session.model, session.loss_fn
-                step.step_sum(0, *args, KEY, group)
+                step.step_sum(0, replace(session, group=group), KEY)
         whole, first, second = seen
         assert sorted(first + second) == sorted(whole) and len(whole) > 2, "the slices of the ranks do not add up to the draw"
 

@@ -137,7 +137,7 @@ def test_killed_at_any_step_it_goes_on_and_no_charged_step_is_lost(config: RunCo
 def test_a_resumed_run_repeats_neither_draws_nor_noise(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bytes, bytes]] = []
     real_sum, real_noise = loop.step_sum, loop.privatize
-    monkeypatch.setattr(loop, "step_sum", lambda *a, **b: (seen.append((a[-2], b"")), real_sum(*a, **b))[1])
+    monkeypatch.setattr(loop, "step_sum", lambda *a, **b: (seen.append((a[-1], b"")), real_sum(*a, **b))[1])
     monkeypatch.setattr(loop, "privatize", lambda *a, **owners: (seen.append((b"", a[-1])), real_noise(*a, **owners))[1])
     for run in ("one", "two"):
         with new_session(config, tmp_path / run) as session:

@@ -129,7 +129,7 @@ def test_the_clipped_sum_of_a_step_is_that_of_the_vmap_oracle(supervised: RunCon
     config = replace(supervised, model=replace(supervised.model, head_init="xavier"))
     with new_session(config, tmp_path / "run") as session:
         plan, store = session.plan, session.store
-        total, _ = step_sum(0, config, plan, store, session.rows, None, session.model, session.loss_fn, KEYS.draw, session.group)
+        total, _ = step_sum(0, session, KEYS.draw)
         drawn = session.rows[plan.draw(0, len(session.rows), derive_rng(KEYS.draw, 0))]
         key = StepKey(config.seed, 0)
         (batch,) = physical_batches(store, drawn, key, config.data, 8, physical_batch_size=len(drawn), workers=1)

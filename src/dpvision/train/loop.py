@@ -9,23 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpvision.checkpoint import keep_newest, save_checkpoint, state_tensors
-from dpvision.config import RunConfig, to_dict
-from dpvision.data.caption_reader import CaptionReader
-from dpvision.data.store import Store
-from dpvision.dp.clip import LossFn
-from dpvision.dp.compiled import CompiledBlocks
+from dpvision.config import to_dict
 from dpvision.dp.noise import privatize
 from dpvision.errors import CheckpointError
 from dpvision.optim.ema import update_average
 from dpvision.optim.optimizer import Optimizer
 from dpvision.optim.schedule import learning_rate
 from dpvision.privacy.ledger import Ledger
-from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.stream import new_key
 from dpvision.train.distributed import Group, all_reduce_vector, broadcast_bytes, broadcast_int, together
 from dpvision.train.folder import RunFolder
@@ -33,7 +27,7 @@ from dpvision.train.heap import keep_freed_memory
 from dpvision.train.lineage import own_entry, runs_on
 from dpvision.train.log import RunLog
 from dpvision.train.same import check_same_weights
-from dpvision.train.step import step_sum
+from dpvision.train.step import Training, step_sum
 from dpvision.train.stop import StopRequest
 from dpvision.train.unprotected import remember_weights
 from dpvision.train.versions import code_versions
@@ -51,17 +45,10 @@ class Secrets:
     noise: bytes = field(default_factory=new_key, repr=False)
 
 
-@dataclass
-class Session:
+@dataclass(kw_only=True)
+class Session(Training):
     """Everything one start of a run works with; ``start.py`` makes it. Rank 0 alone has folder, ledger and log."""
 
-    config: RunConfig
-    plan: DPPlan
-    store: Store
-    rows: np.ndarray
-    words: CaptionReader | None
-    model: nn.Module
-    loss_fn: LossFn
     optimizer: Optimizer
     ema: dict[str, Tensor] | None
     lineage: list[dict[str, Any]]
@@ -69,11 +56,8 @@ class Session:
     """Steps whose update is in the weights; the ledger may count more (lost in a crash, yet charged)."""
     saved_steps: int | None
     """Count of the ledger in the newest checkpoint; None before the first."""
-    group: Group
     folder: RunFolder | None = None
     ledger: Ledger | None = None
-    blocks: CompiledBlocks | None = None
-    """With hardware.compile."""
     start: frozenset[str] | None = None
     """Digests of the weights that this start of a run without a guarantee began with; None with a guarantee."""
 
@@ -113,19 +97,7 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
                 )
             )  # fmt: skip
         while (step := _charge(session)) is not None:  # before the deed
-            total, metrics = step_sum(
-                step,
-                session.config,
-                plan,
-                session.store,
-                session.rows,
-                session.words,
-                session.model,
-                session.loss_fn,
-                secrets.draw,
-                group,
-                blocks=session.blocks,
-            )
+            total, metrics = step_sum(step, session, secrets.draw)
             gradient = privatize(total, plan, step, secrets.noise, owners=group)
             session.optimizer.step(gradient, learning_rate(session.config.optim, step, plan.steps))
             if session.ema is not None:

@@ -298,8 +298,9 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
             ema = {name: value.to(group.device) for name, value in checkpoint.ema.items()}
     updates, saved = (0, None) if checkpoint is None else (checkpoint.manifest["updates"], checkpoint.manifest["ledger_steps"])
     return Session(
-        config, plan, store, rows, words, model, loss_fn, optimizer, ema, lineage, updates, saved, group, start=start, blocks=blocks
-    )
+        config, plan, store, rows, words, model, loss_fn, group, blocks,
+        optimizer=optimizer, ema=ema, lineage=lineage, updates=updates, saved_steps=saved, start=start,
+    )  # fmt: skip
 
 
 def _compile(config: RunConfig, model: nn.Module, loss_fn: LossFn, group: distributed.Group) -> CompiledBlocks:

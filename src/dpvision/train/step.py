@@ -6,6 +6,8 @@ only, to the bit, whatever the number of the others. The number of buckets follo
 
 import contextlib
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,55 +34,62 @@ _LEAST_ROWS = 8
 """A pass has as many rows at least: kernels treat a few rows differently, and a record's gradient should not depend on the others."""
 
 
-def step_sum(
-    step: int,
-    config: RunConfig,
-    plan: DPPlan,
-    store: Store,
-    rows: np.ndarray,
-    words: CaptionReader | None,
-    model: nn.Module,
-    loss_fn: LossFn,
-    draw_key: bytes,
-    group: Group,
-    blocks: CompiledBlocks | None = None,
-) -> tuple[ClippedSum, StepMetrics]:
-    """Clipped sum of logical step ``step`` over all processes, and its confidential figures.
+@dataclass
+class Training:
+    """What a step works with."""
+
+    config: RunConfig
+    plan: DPPlan
+    store: Store
+    rows: np.ndarray
+    """int64 row numbers of the store that take part in this run (contribution bound applied)."""
+    words: CaptionReader | None
+    """Reads captions as tokens; None for a model without words."""
+    model: nn.Module
+    loss_fn: LossFn
+    group: Group
+    blocks: CompiledBlocks | None = None
+    """The model's compiled blocks, with hardware.compile."""
+
+
+def step_sum(step: int, t: Training, draw_key: bytes) -> tuple[ClippedSum, StepMetrics]:
+    """Return the clipped sum of logical step ``step`` over all processes, and its confidential figures.
 
     Args:
         step: the ledger's number of this step.
-        rows: int64 row numbers of the store that take part in this run (contribution bound applied).
-        words: reads captions as tokens; None for a model without words.
         draw_key: 32 secret bytes, the same on all ranks, new at every start.
-        blocks: the model's compiled blocks.
 
     Returns:
         The sum (secret; the same on all ranks) and the metrics (confidential).
     """
-    start = time.monotonic()
-    drawn = rows[plan.draw(step, len(rows), derive_rng(draw_key, step))]
-    key = StepKey(config.seed, step)
-    hardware = config.hardware
+    start, plan, key = time.monotonic(), t.plan, StepKey(t.config.seed, step)
+    drawn = t.rows[plan.draw(step, len(t.rows), derive_rng(draw_key, step))]
+    with autocast(t.config.hardware.precision, t.group.device):
+        scale = _loss_scale(t, key)
+        total = ClippedSum.add_up(t.model, plan.max_grad_norm, (
+            clipped_sum(
+                t.loss_fn, t.model, batch, key,
+                max_grad_norm=plan.max_grad_norm, rule=plan.clipping, loss_scale=scale, blocks=t.blocks,
+            )
+            for batch in _batches(t, drawn, key)
+        ))  # fmt: skip
+    metrics = _metrics(total, plan, t.group, start)
+    return all_reduce_sum(total, t.group), metrics
+
+
+def _batches(t: Training, drawn: np.ndarray, key: StepKey) -> Iterator[Batch]:
+    """The physical batches of this rank's buckets, on its device."""
+    hardware, model, group = t.config.hardware, t.config.model, t.group
     most = hardware.physical_batch_size
-    count = num_buckets(plan.expected_batch_size, most, group.world_size)
-    mine = [drawn[part] for part in passes(key, store.index["id"][drawn], count, most, group.rank, group.world_size)]
+    count = num_buckets(t.plan.expected_batch_size, most, group.world_size)
+    mine = [drawn[part] for part in passes(key, t.store.index["id"][drawn], count, most, group.rank, group.world_size)]
     batches = physical_batches(
-        store, np.concatenate([drawn[:0], *mine]), key, config.data, config.model.encoder.image_size,
-        physical_batch_size=[len(part) for part in mine], workers=hardware.workers, device=group.device, captions=words,
-        num_classes=config.model.num_classes if isinstance(config.model, ClassifierConfig) else None,
+        t.store, np.concatenate([drawn[:0], *mine]), key, t.config.data, model.encoder.image_size,
+        physical_batch_size=[len(part) for part in mine], workers=hardware.workers, device=group.device, captions=t.words,
+        num_classes=model.num_classes if isinstance(model, ClassifierConfig) else None,
     )  # fmt: skip
     least = most if hardware.compile else min(most, _LEAST_ROWS)
-    with autocast(hardware.precision, group.device):
-        scale = _loss_scale(config, model, loss_fn, key, group) if hardware.precision == "float16" else 1.0
-        total = ClippedSum.add_up(model, plan.max_grad_norm, (
-            clipped_sum(
-                loss_fn, model, padded(to_device(batch, group.device), least), key,
-                max_grad_norm=plan.max_grad_norm, rule=plan.clipping, loss_scale=scale, blocks=blocks,
-            )
-            for batch in batches
-        ))  # fmt: skip
-    metrics = _metrics(total, plan, group, start)
-    return all_reduce_sum(total, group), metrics
+    return (padded(to_device(batch, group.device), least) for batch in batches)
 
 
 def padded(batch: Batch, num_rows: int) -> Batch:
@@ -105,9 +114,11 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
     return torch.autocast(device.type, {"bfloat16": torch.bfloat16, "float16": torch.float16}[precision])
 
 
-def _loss_scale(config: RunConfig, model: nn.Module, loss_fn: LossFn, key: StepKey, group: Group) -> float:
-    """Every rank finds the same: weights, key and public batch are the same on all."""
-    return public_loss_scale(loss_fn, model, to_device(example_batch(config), group.device), key)
+def _loss_scale(t: Training, key: StepKey) -> float:
+    """Factor of the losses for float16. Every rank finds the same: weights, key and public batch are the same on all."""
+    if t.config.hardware.precision != "float16":
+        return 1.0
+    return public_loss_scale(t.loss_fn, t.model, to_device(example_batch(t.config), t.group.device), key)
 
 
 def _metrics(total: ClippedSum, plan: DPPlan, group: Group, start: float) -> StepMetrics:
