@@ -32,11 +32,6 @@ class AnyOfLabels:
     accepted_N: tuple[frozenset[int], ...]
     """By row; empty where the record does not count."""
 
-    @property
-    def num_counted(self) -> int:
-        """Records that count."""
-        return sum(map(bool, self.accepted_N))
-
     def measure(self, predicted_M: np.ndarray, row_M: np.ndarray) -> tuple[float, float, float, int]:
         """Share of right predictions among the records that count, its 95% interval (Wilson), and their number.
 

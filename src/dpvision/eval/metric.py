@@ -1,22 +1,22 @@
-"""From predictions to one figure with its interval: the share that is right, over all records or class by class.
+"""From predicted classes to a score: the share that is right, over all records or class by class, with its interval and chance.
 
 Legend: N test records, C classes.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-from scipy.stats import norm
 from scipy.stats import t as student
 
 from dpvision.errors import ConfigError
-from dpvision.eval.score import wilson_interval
+from dpvision.eval.any_of_labels import AnyOfLabels
+from dpvision.eval.score import Z_95, Score, Visibility, wilson_interval
 
 Metric = Literal["accuracy", "mean_per_class"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
-_Z = float(norm.ppf(0.975))
 
 
 def checked_metric(name: str) -> Metric:
@@ -46,8 +46,8 @@ def measure(predicted_N: np.ndarray, truth_N: np.ndarray, metric: Metric = "accu
     _, class_N = np.unique(truth_N, return_inverse=True)
     num_C = np.bincount(class_N)
     right_C = np.bincount(class_N, weights=right_N)
-    centre_C = (right_C + _Z**2 / 2) / (num_C + _Z**2)
-    half = _Z * math.sqrt(float((centre_C * (1 - centre_C) / (num_C + _Z**2)).sum())) / len(num_C)
+    centre_C = (right_C + Z_95**2 / 2) / (num_C + Z_95**2)
+    half = Z_95 * math.sqrt(float((centre_C * (1 - centre_C) / (num_C + Z_95**2)).sum())) / len(num_C)
     value = float((right_C / num_C).mean())
     return value, max(0.0, value - half), min(1.0, value + half)
 
@@ -68,3 +68,37 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 def titled(protocol: str, metric: Metric) -> str:
     """A protocol's name as scores print it: another measure is another protocol."""
     return protocol if metric == "accuracy" else f"{protocol} (mean per class)"
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How predicted classes are compared with labels."""
+
+    metric: Metric = "accuracy"
+    any_of: AnyOfLabels | None = None
+    """Classes any of which is right, in place of each record's one label; accuracy only."""
+    visibility: Visibility = "private"
+
+    def score(self, name: str, title: str, how: str, predicted: Sequence[np.ndarray], truth_N: np.ndarray, row_N: np.ndarray) -> Score:
+        """The score of one draw with its interval over test records, or the mean over several draws with Student's interval over them.
+
+        Args:
+            name: what was measured.
+            title, how: the protocol's beginning and its end; the metric is named between them.
+            predicted: of each draw, int64 classes of the same records.
+            truth_N: their labels, int64.
+            row_N: their rows in the test store, int64.
+
+        Raises:
+            DataError: ``any_of`` has a class for none of the rows.
+        """
+        if self.any_of is not None:
+            counted = [self.any_of.measure(p, row_N) for p in predicted]
+            figures, num = [(value, low, high) for value, low, high, _ in counted], counted[0][3]
+            chance, protocol = self.any_of.chance(row_N), f"{title}, {how}, any label of {self.any_of.name}"
+        else:
+            figures, num = [measure(p, truth_N, self.metric) for p in predicted], len(truth_N)
+            chance, protocol = chance_level(truth_N, self.metric), f"{titled(title, self.metric)}, {how}"
+        values = [figure[0] for figure in figures]
+        low, high = t_interval(values) if len(figures) > 1 else figures[0][1:]
+        return Score(name, float(np.mean(values)), low, high, num, chance, protocol, self.visibility)

@@ -9,7 +9,7 @@ from dpvision.errors import DataError
 Visibility = Literal["private", "public"]
 CIDER = "CIDEr-D"
 """How protocols of CIDEr begin, the only measure that is no share."""
-_Z = 1.959963984540054  # 97.5% quantile of the normal distribution
+Z_95 = 1.959963984540054  # 97.5% quantile of the normal distribution
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def is_of_the_run(name: str) -> bool:
 def wilson_interval(correct: float, n: int) -> tuple[float, float]:
     """95% interval of a share from ``correct`` out of ``n`` >= 1 independent trials (Wilson, 1927); good near 0 and 1 too."""
     share = correct / n
-    centre = share + _Z * _Z / (2 * n)
-    half = _Z * math.sqrt(share * (1 - share) / n + _Z * _Z / (4 * n * n))
-    scale = 1 + _Z * _Z / n
+    centre = share + Z_95 * Z_95 / (2 * n)
+    half = Z_95 * math.sqrt(share * (1 - share) / n + Z_95 * Z_95 / (4 * n * n))
+    scale = 1 + Z_95 * Z_95 / n
     # At 0 and at 1 the ends meet the share up to rounding.
     return max(0.0, min(share, (centre - half) / scale)), min(1.0, max(share, (centre + half) / scale))

@@ -9,8 +9,7 @@ from dpvision.config import MAEConfig
 from dpvision.errors import DataError
 from dpvision.eval.probes.dpcap_probe import STRENGTH, DPCapProbe, centred, dpcap_probe, fit_fixed_strength
 from dpvision.eval.probes.protocol import score_features
-from dpvision.eval.probes.records import LabelledFeatures
-from dpvision.eval.probes.shots import draw_shots
+from dpvision.eval.probes.records import LabelledFeatures, draw_shots
 from dpvision.features import Encoder
 from dpvision.models import make_model
 

@@ -12,8 +12,7 @@ from dpvision.eval.probes import fine_tune as module
 from dpvision.eval.probes.few_shot_probe import FewShotProbeSettings, few_shot_probe
 from dpvision.eval.probes.fine_tune import FineTuneSettings, Tuned, augmented, fine_tune, make_optimizer
 from dpvision.eval.probes.linear_probe import fit_linear_probe
-from dpvision.eval.probes.records import units
-from dpvision.eval.probes.shots import draw_shots
+from dpvision.eval.probes.records import draw_shots, units
 
 from ..labelled import MEAN, STD, conv_encoder, vit_encoder, write_colours
 

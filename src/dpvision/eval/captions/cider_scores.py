@@ -16,10 +16,8 @@ from dpvision.eval.captions.cider import cider_d
 from dpvision.eval.captions.image_source import Fit, StorePictures
 from dpvision.eval.captions.open_captioner import OpenCaptioner
 from dpvision.eval.captions.protocol import Asking, CaptionProtocol
-from dpvision.eval.score import CIDER, Score, Visibility
+from dpvision.eval.score import CIDER, Z_95, Score, Visibility
 from dpvision.models.generate import GenerateSettings, generate
-
-_Z = 1.959963984540054
 
 
 @dataclass(frozen=True)
@@ -158,5 +156,5 @@ def _numbers(references: Sequence[Sequence[str]]) -> str:
 
 def _interval(figure_N: np.ndarray) -> tuple[float, float]:
     """95% interval of the mean over pictures, with the words' weights as they are."""
-    half = _Z * float(figure_N.std(ddof=1)) / math.sqrt(len(figure_N))
+    half = Z_95 * float(figure_N.std(ddof=1)) / math.sqrt(len(figure_N))
     return max(0.0, float(figure_N.mean()) - half), min(10.0, float(figure_N.mean()) + half)

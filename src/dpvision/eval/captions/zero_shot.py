@@ -22,8 +22,7 @@ from dpvision.eval.captions.label_sets import PROMPT, LabelSet, prompted
 from dpvision.eval.captions.label_trie import LabelTrie
 from dpvision.eval.captions.open_captioner import OpenCaptioner
 from dpvision.eval.captions.protocol import Asking, CaptionProtocol
-from dpvision.eval.metric import Metric, checked_metric
-from dpvision.eval.predictions import Scoring
+from dpvision.eval.metric import Metric, Scoring, checked_metric
 from dpvision.eval.score import Score
 
 Method = Literal["trie", "loss"]

@@ -16,8 +16,8 @@ from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.feature_cache import FeatureCache, code_digest, features_key, score_key
 from dpvision.encoders.identity import fingerprint
 from dpvision.errors import DataError
-from dpvision.eval import any_of_labels, metric, predictions
-from dpvision.eval.probes import epochs, protocol, shots
+from dpvision.eval import any_of_labels, metric
+from dpvision.eval.probes import epochs, protocol, records
 from dpvision.eval.probes.protocol import Protocol, Task
 from dpvision.eval.probes.protocols import PROTOCOLS
 from dpvision.eval.probes.records import LabelledFeatures, units
@@ -94,6 +94,6 @@ class EvaluationCache:
         stores = [features_key(mark, *part) for part in parts]
         labels = [store.labels[rows].tolist() for store, rows in parts]
         own = dict.fromkeys(sys.modules[kind.__module__] for kind in PROTOCOLS.values())
-        code = code_digest(decode, loader, transform, any_of_labels, metric, predictions, epochs, protocol, shots, *own)
+        code = code_digest(decode, loader, transform, any_of_labels, metric, epochs, protocol, records, *own)
         any_of = [] if scoring.any_of is None else [scoring.any_of.name, scoring.any_of.digest()]
         return score_key(repr(asked), scoring.metric, stores, labels, code, *any_of)

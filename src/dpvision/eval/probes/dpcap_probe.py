@@ -16,7 +16,7 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
 from dpvision.eval.probes.protocol import FeatureProtocol
-from dpvision.eval.probes.shots import check_shots, draw_shots
+from dpvision.eval.probes.records import check_shots, draw_shots
 
 STRENGTH = 0.0025
 """lambda times the number of training pictures."""
@@ -40,8 +40,7 @@ class DPCapProbe(FeatureProtocol):
         self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
         for k in self.shots:
-            predicted = dpcap_probe(train_ND, label_N, test_MD, k, self.draws, names=names)
-            yield f"{k}-shot DP-Cap probe", f"{self.draws} draws", predicted
+            yield f"{k}-shot DP-Cap probe", f"{self.draws} draws", dpcap_probe(train_ND, label_N, test_MD, k, self.draws, names=names)
 
 
 def dpcap_probe(

@@ -14,8 +14,8 @@ import numpy as np
 from dpvision.errors import ConfigError
 from dpvision.eval.probes.linear_probe import fit_linear_probe
 from dpvision.eval.probes.protocol import FeatureProtocol
+from dpvision.eval.probes.records import check_shots, draw_shots
 from dpvision.eval.probes.ridge import fit_ridge
-from dpvision.eval.probes.shots import check_shots, draw_shots
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,11 @@ class FewShotProbe(FeatureProtocol):
         self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
         for k in self.shots:
-            predicted = few_shot_probe(train_ND, label_N, unit_N, test_MD, k, self.settings, names=names)
-            yield f"{k}-shot {self.settings.classifier} probe", f"{self.settings.draws} draws", predicted
+            yield (
+                f"{k}-shot {self.settings.classifier} probe",
+                f"{self.settings.draws} draws",
+                few_shot_probe(train_ND, label_N, unit_N, test_MD, k, self.settings, names=names),
+            )
 
 
 def few_shot_probe(

@@ -32,7 +32,7 @@ from dpvision.errors import ConfigError, DataError
 from dpvision.eval.probes.epochs import Epochs
 from dpvision.eval.probes.linear_probe import held_out
 from dpvision.eval.probes.protocol import Protocol, Say, Subject, Task
-from dpvision.eval.probes.shots import check_shots, draw_shots
+from dpvision.eval.probes.records import check_shots, draw_shots
 from dpvision.eval.score import Score
 
 
@@ -142,8 +142,7 @@ class FineTune(Protocol):
                 subject.encoder, task.train, task.test, task.unit_N, k, self.settings,
                 batch_size=task.batch_size, workers=task.workers, device=task.device, progress=task.say,
             )  # fmt: skip
-            how = self.settings.words(subject.encoder, k)
-            title = f"{k}-shot fine-tuning"
+            title, how = f"{k}-shot fine-tuning", self.settings.words(subject.encoder, k)
             scores.append(task.scoring.score(subject.encoder.name, title, how, tuned.predicted, tuned.label_M, tuned.row_M))
         return scores
 

@@ -36,8 +36,7 @@ class KNN(FeatureProtocol):
     def predict(
         self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
-        predicted_M = knn_predict(*map(torch.from_numpy, (train_ND, label_N, test_MD)), k=self.k)
-        yield "k-NN", f"k={self.k}, cosine", [predicted_M.numpy()]
+        yield "k-NN", f"k={self.k}, cosine", [knn_predict(*map(torch.from_numpy, (train_ND, label_N, test_MD)), k=self.k).numpy()]
 
 
 def knn_predict(train_ND: Tensor, train_label_N: Tensor, test_ND: Tensor, *, k: int = 20) -> Tensor:

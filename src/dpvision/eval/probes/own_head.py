@@ -19,8 +19,7 @@ from dpvision.encoders.feature_file import Extraction, feature_blocks
 from dpvision.encoders.headed import is_head, open_headed
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.any_of_labels import AnyOfLabels
-from dpvision.eval.metric import Metric
-from dpvision.eval.predictions import Scoring
+from dpvision.eval.metric import Metric, Scoring
 from dpvision.eval.probes.multi_label_scores import multi_label_scores
 from dpvision.eval.probes.protocol import Protocol, Subject, Task, is_run
 from dpvision.eval.score import Score, Visibility

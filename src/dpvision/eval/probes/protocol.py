@@ -15,7 +15,7 @@ import torch
 from dpvision.data.store import Store
 from dpvision.encoders.base import FrozenEncoder
 from dpvision.errors import DataError
-from dpvision.eval.predictions import Scoring
+from dpvision.eval.metric import Scoring
 from dpvision.eval.probes.records import LabelledFeatures, check_labels, units
 from dpvision.eval.score import Score
 

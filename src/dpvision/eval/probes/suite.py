@@ -7,13 +7,11 @@ from pathlib import Path
 import torch
 
 from dpvision.data.store import Store
-from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.fixed import raw_pixels
 from dpvision.encoders.open import open_encoder, recognised
 from dpvision.errors import ConfigError
 from dpvision.eval.any_of_labels import AnyOfLabels
-from dpvision.eval.metric import Metric, checked_metric
-from dpvision.eval.predictions import Scoring
+from dpvision.eval.metric import Metric, Scoring, checked_metric
 from dpvision.eval.probes.cache import EvaluationCache
 from dpvision.eval.probes.knn import KNN
 from dpvision.eval.probes.linear_probe import Linear
@@ -105,15 +103,11 @@ def _controls(subject: Subject, against: Sequence[Control], device: str | torch.
         spec = f"random:{subject.spec}"
         made.append(Subject(open_encoder(spec, device=device), spec))
     if "pixels" in against:
-        made.append(Subject(_pixels(subject.encoder), "pixels"))
+        pixels = replace(
+            subject.encoder, name="raw pixels", poolings=raw_pixels, family="fixed", backbone=None, blocks=None, lineage=(), own_sizes=()
+        )
+        made.append(Subject(pixels, "pixels"))
     return made
-
-
-def _pixels(encoder: FrozenEncoder) -> FrozenEncoder:
-    """Raw pixels of images that are prepared as the encoder's."""
-    return replace(
-        encoder, name="raw pixels", poolings=raw_pixels, family="fixed", backbone=None, blocks=None, lineage=(), own_sizes=()
-    )  # fmt: skip
 
 
 def _fits(protocol: Protocol, subject: Subject, task: Task) -> bool:
