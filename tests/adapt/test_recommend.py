@@ -7,7 +7,7 @@ import pytest
 from dpvision.adapt.recommend import covariance_noise, mean_noise, recommend_head
 from dpvision.errors import ConfigError
 
-ORDER = ["prototypes", "many_steps", "feature_covariance"]
+ORDER = ["prototypes", "many_steps"]
 
 
 def rank(*numbers: float) -> int:
@@ -19,14 +19,12 @@ def test_more_records_and_more_budget_never_lead_to_a_coarser_head() -> None:
     table = [[rank(n, 10, e, 512) for n in sizes] for e in epsilons]
     assert all(row == sorted(row) for row in table)
     assert all(list(column) == sorted(column) for column in zip(*table, strict=True))
-    assert {0, 1, 2} == {r for row in table for r in row}
+    assert {0, 1} == {r for row in table for r in row}
 
 
 def test_a_covariance_of_more_dimensions_is_noisier() -> None:
     assert covariance_noise(10_000, 1.0, 2048) == pytest.approx(2 * covariance_noise(10_000, 1.0, 512))
     assert covariance_noise(10_000, 1.0, 2) == pytest.approx(2 * mean_noise(10_000, 1.0))
-    ranks = [rank(100_000, 10, 1.0, width) for width in (32, 512, 8192, 20_000)]
-    assert ranks == sorted(ranks, reverse=True) and ranks[0] == 2 and ranks[-1] == 1
 
 
 def test_few_records_of_a_class_get_prototypes_whatever_the_budget() -> None:
@@ -46,8 +44,8 @@ def test_noise_alone_never_leads_to_prototypes() -> None:
     }
 
 
-def test_without_a_guarantee_there_is_no_noise() -> None:
-    assert recommend_head(10_000, 10, math.inf, 512)[0] == "feature_covariance"
+def test_without_a_guarantee_there_is_no_noise_and_the_same_head() -> None:
+    assert mean_noise(10_000, math.inf) == 0 and recommend_head(10_000, 10, math.inf, 512)[0] == "many_steps"
 
 
 @pytest.mark.parametrize("numbers", [(0, 10, 1.0, 5), (10, 1, 1.0, 5), (10, 10, 0.0, 5), (10, 10, math.nan, 5), (10, 10, 1.0, 0)])

@@ -73,7 +73,7 @@ def test_what_is_typed_overrides_what_auto_chose(stores: tuple[Store, Store], tm
     argv = _argv(stores[0], tmp_path, "--dataset-size", "900", "--privacy.guarantee", "none", "--dry-run", "--json")
     assert main(argv) == 0
     chosen = json.loads(capsys.readouterr().out)
-    assert chosen["head"] == "feature_covariance" and chosen["steps"] == 8 and chosen["guarantee"] == "none"
+    assert chosen["head"] == "many_steps" and chosen["steps"] == 60 and chosen["guarantee"] == "none"
     assert main([*argv, "--privacy.steps", "5"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 5
     assert main([*argv, "--head", "prototypes"]) == 0

@@ -122,8 +122,6 @@ def settled(config: RunConfig, encoder: FrozenEncoder, pooling: str, width: int)
         if privacy.target_unit_epsilon is not None:
             epsilon = draft_plan(privacy).epsilon or math.inf
         head, reason = recommend_head(privacy.dataset_size, config.model.num_classes, epsilon, width, _delta(privacy))
-        if config.model.multi_label and head == "feature_covariance":
-            head, reason = "many_steps", f"{reason}; but that head is for one label a record, and here are several"
         config = with_head(config, head, reason)
     assert isinstance(config.model, HeadConfig)
     config = replace(config, model=config.model.settled())

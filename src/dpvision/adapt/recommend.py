@@ -14,8 +14,6 @@ from dpvision.config.head_presets import HeadName
 from dpvision.errors import ConfigError
 from dpvision.privacy.plan import default_delta
 
-MOST_NOISE_FOR_COVARIANCE = 0.0005
-"""Of s sqrt(2 D): below all that was measured, where steps were ahead."""
 FEWEST_RECORDS_OF_A_CLASS = 5.0
 WIDEST = 8192
 """Feature dimensions beyond which a covariance (D x D in float64, its eigenvectors) is too large for an ordinary machine."""
@@ -42,12 +40,9 @@ def recommend_head(
             "least one record, two classes and one feature dimension, and a positive epsilon. Declare them."
         )
     noise = mean_noise(num_records, epsilon, delta)
-    edge = covariance_noise(num_records, epsilon, feature_width, delta)
     per_class = num_records / num_classes
     if per_class < FEWEST_RECORDS_OF_A_CLASS:
         return "prototypes", f"{per_class:.3g} records a class: only class means are worth measuring"
-    if feature_width <= WIDEST and edge <= MOST_NOISE_FOR_COVARIANCE:
-        return "feature_covariance", f"noise of {edge:.2g} in a covariance whose eigenvalues add up to 1: it can be measured"
     return "many_steps", (
         f"{num_records:,} records and noise of {noise:.2g} in each coordinate of their mean gradient: "
         f"gradient steps, at a rate that goes by this noise, for {feature_width:,} feature dimensions"
