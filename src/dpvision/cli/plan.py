@@ -10,7 +10,6 @@ from dpvision.cli.output import emit, pairs, parse
 from dpvision.cli.recipe import get_recipe, untyped_delta, with_budget
 from dpvision.config import PrivacyConfig
 from dpvision.errors import ConfigError
-from dpvision.privacy.planner import what_if
 
 
 def run(argv: Sequence[str]) -> None:
@@ -59,6 +58,8 @@ def plan(
         num_parameters: Trained parameters, for the signal figures.
         json: Print JSON.
     """
+    from dpvision.privacy.planner import what_if
+
     if recipe is not None and num_parameters is None:
         from dpvision.models import count_parameters
 
