@@ -6,32 +6,34 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-import numpy as np
 import tyro
 from rich.console import Console
 
-from dpvision.adapt.prepare import Prepared, prepare
-from dpvision.adapt.rate import final_noise
-from dpvision.adapt.session import HeadSession, adapt, new_head_session, resumed_head_session
-from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli.output import CONFIG, RecipeName, emit, may_show, private_scores
 from dpvision.cli.recipe import get_recipe, recipe_lines, spelled_out, typed_privacy, untyped_delta, with_budget
-from dpvision.cli.run_args import STOPPED, RunArgs, Where, announce, lost_words, resume_words, resumed_hardware, saved_config, spent
-from dpvision.cli.scores import scores_table
+from dpvision.cli.run_args import (
+    STOPPED,
+    RunArgs,
+    Where,
+    announce,
+    check_places,
+    lost_words,
+    resume_words,
+    resumed_hardware,
+    saved_config,
+    spent,
+)
 from dpvision.cli.train import TrainArgs, plan_text, train
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.head_presets import PRESETS, HeadName, with_candidates, with_head
-from dpvision.data.store import Store
-from dpvision.encoders.feature_file import feature_dtype, seconds_per_image
-from dpvision.encoders.parent import adapted
 from dpvision.errors import OPERATOR_ONLY, ConfigError
-from dpvision.eval.probes.own_head import check_scorable, score_own_head
-from dpvision.eval.score import Score
-from dpvision.eval.score_file import NOTHING_FITTED, write_scores
-from dpvision.train.folder import read_run, run_base
-from dpvision.train.lineage import runs_on
+
+if TYPE_CHECKING:
+    from dpvision.adapt.prepare import Prepared
+    from dpvision.adapt.session import HeadSession
+    from dpvision.eval.score import Score
 
 _DOC = """Adapt a public encoder to private pictures with labels: a private classifier, in one step or many.
 
@@ -131,6 +133,9 @@ def run(argv: Sequence[str]) -> None:
     if args.resume:
         _resume(args, config, default.config)
         return
+    check_places(args.root(recipe), config, dry_run=args.dry_run)
+    from dpvision.adapt.prepare import prepare
+
     made = prepare(config)
     if config.model.head == "auto" and not config.model.candidates:
         # The head's own steps and optimizer are now the defaults, to which what was typed is applied once more.
@@ -143,7 +148,10 @@ def run(argv: Sequence[str]) -> None:
     _adapt_new(args, made)
 
 
-def _adapt_new(args: AdaptArgs, made: Prepared) -> None:
+def _adapt_new(args: AdaptArgs, made: "Prepared") -> None:
+    from dpvision.adapt.session import new_head_session
+    from dpvision.train.lineage import runs_on
+
     root = args.root(args.recipe)
     _check_test(args, made.config)
     text = head_text(made)
@@ -165,6 +173,8 @@ def _adapt_new(args: AdaptArgs, made: Prepared) -> None:
 
 
 def _resume(args: AdaptArgs, config: RunConfig, saved: RunConfig) -> None:
+    from dpvision.adapt.session import resumed_head_session
+
     root = args.root(args.recipe)
     if config.data.store is None:
         config = replace(config, data=replace(config.data, store=saved.data.store))
@@ -176,8 +186,12 @@ def _resume(args: AdaptArgs, config: RunConfig, saved: RunConfig) -> None:
         _finish(args, session, root)
 
 
-def _finish(args: AdaptArgs, session: HeadSession, root: Path) -> None:
+def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
     """Fit, save, score, and say what was executed."""
+    from dpvision.adapt.session import adapt
+    from dpvision.checkpoint import find_checkpoint, read_manifest
+    from dpvision.train.lineage import runs_on
+
     made, plan = session.prepared, session.plan
     lost = 0 if session.finished else session.charged_before
     if not session.finished:
@@ -209,15 +223,17 @@ def _finish(args: AdaptArgs, session: HeadSession, root: Path) -> None:
         sys.exit(STOPPED)
 
 
-def _scores_text(args: AdaptArgs, scores: list[Score], root: Path) -> str:
+def _scores_text(args: AdaptArgs, scores: "list[Score]", root: Path) -> str:
     """The scores; private ones for the operator only."""
+    from dpvision.cli.scores import scores_table
+
     if all(score.visibility == "public" for score in scores):
         return scores_table(scores)
     return private_scores(scores_table(scores), [str(root / "confidential" / "scores.json")], args.show_confidential)
 
 
 @contextlib.contextmanager
-def _features_line(args: AdaptArgs, made: Prepared) -> Iterator[Callable[[int], None]]:
+def _features_line(args: AdaptArgs, made: "Prepared") -> Iterator[Callable[[int], None]]:
     """Progress of the features; where they were begun before, a line that stays says so."""
     console, called, total = Console(stderr=True, quiet=args.quiet), False, len(made.row_N)
     private = made.store.visibility == "private"
@@ -238,11 +254,18 @@ def _features_line(args: AdaptArgs, made: Prepared) -> Iterator[Callable[[int], 
 
 def _check_test(args: AdaptArgs, config: RunConfig) -> None:
     """A test that cannot be made is said before the budget is spent."""
+    from dpvision.data.store import Store
+    from dpvision.eval.probes.own_head import check_scorable
+
     if args.test is not None:
         check_scorable(config, Store.open(args.test))
 
 
-def _score(args: AdaptArgs, root: Path) -> list[Score]:
+def _score(args: AdaptArgs, root: Path) -> "list[Score]":
+    from dpvision.data.store import Store
+    from dpvision.eval.probes.own_head import score_own_head
+    from dpvision.eval.score_file import NOTHING_FITTED, write_scores
+
     if args.test is None:
         return []
     store = Store.open(args.test)
@@ -267,8 +290,12 @@ def _train(args: AdaptArgs, config: RunConfig) -> None:
             print(_scores_text(args, scores, root))
 
 
-def head_text(made: Prepared) -> str:
+def head_text(made: "Prepared") -> str:
     """The plan and the head, for people, before anything is spent."""
+    import numpy as np
+
+    from dpvision.adapt.rate import final_noise
+
     cfg = made.model
     why = f"\n  {cfg.head}: {cfg.reason}" if cfg.reason else ""
     text = plan_text(made.config, made.plan, made.store, made.lineage)
@@ -293,8 +320,10 @@ def head_text(made: Prepared) -> str:
     return text
 
 
-def _features_cost(made: Prepared) -> str:
+def _features_cost(made: "Prepared") -> str:
     """Disk and time of the declared number of records' features, for people."""
+    from dpvision.encoders.feature_file import feature_dtype, seconds_per_image
+
     count, width = made.plan.dataset_size, made.model.encoder.width
     dtype = feature_dtype(made.encoder, count, width)
     size = dtype.itemsize * count * width
@@ -306,6 +335,8 @@ def _features_cost(made: Prepared) -> str:
 
 def _recipe(early: _Early) -> str:
     """The recipe where none is named: the head's; with --resume and a --name that of the run."""
+    from dpvision.train.folder import read_run, run_base
+
     if early.resume and early.name and not early.head and run_base(root := early.runs / early.name) is not None:
         return read_run(root)[1].recipe or "transfer.auto"
     return f"transfer.{early.head or 'auto'}"
@@ -336,6 +367,8 @@ def _with_shorts(args: AdaptArgs) -> RunConfig:
         model = replace(model, encoder=replace(model.encoder, spec=args.encoder))
     config = replace(config, model=model)
     if args.encoder is not None and isinstance(model, ClassifierConfig):
+        from dpvision.encoders.parent import adapted
+
         config = adapted(config, args.encoder)
     return config
 

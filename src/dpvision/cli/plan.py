@@ -11,7 +11,6 @@ from dpvision.cli.output import emit, pairs, parse, table
 from dpvision.cli.recipe import get_recipe, untyped_delta, with_budget
 from dpvision.config import PrivacyConfig
 from dpvision.errors import ConfigError
-from dpvision.privacy.planner import what_if
 
 
 def run(argv: Sequence[str]) -> None:
@@ -66,6 +65,8 @@ def plan(
     if claims:
         _claims(json)
         return
+    from dpvision.privacy.planner import what_if
+
     if recipe is not None and num_parameters is None:
         from dpvision.models import count_parameters
 

@@ -3,15 +3,16 @@
 import sys
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from dpvision.config import RunConfig
-from dpvision.errors import ConfigError
-from dpvision.privacy.composition import Part, parts_of, total_epsilon, unit_epsilon
-from dpvision.privacy.plan import DPPlan
-from dpvision.train.folder import read_run, run_base
+from dpvision.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from dpvision.privacy.composition import Part
+    from dpvision.privacy.plan import DPPlan
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,29 @@ def saved_config(command: str, root: Path, recipe: str) -> RunConfig | None:
     Raises:
         ConfigError: it is of another recipe. CheckpointError: it cannot be read.
     """
+    from dpvision.train.folder import read_run, run_base
+
     if run_base(root) is None:
         return None
     _, config, _ = read_run(root)
     if config.recipe != recipe:
         raise ConfigError(f"{command}: recipe={recipe!r}; expected {config.recipe!r}, the recipe of {root}. Correct one of them.")
     return config
+
+
+def check_places(root: Path, config: RunConfig, *, dry_run: bool) -> None:
+    """Refuse a new run whose name is taken, or whose store is not there, before anything slow is imported.
+
+    Raises:
+        CheckpointError: a run has the name. DataError: there is no store.
+    """
+    from dpvision.train.folder import require_new
+
+    if not dry_run:
+        require_new(root)
+    store = config.data.store
+    if store is not None and not Path(store).exists():
+        raise DataError(f"store: {store}: no such folder; expected a store. Make one with `dpvision data import SOURCE STORE`.")
 
 
 def resumed_hardware(command: str, root: Path, asked: RunConfig, saved: RunConfig) -> dict[str, Any]:
@@ -85,7 +103,7 @@ COMPOSED = {
 """How the epsilons of several runs were put together, by ``composition.Method``."""
 
 
-def guarantee_words(plan: DPPlan, epsilon: float, unit_epsilon: float | None, delta: float) -> str:
+def guarantee_words(plan: "DPPlan", epsilon: float, unit_epsilon: float | None, delta: float) -> str:
     """A guarantee in a line: the person's where people are declared, and the image's beside it."""
     if plan.num_units is None:
         return f"epsilon {epsilon:.4g} at delta {delta:.3g}"
@@ -97,13 +115,15 @@ def guarantee_words(plan: DPPlan, epsilon: float, unit_epsilon: float | None, de
     return f"epsilon {unit_epsilon:.4g} for a person (at most {k} images), {epsilon:.4g} for a single image, at delta {delta:.3g}"
 
 
-def spent(plan: DPPlan, steps: int, behind: tuple[Part, ...] = ()) -> tuple[dict[str, Any], str]:
+def spent(plan: "DPPlan", steps: int, behind: "tuple[Part, ...]" = ()) -> tuple[dict[str, Any], str]:
     """What was executed has cost, with the runs ``behind`` its weights on the same store.
 
     Returns:
         epsilon, unit_epsilon (None without declared units) and delta of all runs (all None without a guarantee, or before the first step),
         epsilon of this run alone as this_run_epsilon, for JSON; and the same in words.
     """
+    from dpvision.privacy.composition import parts_of, total_epsilon, unit_epsilon
+
     if plan.guarantee != "dp" or not steps:
         return {"epsilon": None, "unit_epsilon": None, "delta": None, "this_run_epsilon": None}, "no privacy guarantee"
     alone, parts = parts_of([(plan, steps)]), parts_of([*behind, (plan, steps)])
@@ -117,14 +137,14 @@ def spent(plan: DPPlan, steps: int, behind: tuple[Part, ...] = ()) -> tuple[dict
     return {"epsilon": epsilon, "unit_epsilon": unit, "delta": delta, "this_run_epsilon": own}, said
 
 
-def lost_words(plan: DPPlan, lost: int, noun: str) -> list[str]:
+def lost_words(plan: "DPPlan", lost: int, noun: str) -> list[str]:
     """A line about charges without a result."""
     if not lost:
         return []
     return [f"{lost} {noun} were charged and lost ({spent(plan, lost)[1]} by themselves); they count in epsilon."]
 
 
-def resume_words(plan: DPPlan, charged: int, in_weights: int, saved: bool, noun: str = "steps") -> str:
+def resume_words(plan: "DPPlan", charged: int, in_weights: int, saved: bool, noun: str = "steps") -> str:
     """What a run that goes on has spent, lost and left.
 
     Args:

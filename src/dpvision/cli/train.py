@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -17,6 +17,7 @@ from dpvision.cli.run_args import (
     RunArgs,
     Where,
     announce,
+    check_places,
     guarantee_words,
     lost_words,
     resume_words,
@@ -25,16 +26,13 @@ from dpvision.cli.run_args import (
     spent,
 )
 from dpvision.config import HeadConfig, RunConfig
-from dpvision.data.store import Store
-from dpvision.data.texture_store import write_texture_store
-from dpvision.encoders.parent import open_parent
 from dpvision.errors import ConfigError, DataError
-from dpvision.privacy.plan import DPPlan, weakness
-from dpvision.train.folder import read_run
-from dpvision.train.lineage import runs_on
-from dpvision.train.loop import Session, fit
-from dpvision.train.start import check_run, new_session, resumed_session
-from dpvision.weights import Lineage
+
+if TYPE_CHECKING:
+    from dpvision.data.store import Store
+    from dpvision.privacy.plan import DPPlan
+    from dpvision.train.loop import Session
+    from dpvision.weights import Lineage
 
 _DOC = """Train a recipe on a store, privately unless the recipe says otherwise.
 
@@ -93,6 +91,14 @@ def train(args: TrainArgs) -> None:
         data = _texture_store(config.privacy.dataset_size)
     if data is not None:
         config = replace(config, data=replace(config.data, store=str(data)))
+    if not args.resume:
+        check_places(root, config, dry_run=args.dry_run)
+    from dpvision.encoders.parent import open_parent
+    from dpvision.train.folder import read_run
+    from dpvision.train.lineage import runs_on
+    from dpvision.train.loop import fit
+    from dpvision.train.start import check_run, new_session, resumed_session
+
     main_process = int(os.environ.get("RANK", "0")) == 0
     if args.resume:
         opened = resumed_session(root, resumed_hardware("train", root, config, read_run(root)[1]), open_parent)
@@ -124,6 +130,8 @@ def train(args: TrainArgs) -> None:
 
 def _texture_store(num: int) -> Path:
     """The folder of a store of ``num`` textures: a description of a few hundred bytes, made where it is not there yet."""
+    from dpvision.data.texture_store import write_texture_store
+
     folder = Path("stores") / f"textures-{num}"
     if not folder.exists():
         with contextlib.suppress(DataError):  # another rank may be first
@@ -131,7 +139,9 @@ def _texture_store(num: int) -> Path:
     return folder
 
 
-def _finish(session: Session, root: Path, complete: bool, as_json: bool) -> None:
+def _finish(session: "Session", root: Path, complete: bool, as_json: bool) -> None:
+    from dpvision.train.lineage import runs_on
+
     assert session.ledger is not None and session.folder is not None
     plan, steps = session.plan, session.ledger.steps
     cost, said = spent(plan, steps, runs_on(session.lineage, session.store.store_id))
@@ -148,8 +158,11 @@ def _finish(session: Session, root: Path, complete: bool, as_json: bool) -> None
     emit(result, as_json, "\n".join(lines))
 
 
-def plan_text(config: RunConfig, plan: DPPlan, store: Store, lineage: Lineage) -> str:
+def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Lineage") -> str:
     """The plan for people: the guarantee, with that of the runs behind the weights, and what it takes."""
+    from dpvision.privacy.plan import weakness
+    from dpvision.train.lineage import runs_on
+
     if plan.guarantee == "dp":
         when = "one step" if plan.steps == 1 else f"all {plan.steps} steps"
         assert plan.epsilon is not None, "a plan with a guarantee has an epsilon"

@@ -61,6 +61,12 @@ def require_space(root: Path, num_bytes: int) -> None:
         )
 
 
+def require_new(root: Path) -> None:
+    """Refuse a folder that holds a run already (CheckpointError)."""
+    if run_base(root) is not None:
+        raise CheckpointError(f"run: {root} holds a run already; expected a new name. Use --resume to go on, or another --name.")
+
+
 def create_run(root: Path, config: RunConfig, about: dict[str, Any], *, wholly_confidential: bool) -> RunFolder:
     """Make and lock a new run folder.
 
@@ -72,9 +78,11 @@ def create_run(root: Path, config: RunConfig, about: dict[str, Any], *, wholly_c
     """
     root.mkdir(parents=True, exist_ok=True)
     lock = _lock(root)
-    if run_base(root) is not None:
+    try:
+        require_new(root)
+    except CheckpointError:
         lock.close()
-        raise CheckpointError(f"run: {root} holds a run already; expected a new name. Use --resume to go on, or another --name.")
+        raise
     base = root / "confidential" if wholly_confidential else root
     (root / "confidential").mkdir(exist_ok=True)
     (root / "confidential").chmod(0o700)
