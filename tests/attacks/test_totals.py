@@ -112,7 +112,7 @@ def test_one_record_moves_its_own_bucket_only(scenes: Path, monkeypatch: pytest.
     """Before, one record less changed the sum of every slice after it."""
     config, rows = config_of(scenes), np.arange(60)
     whole = bucket_sums(config, rows, monkeypatch)
-    assert len(whole) > 10
+    assert len(whole) > 5
     assert bucket_sums(config_of(scenes, workers=3), rows, monkeypatch) == whole
     for gone in (0, 31, 59):
         less = bucket_sums(config, np.delete(rows, gone), monkeypatch)
