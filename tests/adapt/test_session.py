@@ -19,6 +19,7 @@ from dpvision.adapt import descent, feature_covariance, release
 from dpvision.adapt import session as session_module
 from dpvision.adapt.predict import load_classifier
 from dpvision.adapt.prepare import prepare
+from dpvision.adapt.rate import with_rate
 from dpvision.adapt.session import adapt, new_head_session, resumed_head_session
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import DataConfig, HeadConfig, OptimConfig, RunConfig
@@ -260,7 +261,9 @@ def test_auto_goes_by_declared_numbers_alone_and_says_why(private: Store) -> Non
     assert made.model.head in PRESETS and made.model.reason
     richer = prepare(head_config(private, epsilon=None))
     preset = PRESETS[richer.model.head]  # type: ignore[index]
-    assert richer.config.optim == preset.optim and richer.plan.steps == preset.steps and richer.model.loss == preset.loss
+    assert (
+        richer.config.optim == with_rate(preset.optim, richer.plan) and richer.plan.steps == preset.steps and richer.model.loss == "softmax"
+    )
     noisy = head_config(private)
     noisy = replace(noisy, privacy=replace(noisy.privacy, target_epsilon=None, noise_multiplier=2.0))
     with pytest.raises(ConfigError, match="expected a target epsilon"):
