@@ -93,7 +93,7 @@ def test_without_privacy_it_learns_digits_well_beyond_chance(
 ) -> None:
     config = replace(
         supervised,
-        privacy=PrivacyConfig(dataset_size=NUM_RECORDS, expected_batch_size=100, steps=60, guarantee="none", max_grad_norm=None),
+        privacy=PrivacyConfig(dataset_size=NUM_RECORDS, expected_batch_size=100, steps=120, guarantee="none", max_grad_norm=None),
         model=ClassifierConfig(encoder=encoder, num_classes=10),
         data=replace(supervised.data, views=1),
         optim=OptimConfig(learning_rate=1e-2, betas=(0.9, 0.999), weight_decay=0.0, schedule="vip", warmup_steps=5),
