@@ -3,7 +3,7 @@
     encoder, preprocess = dpvision.load("runs/demo")
     feature_BD = encoder(torch.from_numpy(preprocess(picture))[None])
 
-Legend: B records of a batch, N records in all, C channels, H height, W width, L tokens, D numbers of a feature, G patches on a side.
+Legend: B records of a batch, N records in all, C channels, H height, W width, L tokens, D feature dimensions, G patches on a side.
 """
 
 import json

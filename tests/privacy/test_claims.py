@@ -72,3 +72,5 @@ def test_the_command_prints_all_of_them(monkeypatch: pytest.MonkeyPatch, capsys:
     assert made[SOME[2]]["holds"] and not made[SOME[3]]["holds"]
     assert main(["plan", "--claims"]) == 0
     assert "NO" in capsys.readouterr().out
+    assert main(["plan", "vip.base", "--claims"]) == 2
+    assert "--claims with recipe" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 What is settled here (which head, which features, what plan) rests on public numbers: what was declared, and what the encoder makes of
 public noise. Messages about labels and about the store's size are for whoever holds the records, and stand in no file.
 
-Legend: N records, D numbers of a feature, K classes.
+Legend: N records, D feature dimensions, K classes.
 """
 
 import math

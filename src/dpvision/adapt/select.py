@@ -6,7 +6,7 @@ records out would cost. The whole is charged as one step before the first run. W
 candidate's name and that score. How many runs there were is secret, and so is everything that tells it: this module reports no progress,
 keeps nothing of a run that lost, and does not go on after a crash, for a charge pays for one whole selection.
 
-Legend: B records of a block, K classes, D numbers of a feature.
+Legend: B records of a block, K classes, D feature dimensions.
 """
 
 import itertools

@@ -6,7 +6,7 @@
 Killed at any moment, the ledger is true: what is charged and lost stays charged. A run that goes on (``resumed_head_session``) has new
 keys and the releases that are left; where these are too few for its head, it says so and stops.
 
-Legend: N records, D numbers of a feature.
+Legend: N records, D feature dimensions.
 """
 
 import contextlib

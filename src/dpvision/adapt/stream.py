@@ -7,7 +7,7 @@ A record goes the same way in training and in prediction, each step a function o
 A record whose features are not finite, or whose label is impossible, is in no block: it contributes exactly zero, and nothing raises,
 since whether a release raises must not depend on one record.
 
-Legend: N records, B records of a block, D numbers of a feature, E numbers after the map (D, or D + 1 with a constant), K classes.
+Legend: N records, B records of a block, D feature dimensions, E numbers after the map (D, or D + 1 with a constant), K classes.
 """
 
 import math

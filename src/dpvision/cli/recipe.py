@@ -29,8 +29,8 @@ _BUDGETS = ("noise_multiplier", "target_epsilon", "target_unit_epsilon")
 def with_budget(cfg: PrivacyConfig, typed: dict[str, Any]) -> PrivacyConfig:
     """A private recipe's settings, whose own noise or target gives way to the one that is typed.
 
-    Where units are declared and no budget is typed, the recipe's target becomes that of the unit. Without a guarantee there is neither
-    noise nor clipping.
+    Where units are declared and no budget is typed, the recipe's target becomes that of the unit. Without a guarantee
+    the noise, the target and the clipping norm are dropped.
 
     Args:
         typed: what is typed, by the name of the setting; of the budget's settings the value does not matter.

@@ -3,7 +3,7 @@
 Features of most encoders share a large common part, which tells no class from another and yet takes most of a clipped record's length.
 The mean over procedural textures has nearly its direction and costs no privacy: no picture of anybody is in it.
 
-Legend: B pictures, D numbers of a feature.
+Legend: B pictures, D feature dimensions.
 """
 
 import torch

@@ -4,7 +4,7 @@ Features of private pictures are as private as the pictures: they lie under STOR
 file's name is a digest of all that decides its content: the encoder (weights, and what it makes of fixed noise), the way from bytes to
 pixels (settings, our source, versions of the libraries), the store and its rows. Another name is another file; nothing is ever updated.
 
-Legend: N records, D numbers of a feature, B pictures, C channels, H height, W width.
+Legend: N records, D feature dimensions, B pictures, C channels, H height, W width.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ Their default: gradient by [-1, 0, 1] without smoothing, at each pixel that of t
 from 0 to 180 degrees; a pixel's vote, its gradient's length, shared between the two nearest orientations and the four nearest cells;
 blocks of 2 x 2 cells that overlap by one cell, each cut and normalised by L2-Hys. Left out: the Gaussian window over a block.
 
-Legend: B pictures, C channels, H height, W width, O orientations, G cells down, F cells across, D numbers of a feature.
+Legend: B pictures, C channels, H height, W width, O orientations, G cells down, F cells across, D feature dimensions.
 """
 
 import math

@@ -3,7 +3,7 @@
 A guarantee for a head holds for features that depend on one record each. An encoder that looks at its batch (normalisation by batch
 statistics, say) is refused by name; one that comes back changed is not taken for the one that a head was fitted to.
 
-Legend: B pictures, D numbers of a feature, C channels, H height, W width.
+Legend: B pictures, D feature dimensions, C channels, H height, W width.
 """
 
 import hashlib

@@ -4,7 +4,7 @@ The private store's features are kept in a file (float16) and searched block by 
 pass by once; so memory does not grow with either store. From which similarity on two pictures count as one is measured on the public
 store alone: transformed copies of its pictures against its other pictures.
 
-Legend: N pictures, D numbers of a feature, B pictures of a block, C channels, H height, W width.
+Legend: N pictures, D feature dimensions, B pictures of a block, C channels, H height, W width.
 """
 
 import io

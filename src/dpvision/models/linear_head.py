@@ -1,6 +1,6 @@
 """A linear classifier of frozen features, as a run of a head leaves it.
 
-Legend: B records, D numbers of a feature, K classes.
+Legend: B records, D feature dimensions, K classes.
 """
 
 import torch

@@ -3,6 +3,7 @@
 from typing import Any
 
 from dpvision.privacy.plan import DPPlan
+from dpvision.report.phrases import CLIPPED
 
 HEADS = (
     "The head is what this run releases: it was fitted to the private pictures under this guarantee, and scores measured with it on public "
@@ -29,10 +30,7 @@ def clipping(plan: DPPlan) -> str:
     """What bounds a record's influence."""
     if plan.max_grad_norm is None:
         return "None."
-    factor = {
-        "hard": "scaled down to the clip norm if it is longer",
-        "automatic": "divided by its norm plus 0.01 and multiplied by the clip norm, so that it is always shorter",
-    }[plan.clipping]
+    factor = CLIPPED[plan.clipping]
     return (
         f"Each record's whole contribution to a release (the gradient of the head, or its moments and counts together) is {factor} "
         "(norms in float64)."

@@ -1,6 +1,6 @@
 """What an encoder takes for alike: a few pictures of a store, each with its nearest neighbours in feature space.
 
-Legend: N candidates, Q queries, K neighbours, D numbers of a feature, B pictures, H height, W width.
+Legend: N candidates, Q queries, K neighbours, D feature dimensions, B pictures, H height, W width.
 """
 
 from dataclasses import dataclass

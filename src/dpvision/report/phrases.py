@@ -282,14 +282,18 @@ def sampling_executed(plan: DPPlan) -> str:
     return f"The same object that is accounted for draws the batches: {drawn}. Keys are fresh from the operating system at every start."
 
 
+CLIPPED = {
+    "hard": "scaled down to the clip norm if it is longer",
+    "automatic": "divided by its norm plus 0.01 and multiplied by the clip norm, so that it is always shorter",
+}
+"""What becomes of a gradient, by ``DPPlan.clipping``."""
+
+
 def clipping(plan: DPPlan) -> str:
     """What bounds a record's influence."""
     if plan.max_grad_norm is None:
         return "None."
-    factor = {
-        "hard": "scaled down to the clip norm if it is longer",
-        "automatic": "divided by its norm plus 0.01 and multiplied by the clip norm, so that it is always shorter",
-    }[plan.clipping]
+    factor = CLIPPED[plan.clipping]
     return (
         f"Each record's whole gradient, all trained parameters together, is {factor} (norms in float32 or wider). Augmented views of a "
         "record are averaged before."

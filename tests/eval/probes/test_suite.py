@@ -238,7 +238,7 @@ def test_what_an_encoder_cannot_go_through_is_said_before_the_work(make_run: Mak
     ]:
         with pytest.raises(ConfigError, match=words):
             evaluate(spec, train_store, test_store, protocols=make_protocols(["knn", protocol]), progress=said.append)
-    with pytest.raises(ConfigError, match="own_head: no test store; expected --test STORE"):
+    with pytest.raises(ConfigError, match=r"own_head: no test store; expected one.*--test STORE"):
         evaluate(make_run(), train_store, protocols=(OwnHead(),), progress=said.append)
     with pytest.raises(ConfigError, match=r"against='hog'; expected random, pixels, both or none"):
         evaluate("pixels", train_store, against=("hog",), progress=said.append)

@@ -4,7 +4,7 @@ Minimises, for W of one row per class, mean cross-entropy + lambda / 2 * ||W||^2
 pictures, and without intercept (Sander et al., ICML 2024, appendix A.3.3, after Assran et al. 2022, whose code calls Cyanure; here scikit-
 learn's L-BFGS, which finds the same minimum: the problem is strictly convex).
 
-Legend: N training records, M test records, D numbers of a feature.
+Legend: N training records, M test records, D feature dimensions.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,7 +2,7 @@
 
 The cheap companion of ``fine_tune``: nothing is trained but the classifier, so twenty draws take seconds.
 
-Legend: N training records, M test records, D numbers of a feature, C classes, K pictures per class.
+Legend: N training records, M test records, D feature dimensions, C classes, K pictures per class.
 """
 
 from collections.abc import Iterator, Sequence

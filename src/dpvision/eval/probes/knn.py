@@ -2,7 +2,7 @@
 
 The protocol of Wu et al. (2018), also used by DINO, with its temperature of 0.07.
 
-Legend: N training records, M test records of a chunk, D numbers of a feature, K neighbours.
+Legend: N training records, M test records of a chunk, D feature dimensions, K neighbours.
 """
 
 from collections.abc import Iterator, Sequence

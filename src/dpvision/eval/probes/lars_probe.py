@@ -6,7 +6,7 @@ then a half cosine; RandomResizedCrop and flip in training. ViP probes the mean 
 numbers for Base); the MAE paper the class token. Neither says how blr was chosen among its values: here by a held-out fifth of the
 *training* units. For that, a second set of heads sees the same features but the held-out ones; the head that is scored has seen all.
 
-Legend: B records of a batch, N training records, M test records, D numbers of a feature, R values of blr, C channels, H height, W width.
+Legend: B records of a batch, N training records, M test records, D feature dimensions, R values of blr, C channels, H height, W width.
 """
 
 import math

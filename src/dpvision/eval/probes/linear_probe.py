@@ -4,7 +4,7 @@ Minimises mean cross-entropy + strength / 2 * ||W||^2 over the training records 
 vector of their log odds). Features are standardised by
 the training set's mean and standard deviation. The strength is chosen on a fifth of the training set, never on the test set.
 
-Legend: N training records, M test records, D numbers of a feature.
+Legend: N training records, M test records, D feature dimensions.
 """
 
 import copy

@@ -38,7 +38,7 @@ class OwnHead(Protocol):
         if not is_run(subject.spec):
             raise ConfigError(f"own_head: {subject.spec!r} has no head; expected the run folder of a classifier. Use --protocols linear.")
         if task.test[0] is task.train[0]:
-            raise ConfigError("own_head: no test store; expected --test STORE, pictures that the head was not trained on. Name one.")
+            raise ConfigError("own_head: no test store; expected one with images that the head was not trained on. Add --test STORE.")
 
     def run(self, subject: Subject, task: Task) -> list[Score]:
         def report(done: int) -> None:

@@ -1,6 +1,6 @@
 """Which records an evaluation learns from and which it is scored on, and whether their labels are fit for that.
 
-Legend: N records, D numbers of a feature, C classes, K images per class.
+Legend: N records, D feature dimensions, C classes, K images per class.
 """
 
 from collections.abc import Sequence

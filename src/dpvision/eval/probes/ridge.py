@@ -7,7 +7,7 @@ training set's mean and standard deviation, so a strength means the same for eve
 2004, "Efficient quadratic regularization for expression arrays"). The strength is chosen on a fifth of the training set, never on the
 test set.
 
-Legend: N training records, M test records, D numbers of a feature, K classes, R rank: the smaller of N and D.
+Legend: N training records, M test records, D feature dimensions, K classes, R rank: the smaller of N and D.
 """
 
 from collections.abc import Iterator, Sequence

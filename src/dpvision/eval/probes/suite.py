@@ -48,8 +48,7 @@ def evaluate(
         protocols: with their settings; ``make_protocols`` makes them from names.
         against: controls. "random" exists for runs only and is left out for other encoders.
         metric: None: what the training store declares, else accuracy.
-        any_of: the classes any of which is right for each record of the test store (of the only store where there is one); the metric is
-            then accuracy.
+        any_of: for each scored record, the classes that all count as right; the metric is then accuracy.
         cache: keep features and scores under the stores' confidential/features/, and take them from there.
         progress: called with a line on what is being done.
 
