@@ -19,7 +19,7 @@ from dpvision.dp.products import OUTER_NUMBERS, accumulated, product, scaled, wi
 from dpvision.dp.rounding import sum_dtype
 from dpvision.dp.sides import OneHot, Side
 
-_TILE_NUMBERS = 2**19
+_TILE_NUMBERS = 2**20
 """Numbers of a weight that the sums of blocks are added to at a time."""
 
 
@@ -86,15 +86,20 @@ class OuterProducts:
             if len(blocks) == 1:
                 total = accumulated(total, left.flatten(0, 1).mT, right.flatten(0, 1))
                 continue
+            here = [slice(piece.start - rows.start, piece.stop - rows.start) for piece in pieces]
+            fresh = total is None
             if total is None:
                 dtype = sum_dtype(len(blocks), blocks[-1].stop, torch.promote_types(wide(left.dtype), wide(right.dtype)))
-                total = torch.zeros(self.left.width, self.right.width, dtype=dtype, device=self.device)
-            here = [slice(piece.start - rows.start, piece.stop - rows.start) for piece in pieces]
+                total = torch.empty(self.left.width, self.right.width, dtype=dtype, device=self.device)
             step = max(1, _TILE_NUMBERS // self.right.width)
             for start in range(0, self.left.width, step):
                 tile = total[start : start + step]
-                for part in here:
-                    tile += accumulated(None, left[part].flatten(0, 1)[:, start : start + step].mT, right[part].flatten(0, 1))
+                for i, part in enumerate(here):
+                    a, b = left[part].flatten(0, 1)[:, start : start + step].mT, right[part].flatten(0, 1)
+                    if i == 0 and fresh:  # without zeros first: filling and reading them costs a hundredth of a step
+                        torch.mm(a, b, out=tile) if tile.dtype == a.dtype == b.dtype else tile.copy_(accumulated(None, a, b))
+                    else:
+                        tile += accumulated(None, a, b)
         assert total is not None
         return total.view(self.shape)
 
