@@ -17,7 +17,7 @@ from common import row, write_result
 from runs import trained
 
 from dpvision.data.store import Store
-from dpvision.train.folder import run_base
+from dpvision.runs.folder import run_base
 
 
 def losses(batch: int, args: argparse.Namespace) -> np.ndarray:

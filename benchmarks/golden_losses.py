@@ -41,8 +41,9 @@ from dpvision.config import (
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.data.tokenizer import train_tokenizer
 from dpvision.recipes import RECIPES
+from dpvision.runs.run import Secrets
 from dpvision.synthetic.scenes import make_scene
-from dpvision.train.loop import Secrets, fit
+from dpvision.train.loop import fit
 from dpvision.train.start import new_session
 
 NUM_RECORDS = 60

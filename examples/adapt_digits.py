@@ -34,6 +34,6 @@ config = replace(
 )
 with new_head_session(config, Path("runs/digits")) as session:
     adapt(session)
-    epsilon = session.plan.spent(session.ledger.steps).epsilon
+    epsilon = session.plan.spent(session.run.ledger.steps).epsilon
 score = score_own_head("runs/digits", public)[0]
 print(f"accuracy {score.value:.1%} at epsilon {epsilon:.2f} by {session.prepared.model.head}: {session.prepared.model.reason}")

@@ -13,7 +13,7 @@ ORDER = [
     {"config", "weights", "files"},
     {"privacy", "models", "synthetic", "checkpoint"},
     {"data"},
-    {"dp", "optim"},
+    {"dp", "optim", "runs"},
     {"train"},
     {"features"},
     {"encoders"},

@@ -33,8 +33,8 @@ from dpvision.models.captioner import Captioner
 from dpvision.models.packaged import TimmEncoder
 from dpvision.models.resnet import ResNet
 from dpvision.models.vit import ViT
-from dpvision.train.folder import require_confidential
-from dpvision.train.lineage import shaped_in_confidence
+from dpvision.runs.folder import require_confidential
+from dpvision.runs.lineage import shaped_in_confidence
 
 Pooling = Literal["mean", "2x2"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)

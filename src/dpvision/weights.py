@@ -1,6 +1,6 @@
 """Tensors as safetensors, with the lineage of the weights in the same file, and digests that recognise tensors elsewhere.
 
-Lineage is a list of entries (``train.lineage``): every store that shaped the weights, with its guarantee. It is in the metadata of each
+Lineage is a list of entries (``runs.lineage``): every store that shaped the weights, with its guarantee. It is in the metadata of each
 file of weights that dpvision writes, bound to the tensors by a digest over both, so that a file that is copied, renamed or opened under
 another name keeps it. This guards against mistakes: whoever writes the tensors again with another program gets a file without lineage.
 """

@@ -129,7 +129,7 @@ def test_killed_between_charge_and_checkpoint_the_ledger_is_true_and_the_rest_is
     config = replace(config, privacy=replace(config.privacy, steps=6))
     _killed(config, tmp_path / "run", 2)
     with resumed_head_session(tmp_path / "run") as session:
-        assert session.charged_before == session.ledger.steps == 2 and session.ledger.restarts == 1 and not session.finished
+        assert session.charged_before == session.run.ledger.steps == 2 and session.run.ledger.restarts == 1 and not session.finished
         adapt(session)
     manifest, ledger = load_checkpoint(tmp_path / "run").manifest, read_ledger(tmp_path / "run" / "ledger.jsonl")
     assert ledger.steps == manifest["ledger_steps"] == 6 and manifest["updates"] == 4, "two were paid for and lost"

@@ -24,8 +24,8 @@ from dpvision.data.store import Store
 from dpvision.dp.clip import clipped_sum
 from dpvision.errors import DataError
 from dpvision.models import make_model
+from dpvision.runs.store_checks import check_labels
 from dpvision.train.objectives import classification_losses
-from dpvision.train.start import check_labels
 
 C, NUM, CLASSES = 0.1, 105, ("beech", "birch", "oak")
 DECLARED = ClassRule(CLASSES)

@@ -25,8 +25,8 @@ from dpvision.privacy.composition import check_total, curve, parts_of, total, to
 from dpvision.privacy.plan import MAX_EPSILON, DPPlan, ask_selection, make_plan
 from dpvision.report.compared_run import read_compared
 from dpvision.report.statement import make_statement
-from dpvision.train.lineage import own_entry, runs_on
-from dpvision.train.log import EpsilonMeter
+from dpvision.runs.epsilon_meter import EpsilonMeter
+from dpvision.runs.lineage import own_entry, runs_on
 
 from ..report.runs import make_run, make_store
 

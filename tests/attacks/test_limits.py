@@ -21,7 +21,7 @@ from dpvision.privacy import plan as plans
 from dpvision.privacy.plan import DPPlan, draft_plan, make_plan, refusal
 from dpvision.privacy.planner import what_if
 from dpvision.report.lineage_phrases import PROCEDURAL, entry_text
-from dpvision.train.start import check_store
+from dpvision.runs.store_checks import check_store
 
 from ..data.pictures import png
 

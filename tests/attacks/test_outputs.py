@@ -20,8 +20,9 @@ from dpvision.files import write_json
 from dpvision.privacy.plan import make_plan
 from dpvision.recipes import RECIPES
 from dpvision.report.compared_run import made_of_public_pictures
+from dpvision.runs.store_checks import check_store
 from dpvision.train.loop import fit
-from dpvision.train.start import check_store, new_session
+from dpvision.train.start import new_session
 
 from .test_ranks import config_of
 

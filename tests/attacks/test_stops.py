@@ -106,7 +106,7 @@ def test_a_second_interrupt_stops_at_once_and_says_what_is_lost(
     with new_session(config, tmp_path / "run") as session:
         with pytest.raises(KeyboardInterrupt):
             fit(session, quiet=True)
-        assert session.ledger is not None and session.ledger.steps == 2
+        assert session.run is not None and session.run.ledger.steps == 2
     assert not list_checkpoints(tmp_path / "run") and signal.getsignal(signal.SIGINT) is before
     assert "2 charged steps were not saved and are lost" in capsys.readouterr().err
 
@@ -149,11 +149,11 @@ def test_a_head_that_is_interrupted_ends_with_a_step_or_says_what_is_lost(
         if times == 1:
             adapt(session)
             # Two releases measure the covariance; the first step after them is the least that makes a head.
-            assert load_checkpoint(tmp_path / "run").manifest["updates"] == session.ledger.steps == 3 < session.plan.steps
+            assert load_checkpoint(tmp_path / "run").manifest["updates"] == session.run.ledger.steps == 3 < session.plan.steps
             return
         with pytest.raises(KeyboardInterrupt):
             adapt(session)
-        charged = session.ledger.steps
+        charged = session.run.ledger.steps
     assert charged and not list_checkpoints(tmp_path / "run")
     assert f"{charged} charged steps were not saved and are lost" in capsys.readouterr().err
 

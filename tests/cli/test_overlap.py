@@ -10,7 +10,7 @@ from dpvision.config import PrivacyConfig
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.privacy.plan import make_plan
-from dpvision.train.lineage import own_entry
+from dpvision.runs.lineage import own_entry
 
 pytest.importorskip("imagehash", reason="imagehash is not installed: pip install dpvision[overlap]")
 pytest.importorskip("faiss", reason="faiss is not installed: pip install dpvision[overlap]")

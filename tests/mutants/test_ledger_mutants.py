@@ -62,7 +62,7 @@ def test_ledger_crash_loses_step(new_store, long_plan: DPPlan, new_run: NewRun) 
         """When the first thing of a step is computed, the charge is in the file."""
 
         def watch(number, *args):
-            assert read_ledger(session.ledger.path).steps == number + 1, "the step runs before it is charged"
+            assert read_ledger(session.run.ledger.path).steps == number + 1, "the step runs before it is charged"
             return step_sum(number, *args)
 
         step_sum = loop.step_sum
@@ -181,7 +181,7 @@ def test_epsilon_from_config(tmp_path: Path, new_run: NewRun) -> None:
 
     def check_manifest() -> None:
         with new_run() as session:
-            session.ledger.append()
+            session.run.ledger.append()
             said = json.loads((save(session) / "manifest.json").read_text())["lineage"][-1]["guarantee"]["epsilon"]
             assert said == pytest.approx(exact(session.plan, 1)), "the manifest's epsilon is not that of the steps in the ledger"
 

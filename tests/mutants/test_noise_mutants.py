@@ -20,9 +20,10 @@ from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.noise import DPGradient, privatize
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.stream import Keystream, new_key, subkey
+from dpvision.runs.run import Secrets
 from dpvision.train import loop, step
 from dpvision.train.distributed import Group
-from dpvision.train.loop import Secrets, fit
+from dpvision.train.loop import fit
 
 from .conftest import NewRun
 from .planting import assert_refused, caught, planted

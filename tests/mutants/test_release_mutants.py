@@ -31,9 +31,9 @@ from dpvision.privacy import composition
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.report import guarantee, statement
 from dpvision.report.statement import make_statement
-from dpvision.train import lineage as lineages
+from dpvision.runs import lineage as lineages
+from dpvision.runs.lineage import inherit, undeclared_weights
 from dpvision.train import log, loop, start
-from dpvision.train.lineage import inherit, undeclared_weights
 from dpvision.train.log import RunLog, StepMetrics
 from dpvision.train.loop import fit, save
 
@@ -187,7 +187,7 @@ def entry(store_id: str, visibility: str, guaranteed: bool) -> dict[str, Any]:
 def test_lineage_lost_in_a_file(tmp_path: Path, config: RunConfig, new_run: NewRun) -> None:
     none = replace(config.privacy, guarantee="none", noise_multiplier=None, max_grad_norm=None)
     with new_run(replace(config, privacy=none)) as session:
-        session.ledger.append()
+        session.run.ledger.append()
         with torch.no_grad():
             for parameter in session.model.parameters():
                 parameter.add_(0.01)
@@ -257,7 +257,7 @@ def test_tainted_parent(tmp_path: Path, scenes: Store, config: RunConfig, new_ru
         about = {"run_id": "parent", "ledger_steps": 1, "updates": 1, "config": {}, "plan": {}, "ledger_digest": "", "lineage": lineage}
         save_checkpoint(folder, about, state_tensors(make_model(config.model, 1)))
         with new_run(replace(config, init_from=str(folder))) as session:
-            session.ledger.append()
+            session.run.ledger.append()
             return load_checkpoint(save(session)).manifest["lineage"]
 
     def check() -> None:

@@ -13,9 +13,10 @@ from dpvision.dp.noise import DPGradient
 from dpvision.privacy import sampling
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.sampling import derive_rng, draw_poisson
+from dpvision.runs.run import Secrets
 from dpvision.train import loop, step
 from dpvision.train.distributed import Group
-from dpvision.train.loop import Secrets, fit
+from dpvision.train.loop import fit
 
 from .conftest import NewRun
 from .planting import planted
@@ -105,7 +106,7 @@ def test_one_step_too_many(new_run: NewRun) -> None:
     def check() -> None:
         with new_run() as session:
             fit(session, quiet=True)
-            assert session.ledger.steps == session.updates == session.plan.steps
+            assert session.run.ledger.steps == session.updates == session.plan.steps
 
     def off_by_one(session):
         return steps_left(session) + 1
@@ -113,7 +114,7 @@ def test_one_step_too_many(new_run: NewRun) -> None:
     def check_draw() -> None:
         """Even if the ledger let a step too many pass, it could not be drawn."""
         with new_run() as session:
-            session.ledger.plan = replace(session.plan, steps=session.plan.steps + 1)
+            session.run.ledger.plan = replace(session.plan, steps=session.plan.steps + 1)
             fit(session, quiet=True)
             assert session.updates == session.plan.steps
 
@@ -147,7 +148,7 @@ def test_skipped_empty_batch(new_run: NewRun, poisson_config: RunConfig) -> None
 
             session.optimizer.step = record
             fit(session, quiet=True)
-            assert session.ledger.steps == session.updates == len(sizes) == rare.privacy.steps, "a step was skipped"
+            assert session.run.ledger.steps == session.updates == len(sizes) == rare.privacy.steps, "a step was skipped"
             weights.append(session.model.mask_token.detach().clone())
         assert sizes == [0, 0], "an empty draw was drawn again"
         assert all((after != before).all() for before, after in itertools.pairwise(weights)), "an empty batch was not noised"

@@ -15,8 +15,8 @@ from dpvision.files import write_json
 from dpvision.models import make_model
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import make_plan
-from dpvision.train.folder import FORMAT
-from dpvision.train.versions import code_versions
+from dpvision.runs.folder import FORMAT
+from dpvision.runs.versions import code_versions
 
 STEPS = 60
 POISSON = PrivacyConfig(dataset_size=50_000, expected_batch_size=5000, steps=STEPS, max_grad_norm=0.1, noise_multiplier=0.9)

@@ -12,14 +12,16 @@ import torch
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import RunConfig, to_dict
 from dpvision.privacy.ledger_format import read_ledger
-from dpvision.train.loop import Secrets, fit
+from dpvision.runs.run import Secrets
+from dpvision.train.loop import fit
 from dpvision.train.start import new_session
 
 SCRIPT = """
 import json, sys
 from pathlib import Path
 from dpvision.config import RunConfig, from_dict
-from dpvision.train.loop import Secrets, fit
+from dpvision.runs.run import Secrets
+from dpvision.train.loop import fit
 from dpvision.train.start import new_session
 
 config = from_dict(RunConfig, json.loads(Path(sys.argv[1]).read_text()))

@@ -21,8 +21,10 @@ from dpvision.config import RunConfig, to_dict
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.models import make_model
 from dpvision.privacy.ledger_format import read_ledger
-from dpvision.train import folder, loop
-from dpvision.train.loop import Secrets, fit
+from dpvision.runs import folder
+from dpvision.runs.run import Secrets
+from dpvision.train import loop
+from dpvision.train.loop import fit
 from dpvision.train.start import new_session, resumed_session
 
 KEYS = Secrets(b"d" * 32, b"n" * 32)
@@ -42,7 +44,7 @@ def test_a_run_executes_exactly_the_planned_steps_and_says_so_everywhere(config:
     assert ledger.digest == manifest["ledger_digest"]
     assert manifest["lineage"][-1]["guarantee"]["epsilon"] == pytest.approx(ledger.plan.spent(4).epsilon)
     with resumed_session(tmp_path / "run") as session:
-        assert fit(session, quiet=True) and session.ledger is not None and session.ledger.steps == 4
+        assert fit(session, quiet=True) and session.run is not None and session.run.ledger.steps == 4
 
 
 @pytest.mark.parametrize(
@@ -127,8 +129,8 @@ def test_killed_at_any_step_it_goes_on_and_no_charged_step_is_lost(config: RunCo
         )
         assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
     with resumed_session(root) as session:
-        assert session.ledger is not None
-        assert session.ledger.steps == 3 and session.updates == 1, "steps 1 and 3 were charged, only step 2 reached the weights"
+        assert session.run is not None
+        assert session.run.ledger.steps == 3 and session.updates == 1, "steps 1 and 3 were charged, only step 2 reached the weights"
         assert fit(session, quiet=True)
     manifest = load_checkpoint(root).manifest
     assert manifest["ledger_steps"] == 4 and manifest["updates"] == 2
@@ -255,8 +257,8 @@ def test_a_disk_that_fills_up_stops_the_run_and_resume_goes_on(config: RunConfig
 def test_an_older_ledger_copied_back_is_refused(config: RunConfig, tmp_path: Path, scenes: Path) -> None:
     root = tmp_path / "run"
     with new_session(config, root) as session:
-        assert session.ledger is not None
-        path = session.ledger.path
+        assert session.run is not None
+        path = session.run.ledger.path
         early = path.read_bytes()
         fit(session, quiet=True)
     path.write_bytes(early)

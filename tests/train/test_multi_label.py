@@ -29,10 +29,12 @@ from dpvision.features import write_embeddings
 from dpvision.models import make_model
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.sampling import derive_rng
+from dpvision.runs.run import Secrets
+from dpvision.runs.store_checks import check_labels
 from dpvision.synthetic.scenes import LABELS
 from dpvision.train import start
-from dpvision.train.loop import Secrets, fit
-from dpvision.train.start import check_labels, new_session, resumed_session
+from dpvision.train.loop import fit
+from dpvision.train.start import new_session, resumed_session
 from dpvision.train.step import step_sum
 
 KEYS = Secrets(b"d" * 32, b"n" * 32)

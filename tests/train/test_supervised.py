@@ -33,8 +33,9 @@ from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.plan import draft_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.recipes import RECIPES
+from dpvision.runs.run import Secrets
 from dpvision.train import loop, start
-from dpvision.train.loop import Secrets, fit
+from dpvision.train.loop import fit
 from dpvision.train.parent import start_from
 from dpvision.train.start import new_session, resumed_session
 from dpvision.train.step import step_sum

@@ -17,8 +17,9 @@ from dpvision.encoders.parent import adapted, open_parent
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models import make_model
 from dpvision.recipes import RECIPES
+from dpvision.runs.run import Secrets
 from dpvision.train import loop
-from dpvision.train.loop import Secrets, fit
+from dpvision.train.loop import fit
 from dpvision.train.start import check_run, new_session, resumed_session
 
 KEYS = Secrets(b"d" * 32, b"n" * 32)
@@ -106,12 +107,12 @@ def test_a_resumed_run_without_a_checkpoint_finds_its_start_again(transfer: RunC
     """Stopped by a crash before the first checkpoint: charged steps stay charged, the weights come from the file once more."""
     with new_session(transfer, tmp_path / "run", open_parent) as session:
         start = {name: p.clone() for name, p in session.model.state_dict().items()}
-        session.ledger.append()
+        session.run.ledger.append()
     with pytest.raises(CheckpointError, match=r"timm:"), resumed_session(tmp_path / "run"):
         pass
     with resumed_session(tmp_path / "run", None, open_parent) as session:
         assert all(torch.equal(p, start[name]) for name, p in session.model.state_dict().items())
-        assert session.ledger.steps == 1 and fit(session, secrets=KEYS, quiet=True) and session.updates == 3
+        assert session.run.ledger.steps == 1 and fit(session, secrets=KEYS, quiet=True) and session.updates == 3
 
 
 def test_the_mean_of_the_iterates_is_kept_and_goes_on_after_a_stop(

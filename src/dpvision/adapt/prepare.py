@@ -30,9 +30,9 @@ from dpvision.encoders.open import open_encoder
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 from dpvision.models.timm_cache import find_timm_weights
 from dpvision.privacy.plan import DPPlan, ask_selection, default_delta, draft_plan, make_plan
+from dpvision.runs.lineage import inherit
+from dpvision.runs.store_checks import check_labels, check_store
 from dpvision.train import distributed
-from dpvision.train.lineage import inherit
-from dpvision.train.start import check_labels, check_store
 
 _UNDECLARED = 1
 """What recipes say of a number of records that a person has to declare."""
@@ -189,7 +189,7 @@ def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> FrozenEncoder
 def encoder_lineage(config: RunConfig, encoder: FrozenEncoder, store: Store, plan: DPPlan) -> list[dict[str, Any]]:
     """What the encoder's weights have seen: the lineage that they carry, with what ``config`` declares of weights without one.
 
-    Raises: as ``train.lineage.inherit``.
+    Raises: as ``runs.lineage.inherit``.
     """
     return inherit(
         encoder.lineage, store, plan, declaration=config.public_weights, allow_weak=config.privacy.allow_weak_guarantee,

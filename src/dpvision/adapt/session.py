@@ -13,7 +13,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,16 @@ from dpvision.adapt.frequency import frequency_scale
 from dpvision.adapt.prepare import Prepared, prepare
 from dpvision.adapt.release import Releases
 from dpvision.adapt.stream import FeatureStream, Head
-from dpvision.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from dpvision.config import RunConfig, to_dict
+from dpvision.config import RunConfig
 from dpvision.encoders.centre import texture_centre
 from dpvision.encoders.feature_file import feature_array
 from dpvision.encoders.identity import check_same, describe
-from dpvision.errors import CheckpointError, DataError, DPVisionError, PrivacyError
+from dpvision.errors import DataError, PrivacyError
 from dpvision.files import write_json
-from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan
-from dpvision.train.folder import RunFolder, create_run, discard_run, open_run, read_run, require_space
-from dpvision.train.lineage import own_entry, runs_on
-from dpvision.train.log import EpsilonMeter
-from dpvision.train.loop import Secrets
-from dpvision.train.stop import StopRequest
-from dpvision.train.unprotected import remember_weights
-from dpvision.train.versions import code_versions
+from dpvision.runs.epsilon_meter import EpsilonMeter
+from dpvision.runs.run import Run, Secrets, Stopped, new_run, read_object
+from dpvision.runs.stop import StopRequest
 
 ENCODER_FILE = "encoder.json"
 """What the run's encoder was when it started; public."""
@@ -52,8 +46,7 @@ class HeadSession:
     """Everything one start of a run works with."""
 
     prepared: Prepared
-    folder: RunFolder
-    ledger: Ledger
+    run: Run
     about_encoder: dict[str, Any]
     finished: bool = False
     """A checkpoint is there: nothing is left to do."""
@@ -61,11 +54,11 @@ class HeadSession:
     """Steps that earlier starts were charged."""
 
     def __post_init__(self) -> None:
-        self.charged_before = self.ledger.steps
+        self.charged_before = self.run.ledger.steps
 
     def unsaved(self) -> int:
         """Releases that are charged and in no checkpoint."""
-        return 0 if self.finished else self.ledger.steps
+        return 0 if self.finished else self.run.ledger.steps
 
     @property
     def config(self) -> RunConfig:
@@ -84,26 +77,12 @@ def new_head_session(config: RunConfig | Prepared, root: Path) -> Iterator[HeadS
         DPVisionError: anything that makes the run impossible or unsafe; nothing has been charged then.
     """
     made = config if isinstance(config, Prepared) else prepare(config)
-    plan, store = made.plan, made.store
-    require_space(root, 8 * made.model.num_parameters)
     encoder = describe(made.encoder, made.model.encoder.pooling or "", made.model.encoder.width, made.device)
-    about = {
-        "store_id": store.store_id, "store_visibility": store.visibility, "results_visibility": store.results_visibility,
-        "guarantee": plan.guarantee,
-    }  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        secluded = store.visibility == "private" or made.encoder.confidential
-        folder = create_run(root, made.config, about, wholly_confidential=plan.guarantee != "dp" and secluded)
-        stack.callback(folder.close)
-        try:
-            write_json(folder.base / "plan.json", plan.to_dict())
-            write_json(folder.base / ENCODER_FILE, encoder)
-            ledger = stack.enter_context(Ledger.open(store.path, folder.run_id, plan, resume=False, lineage=made.lineage))
-        except DPVisionError:
-            (folder.base / ENCODER_FILE).unlink(missing_ok=True)
-            discard_run(folder)  # refused, by the owner's cap say: the name stays free
-            raise
-        yield HeadSession(made, folder, ledger, encoder)
+    with new_run(
+        root, made.config, made.plan, made.store, made.lineage,
+        num_bytes=_num_bytes(made), secluded=made.encoder.confidential, files={ENCODER_FILE: encoder},
+    ) as run:  # fmt: skip
+        yield HeadSession(made, run, encoder)
 
 
 @contextlib.contextmanager
@@ -117,28 +96,21 @@ def resumed_head_session(root: Path, hardware: dict[str, Any] | None = None) -> 
         PrivacyError: what is left of the plan is too little for a head.
         DPVisionError: the run, its ledger, its encoder or its store do not fit together.
     """
-    base, config, about = read_run(root)
-    made = prepare(replace(config, hardware=replace(config.hardware, **(hardware or {}))), _read_plan(base))
-    if made.store.store_id != about["store_id"]:
-        raise DataError(f"store: {config.data.store} is not the store of this run. Put the original back, or start a new run.")
-    encoder = _read_json(base / ENCODER_FILE)
+    stopped = Stopped.read(root, hardware)
+    made = prepare(stopped.config, stopped.plan)
+    stopped.require_store(made.store)
+    encoder = read_object(stopped.base / ENCODER_FILE)
     check_same(made.encoder, encoder, str(root), made.device)
-    with contextlib.ExitStack() as stack:
-        folder = open_run(root)
-        stack.callback(folder.close)
-        ledger = stack.enter_context(Ledger.open(made.store.path, folder.run_id, made.plan, resume=True, lineage=made.lineage))
-        finished = bool(list_checkpoints(base))
-        if finished and load_checkpoint(base).manifest["ledger_steps"] > ledger.steps:
+    finished = stopped.checkpoint is not None
+    with stopped.resumed(made.store, made.lineage, num_bytes=_num_bytes(made)) as run:
+        charged = run.ledger.steps
+        if not finished and made.plan.steps - charged < made.releases_needed:
             raise PrivacyError(
-                f"ledger: {ledger.steps} steps, fewer than the run's checkpoint has; expected the newer ledger. Restore the LEDGERS folder."
-            )
-        if not finished and made.plan.steps - ledger.steps < made.releases_needed:
-            raise PrivacyError(
-                f"adapt: {ledger.steps} of {made.plan.steps} releases of {root} were charged, and lost before the head was saved; expected "
+                f"adapt: {charged} of {made.plan.steps} releases of {root} were charged, and lost before the head was saved; expected "
                 f"{made.releases_needed} left for {made.model.head}. They count in epsilon for ever. Start a new run under another --name: "
                 "its epsilon comes on top (`dpvision ledger STORE` adds up)."
             )
-        yield HeadSession(made, folder, ledger, encoder, finished)
+        yield HeadSession(made, run, encoder, finished)
 
 
 def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Callable[[int], None] | None = None) -> Path:
@@ -171,16 +143,16 @@ def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Cal
     doing = "finishing the selection" if made.model.candidates else "finishing this step"
     with StopRequest(f"{doing}, then saving the head", session.unsaved) as request:
         if made.model.candidates:
-            config, selected = choose_head(session.config, stream, session.plan, _charger(session))
+            config, selected = choose_head(session.config, stream, session.plan, _charger(session.run))
             fitted, chosen = Fitted(selected.head), {"candidate": selected.candidate, "score": selected.score}
         else:
             keys = secrets.draw, secrets.noise
-            releases = Releases(session.plan, _charger(session), *keys, stop=lambda: request.asked, _next=session.ledger.steps)
+            releases = Releases(session.plan, _charger(session.run), *keys, stop=lambda: request.asked, _next=session.run.ledger.steps)
             config, fitted, chosen = session.config, fit_head(session.config, stream, releases), None
             # A selection's time would tell how many runs it had, which is secret even from this folder.
             about["head_s"] = time.monotonic() - start - features_s
         # For the operator: how many records took no part is a function of private pictures.
-        write_json(session.folder.confidential / "head.json", about)
+        write_json(session.run.folder.confidential / "head.json", about)
         return save(session, config, fitted, chosen)
 
 
@@ -208,32 +180,17 @@ def save(session: HeadSession, config: RunConfig, fitted: Fitted, chosen: dict[s
         config: the session's, or with candidates that of the one that was chosen.
         chosen: what else a private selection releases.
     """
-    made, ledger = session.prepared, session.ledger
-    manifest = {
-        "run_id": session.folder.run_id,
-        "ledger_steps": ledger.steps,
-        "updates": ledger.steps - session.charged_before,
-        "config": to_dict(config),
-        "plan": session.plan.to_dict(),
-        "ledger_digest": ledger.digest,
-        "lineage": [*made.lineage, own_entry(session.plan, made.store, session.folder.run_id, ledger.steps, made.lineage)],
-        "encoder": session.about_encoder,
-        "versions": code_versions(),
-    }
-    if chosen is not None:
-        manifest["chosen"] = chosen
-    if session.plan.guarantee != "dp":
-        heads = [fitted.head, *([] if fitted.ema is None else [fitted.ema])]
-        remember_weights(made.store, session.folder.run_id, [t for head in heads for t in _tensors(head).values()], ())
-    path = save_checkpoint(
-        session.folder.checkpoints / f"step-{ledger.steps:08d}",
-        manifest,
-        _tensors(fitted.head),
-        ema=None if fitted.ema is None else _tensors(fitted.ema),
-    )
-    session.folder.copy_ledger(ledger.path)
+    more: dict[str, Any] = {"encoder": session.about_encoder, **({} if chosen is None else {"chosen": chosen})}
+    path = session.run.save(
+        _tensors(fitted.head), updates=session.run.ledger.steps - session.charged_before,
+        ema=None if fitted.ema is None else _tensors(fitted.ema), config=config, **more,
+    )  # fmt: skip
     session.finished = True
     return path
+
+
+def _num_bytes(made: Prepared) -> int:
+    return 8 * made.model.num_parameters
 
 
 def _tensors(head: Head) -> dict[str, Any]:
@@ -241,13 +198,12 @@ def _tensors(head: Head) -> dict[str, Any]:
     return {"weight": head.weight_KD, "bias": head.bias_K, "centre": centre_D}
 
 
-def _charger(session: HeadSession) -> Callable[[], int]:
+def _charger(run: Run) -> Callable[[], int]:
     """``ledger.append``, with a public line for each release."""
-    behind = runs_on(session.prepared.lineage, session.prepared.store.store_id)
-    meter, path = EpsilonMeter(session.plan, behind), session.folder.base / "progress.jsonl"
+    meter, path = EpsilonMeter(run.plan, run.behind), run.folder.base / "progress.jsonl"
 
     def charge() -> int:
-        step = session.ledger.append()
+        step = run.ledger.append()
         with open(path, "a") as file:
             file.write(json.dumps(meter.entry(step + 1), allow_nan=False) + "\n")
         return step
@@ -259,17 +215,3 @@ def _count_bad(feature_ND: np.ndarray) -> int:
     """Records that a release leaves out for their features."""
     parts = (feature_ND[i : i + _BLOCK] for i in range(0, len(feature_ND), _BLOCK))
     return sum(int((~np.isfinite(part).all(axis=1)).sum()) for part in parts)
-
-
-def _read_plan(base: Path) -> DPPlan:
-    return DPPlan.from_dict(_read_json(base / "plan.json"))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-        if not isinstance(found, dict):
-            raise ValueError("not an object")
-        return found
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"run: {path} cannot be read ({error}). Restore it as the run wrote it.") from None

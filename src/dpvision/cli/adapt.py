@@ -150,7 +150,7 @@ def run(argv: Sequence[str]) -> None:
 
 def _adapt_new(args: AdaptArgs, made: "Prepared") -> None:
     from dpvision.adapt.session import new_head_session
-    from dpvision.train.lineage import runs_on
+    from dpvision.runs.lineage import runs_on
 
     root = args.root(args.recipe)
     _check_test(args, made.config)
@@ -190,14 +190,14 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
     """Fit, save, score, and say what was executed."""
     from dpvision.adapt.session import adapt
     from dpvision.checkpoint import find_checkpoint, read_manifest
-    from dpvision.train.lineage import runs_on
+    from dpvision.runs.lineage import runs_on
 
     made, plan = session.prepared, session.plan
     lost = 0 if session.finished else session.charged_before
     if not session.finished:
         with _features_line(args, made) as progress:
             adapt(session, progress=progress)
-    steps, complete = session.ledger.steps, session.ledger.steps == plan.steps
+    steps, complete = session.run.ledger.steps, session.run.ledger.steps == plan.steps
     behind = runs_on(made.lineage, made.store.store_id)
     cost, said = spent(plan, steps, behind)
     scores = _score(args, root)
@@ -335,7 +335,7 @@ def _features_cost(made: "Prepared") -> str:
 
 def _recipe(early: _Early) -> str:
     """The recipe where none is named: the head's; with --resume and a --name that of the run."""
-    from dpvision.train.folder import read_run, run_base
+    from dpvision.runs.folder import read_run, run_base
 
     if early.resume and early.name and not early.head and run_base(root := early.runs / early.name) is not None:
         return read_run(root)[1].recipe or "transfer.auto"

@@ -19,7 +19,7 @@ from dpvision.eval.captions.image_source import Fit
 from dpvision.eval.captions.open_captioner import open_captioner
 from dpvision.files import replacing
 from dpvision.models.generate import GenerateSettings
-from dpvision.train.folder import require_confidential
+from dpvision.runs.folder import require_confidential
 
 Places = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PICTURES [PICTURES ...]")]
 _NAMED_AT_MOST = 20

@@ -18,7 +18,7 @@ from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import OPERATOR_ONLY, DataError
-from dpvision.train.folder import require_confidential
+from dpvision.runs.folder import require_confidential
 
 _RECIPE_RECORDS = 50_000
 """Records that the suggested recipes are made for; smaller stores need a smaller batch."""

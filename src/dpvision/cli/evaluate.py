@@ -26,7 +26,7 @@ from dpvision.eval.probes.suite import evaluate as run_suite
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, write_scores
 from dpvision.features import trained_in_confidence
-from dpvision.train.folder import run_base
+from dpvision.runs.folder import run_base
 
 _LARS, _FINE_TUNE, _FEW_SHOT_PROBE = LarsSettings(), FineTuneSettings(), FewShotProbeSettings()
 _OWN = {

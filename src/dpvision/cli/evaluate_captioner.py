@@ -25,7 +25,7 @@ from dpvision.eval.captions.zero_shot import ZeroShot, ZeroShotSettings, checked
 from dpvision.eval.score import Visibility, printed
 from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, write_scores
 from dpvision.models.generate import GenerateSettings
-from dpvision.train.folder import run_base
+from dpvision.runs.folder import run_base
 
 
 def evaluate_captioner(

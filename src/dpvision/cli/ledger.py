@@ -11,7 +11,7 @@ from dpvision.errors import ConfigError
 from dpvision.privacy.account import StoreAccount, declare_moved, restore_marks, set_cap, store_account
 from dpvision.privacy.composition import parts_of, total_epsilon
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.train.lineage import runs_on
+from dpvision.runs.lineage import runs_on
 
 
 def run(argv: Sequence[str]) -> None:

@@ -55,7 +55,7 @@ def saved_config(command: str, root: Path, recipe: str) -> RunConfig | None:
     Raises:
         ConfigError: it is of another recipe. CheckpointError: it cannot be read.
     """
-    from dpvision.train.folder import read_run, run_base
+    from dpvision.runs.folder import read_run, run_base
 
     if run_base(root) is None:
         return None
@@ -71,7 +71,7 @@ def check_places(root: Path, config: RunConfig, *, dry_run: bool) -> None:
     Raises:
         CheckpointError: a run has the name. DataError: there is no store.
     """
-    from dpvision.train.folder import require_new
+    from dpvision.runs.folder import require_new
 
     if not dry_run:
         require_new(root)

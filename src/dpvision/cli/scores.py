@@ -10,7 +10,7 @@ from dpvision.cli.output import emit, private_scores, table
 from dpvision.errors import ConfigError
 from dpvision.eval.score import Score, wilson_interval
 from dpvision.eval.score_file import read_scores
-from dpvision.train.folder import require_confidential
+from dpvision.runs.folder import require_confidential
 
 Encoders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")]
 

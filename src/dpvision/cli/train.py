@@ -94,8 +94,8 @@ def train(args: TrainArgs) -> None:
     if not args.resume:
         check_places(root, config, dry_run=args.dry_run)
     from dpvision.encoders.parent import open_parent
-    from dpvision.train.folder import read_run
-    from dpvision.train.lineage import runs_on
+    from dpvision.runs.folder import read_run
+    from dpvision.runs.lineage import runs_on
     from dpvision.train.loop import fit
     from dpvision.train.start import check_run, new_session, resumed_session
 
@@ -119,10 +119,10 @@ def train(args: TrainArgs) -> None:
     with opened as session:
         if main_process:
             args.say(plan_text(session.config, session.plan, session.store, session.lineage))
-        if args.resume and session.ledger is not None:
-            announce(resume_words(session.plan, session.ledger.steps, session.updates, session.saved_steps is not None))
+        if args.resume and session.run is not None:
+            announce(resume_words(session.plan, session.run.ledger.steps, session.updates, session.saved_steps is not None))
         complete = fit(session, quiet=args.quiet, show_confidential=args.show_confidential)
-        if session.ledger is not None:
+        if session.run is not None:
             _finish(session, root, complete, args.json)
     if not complete:
         sys.exit(STOPPED)
@@ -140,10 +140,10 @@ def _texture_store(num: int) -> Path:
 
 
 def _finish(session: "Session", root: Path, complete: bool, as_json: bool) -> None:
-    from dpvision.train.lineage import runs_on
+    from dpvision.runs.lineage import runs_on
 
-    assert session.ledger is not None and session.folder is not None
-    plan, steps = session.plan, session.ledger.steps
+    assert session.run is not None
+    plan, steps = session.plan, session.run.ledger.steps
     cost, said = spent(plan, steps, runs_on(session.lineage, session.store.store_id))
     result = {
         "run": str(root), "complete": complete, "steps": steps, "updates": session.updates,
@@ -161,7 +161,7 @@ def _finish(session: "Session", root: Path, complete: bool, as_json: bool) -> No
 def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Lineage") -> str:
     """The plan for people: the guarantee, with that of the runs behind the weights, and what it takes."""
     from dpvision.privacy.plan import weakness
-    from dpvision.train.lineage import runs_on
+    from dpvision.runs.lineage import runs_on
 
     if plan.guarantee == "dp":
         when = "one step" if plan.steps == 1 else f"all {plan.steps} steps"

@@ -169,7 +169,7 @@ def fit(
         groups: AdamW's parameter groups, each with its "lr" and "weight_decay"; every trained parameter of the model in one of them.
         group: this process among torchrun's; None: alone, on the model's device.
         about: whatever else a checkpoint has to agree in (data, classes), as a line.
-        lineage: what shaped the model, and the images here (``train.lineage``): the state in ``work`` carries it.
+        lineage: what shaped the model, and the images here (``runs.lineage``): the state in ``work`` carries it.
         progress: called with a line after every step, on rank 0.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dpvision.config import DataConfig
 from dpvision.data.transform import Preprocess, preprocess
 from dpvision.features import FeatureFunction
-from dpvision.train.lineage import shaped_in_confidence
+from dpvision.runs.lineage import shaped_in_confidence
 
 Family = Literal["transformer", "convnet", "fixed"]
 
@@ -36,7 +36,7 @@ class FrozenEncoder:
     blocks: Callable[[Tensor], list[Tensor]] | None = None
     """x_BCHW -> outputs of the transformer's blocks, first to last, class token first: each (B, 1 + L, D). None without blocks."""
     lineage: tuple[dict[str, Any], ...] = field(default=(), compare=False)
-    """What shaped its weights (``train.lineage``); empty for random weights, and for features without weights."""
+    """What shaped its weights (``runs.lineage``); empty for random weights, and for features without weights."""
     weights: Literal["trained", "random", "none"] = "trained"
     """"random": an architecture whose weights nobody trained; "none": features without weights."""
     own_sizes: tuple[int, ...] = ()

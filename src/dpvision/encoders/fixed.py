@@ -19,7 +19,7 @@ from dpvision.encoders.patch_features import patch_features
 from dpvision.encoders.scattering import make_scattering
 from dpvision.errors import ConfigError
 from dpvision.features import FeatureFunction
-from dpvision.train.lineage import public_weights
+from dpvision.runs.lineage import public_weights
 
 DEFAULT_RESOLUTION = 128
 """Highest resolution of patches where none is declared, px."""

@@ -16,7 +16,7 @@ from dpvision.errors import ConfigError
 from dpvision.features import Encoder, initial_encoder, load_encoder
 from dpvision.models.packaged import TimmEncoder
 from dpvision.models.vit import ViT
-from dpvision.train.unprotected import runs_with_these_weights
+from dpvision.runs.unprotected import runs_with_these_weights
 
 _FORMS = (
     "a run folder, random:RUN, {timm,torchvision}:NAME, {vip,mae,simclr,tan}:FILE, pixels, hog, scattering, patches or patches+scattering"

@@ -26,7 +26,7 @@ from dpvision.encoders.base import Family, FrozenEncoder
 from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models.timm_cache import find_timm_weights, timm_licence
-from dpvision.train.lineage import named_weights, undeclared_weights
+from dpvision.runs.lineage import named_weights, undeclared_weights
 
 Rename = Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]
 """The model and a file's tensors -> the same tensors under the model's names."""

@@ -14,7 +14,7 @@ from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models.packaged import TimmEncoder, is_timm_name
 from dpvision.models.timm_cache import find_timm_weights, timm_licence
-from dpvision.train.lineage import named_weights, undeclared_weights
+from dpvision.runs.lineage import named_weights, undeclared_weights
 
 _TIMM = "timm:"
 _CLASSIFIERS = ("head.", "fc.", "classifier.")

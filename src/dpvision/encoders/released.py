@@ -20,7 +20,7 @@ from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.features import Encoder
 from dpvision.models.vit import ViT
-from dpvision.train.lineage import undeclared_weights
+from dpvision.runs.lineage import undeclared_weights
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, with which all of these were trained or converted
 _HEAD_WIDTH = 64  # of MAE's and ViP's encoders from Base to Huge; the width of a head cannot be seen in the shapes

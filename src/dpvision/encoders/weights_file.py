@@ -5,7 +5,7 @@ Where the lineage comes from, the first that there is:
 1. The file's own metadata, which dpvision writes into every file of weights (``weights``).
 2. The run folder that the file is in: the file is that run, whatever it is called.
 3. Neither: what the caller knows (a library's public name), or "undeclared", so that a run that starts from it
-   needs a declaration (``train.lineage.inherit``).
+   needs a declaration (``runs.lineage.inherit``).
 """
 
 import json

@@ -7,7 +7,7 @@ from typing import Any
 from dpvision.errors import CheckpointError
 from dpvision.eval.score import Score
 from dpvision.files import write_json
-from dpvision.train.folder import run_base
+from dpvision.runs.folder import run_base
 
 NOTHING_FITTED = "nothing"
 """``train_data`` of a score for which no store was learned from: of a run's own head, or of a captioner's words."""

@@ -74,7 +74,7 @@ class Ledger:
             run_id: name of the run, a plain file name.
             plan: what will be executed; on resume the one the run began with.
             resume: whether the run has been started before.
-            lineage: what shaped the weights that the run starts from (``train.lineage``): bound into the first line, and on resume the
+            lineage: what shaped the weights that the run starts from (``runs.lineage``): bound into the first line, and on resume the
                 same.
 
         Raises:

@@ -18,7 +18,7 @@ from dpvision.report.compared_run import ComparedRun, made_of_public_pictures, r
 from dpvision.report.curves import Curve, Point, curves_figure, end_value, scaling_figure, size_text
 from dpvision.report.figures import SERIES, bars_figure
 from dpvision.report.html import render, write_page
-from dpvision.train.folder import read_run
+from dpvision.runs.folder import read_run
 
 _MOST_PANELS = 6
 _Entries = list[tuple[int, dict[str, Any]]]

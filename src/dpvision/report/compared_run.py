@@ -20,8 +20,8 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report import numbers
 from dpvision.report.curves import size_text
-from dpvision.train.folder import read_run
-from dpvision.train.lineage import runs_on
+from dpvision.runs.folder import read_run
+from dpvision.runs.lineage import runs_on
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from typing import Any
 from dpvision.privacy.composition import Curve, Part, curve, parts_of, total
 from dpvision.privacy.plan import DPPlan
 from dpvision.report import phrases
-from dpvision.train.lineage import private_stores, runs_on
-from dpvision.train.versions import code_versions
+from dpvision.runs.lineage import private_stores, runs_on
+from dpvision.runs.versions import code_versions
 
 _FPRS = (0.001, 0.01)
 

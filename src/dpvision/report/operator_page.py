@@ -17,7 +17,7 @@ from dpvision.report.gallery import Gallery
 from dpvision.report.html import render, write_page
 from dpvision.report.neighbours import neighbours_of_run
 from dpvision.report.reconstructions import reconstruct_some
-from dpvision.train.folder import read_run
+from dpvision.runs.folder import read_run
 
 
 def make_operator_page(run_dir: str | Path, private_store: str | Path | None = None, *, gallery: Gallery | None = None) -> Path:

@@ -19,7 +19,7 @@ from dpvision.report.neighbours import neighbours_of_run
 from dpvision.report.phrases import Tuning
 from dpvision.report.reconstructions import reconstruct_some
 from dpvision.report.statement import Evidence, read_evidence, statement_of
-from dpvision.train.lineage import runs_on
+from dpvision.runs.lineage import runs_on
 
 _CURVE_POINTS = 12
 

@@ -18,8 +18,8 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report.recompute import Check, check_epsilons, check_figures, check_schema, compared, failed, not_checked, ok
 from dpvision.report.statement import read_evidence, statement_of
-from dpvision.train.folder import read_run
-from dpvision.train.versions import code_versions
+from dpvision.runs.folder import read_run
+from dpvision.runs.versions import code_versions
 from dpvision.weights import lineage_digest, unpack
 
 NO_RUN = "no run at hand: give its folder with --run"

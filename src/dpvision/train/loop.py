@@ -5,49 +5,35 @@ The ledger is charged before the deed and the budget is the loop's condition, so
 
 import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpvision.checkpoint import keep_newest, save_checkpoint, state_tensors
-from dpvision.config import to_dict
+from dpvision.checkpoint import state_tensors
 from dpvision.dp.noise import privatize
 from dpvision.errors import CheckpointError
 from dpvision.optim.ema import update_average
 from dpvision.optim.optimizer import Optimizer
 from dpvision.optim.schedule import learning_rate
-from dpvision.privacy.ledger import Ledger
-from dpvision.privacy.stream import new_key
+from dpvision.runs.run import Run, Secrets
+from dpvision.runs.stop import StopRequest
 from dpvision.train.distributed import Group, all_reduce_vector, broadcast_bytes, broadcast_int, together
-from dpvision.train.folder import RunFolder
 from dpvision.train.heap import keep_freed_memory
-from dpvision.train.lineage import own_entry, runs_on
 from dpvision.train.log import RunLog
 from dpvision.train.same import check_same_weights
 from dpvision.train.step import Training, step_sum
-from dpvision.train.stop import StopRequest
-from dpvision.train.unprotected import remember_weights
-from dpvision.train.versions import code_versions
 from dpvision.train.words import TOKENIZER_FILE
 
 _FINISHED, _REFUSED = -1, -2
 """What rank 0 says in the place of a step's number."""
 
 
-@dataclass(frozen=True)
-class Secrets:
-    """Keys of one start, from the operating system's entropy: never written, logged or restored. Tests inject them."""
-
-    draw: bytes = field(default_factory=new_key, repr=False)
-    noise: bytes = field(default_factory=new_key, repr=False)
-
-
 @dataclass(kw_only=True)
 class Session(Training):
-    """Everything one start of a run works with; ``start.py`` makes it. Rank 0 alone has folder, ledger and log."""
+    """Everything one start of a run works with; ``start.py`` makes it. Rank 0 alone has a run."""
 
     optimizer: Optimizer
     ema: dict[str, Tensor] | None
@@ -56,14 +42,13 @@ class Session(Training):
     """Steps whose update is in the weights; the ledger may count more (lost in a crash, yet charged)."""
     saved_steps: int | None
     """Count of the ledger in the newest checkpoint; None before the first."""
-    folder: RunFolder | None = None
-    ledger: Ledger | None = None
+    run: Run | None = None
     start: frozenset[str] | None = None
     """Digests of the weights that this start of a run without a guarantee began with; None with a guarantee."""
 
     def unsaved(self) -> int:
         """Steps charged since the newest checkpoint; 0 on other ranks than 0."""
-        return self.ledger.steps - (self.saved_steps or 0) if self.ledger is not None else 0
+        return self.run.ledger.steps - (self.saved_steps or 0) if self.run is not None else 0
 
 
 def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False, show_confidential: bool = False) -> bool:
@@ -86,16 +71,7 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
     secrets = _share(secrets or Secrets(), group)
     saved = time.monotonic()
     with StopRequest("finishing this step, then saving", session.unsaved) as stop, contextlib.ExitStack() as stack:
-        log = None
-        if session.folder is not None:
-            first = session.ledger.steps if session.ledger else 0
-            behind, private = runs_on(session.lineage, session.store.store_id), session.store.results_visibility == "private"
-            log = stack.enter_context(
-                RunLog(
-                    session.folder.base, session.folder.confidential, plan, first, quiet=quiet, private=private,
-                    show_confidential=show_confidential, behind=behind,
-                )
-            )  # fmt: skip
+        log = None if session.run is None else stack.enter_context(_log(session.run, quiet=quiet, show_confidential=show_confidential))
         while (step := _charge(session)) is not None:  # before the deed
             total, metrics = step_sum(step, session, secrets.draw)
             gradient = privatize(total, plan, step, secrets.noise, owners=group)
@@ -105,8 +81,7 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
             session.updates += 1
             if log is not None:
                 log.step(step, metrics)
-            stopping = _any(stop.asked, group)
-            due = _any(time.monotonic() - saved >= session.config.hardware.checkpoint_every_s, group)
+            stopping, due = _any([stop.asked, time.monotonic() - saved >= session.config.hardware.checkpoint_every_s], group)
             if stopping or due:
                 with together(group):
                     save(session)
@@ -124,33 +99,22 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
 def save(session: Session) -> Path | None:
     """Write a checkpoint of the session as it stands (rank 0); all ranks check that they hold the same weights."""
     check_same_weights(state_tensors(session.model), session.group)
-    steps = _shared_steps(session)
-    folder, ledger = session.folder, session.ledger
-    if folder is None or ledger is None:
-        session.saved_steps = steps
-        return None
-    manifest = {
-        "run_id": folder.run_id,
-        "ledger_steps": ledger.steps,
-        "updates": session.updates,
-        "config": to_dict(session.config),
-        "plan": session.plan.to_dict(),
-        "ledger_digest": ledger.digest,
-        "lineage": [*session.lineage, own_entry(session.plan, session.store, folder.run_id, ledger.steps, session.lineage)],
-        "versions": code_versions(),
-    }
-    if session.start is not None:
-        made = [*state_tensors(session.model).values(), *(session.ema or {}).values()]
-        remember_weights(session.store, folder.run_id, made, session.start)
-    path = save_checkpoint(
-        folder.checkpoints / f"step-{ledger.steps:08d}", manifest, state_tensors(session.model),
-        ema=session.ema, optimizer=session.optimizer.tensors(),
-        files={} if session.words is None else {TOKENIZER_FILE: session.words.tokenizer.to_bytes()},
-    )  # fmt: skip
-    session.saved_steps = steps
-    keep_newest(folder.base, session.config.hardware.keep_checkpoints)
-    folder.copy_ledger(ledger.path)
+    run, path = session.run, None
+    if run is not None:
+        path = run.save(
+            state_tensors(session.model), updates=session.updates, ema=session.ema, optimizer=session.optimizer.tensors(),
+            start=session.start or (), files={} if session.words is None else {TOKENIZER_FILE: session.words.tokenizer.to_bytes()},
+        )  # fmt: skip
+    session.saved_steps = broadcast_int(run.ledger.steps if run is not None else 0, session.group)
     return path
+
+
+def _log(run: Run, *, quiet: bool, show_confidential: bool) -> RunLog:
+    private = run.store.results_visibility == "private"
+    return RunLog(
+        run.folder.base, run.folder.confidential, run.plan, run.ledger.steps,
+        quiet=quiet, private=private, show_confidential=show_confidential, behind=run.behind,
+    )  # fmt: skip
 
 
 def _share(secrets: Secrets, group: Group) -> Secrets:
@@ -165,9 +129,9 @@ def _charge(session: Session) -> int | None:
         DPVisionError: rank 0 could not charge it; then all ranks stop.
     """
     word, error = _FINISHED, None  # type: int, Exception | None
-    if session.ledger is not None and _steps_left(session) > 0:
+    if session.run is not None and _steps_left(session.run) > 0:
         try:
-            word = session.ledger.append()
+            word = session.run.ledger.append()
         except Exception as failed:
             word, error = _REFUSED, failed
     word = broadcast_int(word, session.group)
@@ -178,13 +142,10 @@ def _charge(session: Session) -> int | None:
     return None if word == _FINISHED else word
 
 
-def _steps_left(session: Session) -> int:
-    return session.plan.steps - (session.ledger.steps if session.ledger else 0)
+def _steps_left(run: Run) -> int:
+    return run.plan.steps - run.ledger.steps
 
 
-def _shared_steps(session: Session) -> int:
-    return broadcast_int(session.ledger.steps if session.ledger else 0, session.group)
-
-
-def _any(flag: bool, group: Group) -> bool:
-    return bool(all_reduce_vector(torch.tensor([float(flag)], dtype=torch.float64), group).item() > 0)
+def _any(flags: list[bool], group: Group) -> list[bool]:
+    """Of each flag, whether it is set on any rank."""
+    return (all_reduce_vector(torch.tensor(flags, dtype=torch.float64), group) > 0).tolist()

@@ -18,8 +18,8 @@ from dpvision.config import RunConfig, to_dict
 from dpvision.data.store import Store
 from dpvision.errors import PrivacyError
 from dpvision.privacy.plan import DPPlan
+from dpvision.runs.versions import code_versions
 from dpvision.train.distributed import Group, gather_texts
-from dpvision.train.versions import code_versions
 
 _ROWS_AT_ONCE = 1 << 16
 _OF_A_MACHINE = ("data.store", "data.tokenizer", "init_from", "hardware.device", "hardware.workers")

@@ -2,35 +2,31 @@
 
 import contextlib
 import copy
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from dpvision.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, state_tensors
+from dpvision.checkpoint import Checkpoint, load_checkpoint, state_tensors
 from dpvision.config import CaptionerConfig, ClassifierConfig, RunConfig
-from dpvision.data.declared import count_units, fits, has_units, rounded_up
 from dpvision.data.keys import StepKey
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn
 from dpvision.dp.compiled import CompiledBlocks, compile_blocks
 from dpvision.dp.support import check_at_sizes, check_compiled, check_exact, check_separable
-from dpvision.errors import OPERATOR_ONLY, CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
-from dpvision.files import write_json
+from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models import make_model
 from dpvision.optim.ema import make_ema
 from dpvision.optim.optimizer import Optimizer
-from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.runs.folder import read_run
+from dpvision.runs.lineage import inherit, shaped_in_confidence
+from dpvision.runs.run import Stopped, new_run
+from dpvision.runs.store_checks import check_labels, check_store
 from dpvision.train import distributed
 from dpvision.train.distributed import together
-from dpvision.train.folder import create_run, discard_run, open_run, read_run, require_space
-from dpvision.train.lineage import inherit, shaped_in_confidence
 from dpvision.train.loop import Session
 from dpvision.train.objectives import example_batch, loss_function
 from dpvision.train.parent import check_constants, load_weights, start_from
@@ -40,91 +36,6 @@ from dpvision.train.words import open_tokenizer, open_words
 from dpvision.weights import Lineage, contents
 
 OpenParent = Callable[[str], Checkpoint]
-
-
-def check_store(plan: DPPlan, store: Store, rows: np.ndarray) -> None:
-    """Refuse a store that is not the declared one: another number of records or units, or units that the plan does not know of.
-
-    Declared numbers are public and may be rounded, so 1% is allowed. Truncated Poisson is accounted for at most N records, and a full
-    batch of at most N records has the declared N as its divisor. The message holds private counts: it is for the operator's terminal,
-    and stands in no file of the run.
-
-    Args:
-        rows: int64 rows that take part (``Store.eligible_rows``).
-
-    Raises:
-        DataError: the counts do not fit.
-    """
-    k, where = plan.max_records_per_unit, f"store: {store.store_id[:8]}"
-    if has_units(store) and plan.num_units is None and plan.guarantee == "dp":
-        raise DataError(
-            f"{where} knows the unit ({store.meta['unit_field']}) of each record, and num_units is not declared; expected it: the "
-            "guarantee is for a unit with all its records. Say --privacy.num-units M, and --privacy.max-records-per-unit k to use more "
-            "than one record of each. `dpvision data inspect STORE` shows numbers to declare."
-        )
-    if plan.num_units is not None and not has_units(store):
-        raise DataError(
-            f"{where} does not know units, and num_units={plan.num_units} is declared; expected a store imported with --unit-from FIELD. "
-            "Import it so, or drop --privacy.num-units."
-        )
-    # How many images a cleared store lacks is private: the number before is the public one.
-    num_records = len(rows) if has_units(store) else store.meta.get("cleared_from", len(rows))
-    counts = [("dataset_size", num_records, plan.dataset_size, plan.sampling != "poisson", "records")]
-    if plan.num_units is not None:
-        counts.append(("num_units", count_units(store, rows), plan.num_units, False, "units"))
-    if all(fits(count, declared, at_most=at_most) for _, count, declared, at_most, _ in counts):
-        return
-    found = " and ".join(f"{count} {noun}" for _, count, _, _, noun in counts)
-    rule = " and ".join(f"{name}={declared} ({'at most that, ' if at_most else ''}within 1%)" for name, _, declared, at_most, _ in counts)
-    say = " ".join(f"--privacy.{name.replace('_', '-')} {rounded_up(count)}" for name, count, *_ in counts)
-    among = f" with max_records_per_unit={k}" if plan.num_units is not None else ""
-    raise DataError(
-        f"{where}: {OPERATOR_ONLY}{found} can take part{among}; expected the declared {rule}. Say {say} (these become public) for a new "
-        "plan; where a batch is drawn it may want another size too."
-    )
-
-
-def check_labels(store: Store, rows: np.ndarray, num_classes: int, *, multi_label: bool = False) -> None:
-    """Refuse a store that a classifier cannot be trained on.
-
-    Labels are private where the pictures are: the message is for whoever holds them, and stands in no file of the run. During a step
-    nothing is raised (``models.classifier.losses``).
-
-    Args:
-        rows: int64 rows that take part.
-        multi_label: a record may have several.
-
-    Raises:
-        DataError: the store has one label a record and several are expected, or the reverse; a record has none (no answer: an empty list
-            is one) and the import did not say --unknown-classes unlabelled; one is no class of the model, or they tell no two records
-            apart.
-    """
-    where = f"store: {store.path}"
-    if store.multi_label != multi_label:
-        got, rule = ("several labels", "one") if store.multi_label else ("one label", "several")
-        change = "Say --model.multi-label (a network: with --model.loss sigmoid)" if store.multi_label else "Drop --model.multi-label"
-        raise DataError(f"{where} has {got} a record; expected {rule} with multi_label={multi_label}. {change}, or import other labels.")
-    missing = int((~store.labelled[rows]).sum())
-    # With the operator's word at the import such a record takes part, and its contribution is exactly zero.
-    if missing > 0 and (missing == len(rows) or not store.meta.get("may_be_unlabelled")):
-        one, but = ("a list", " Write [] for none of the classes.") if multi_label else ("one", "")
-        raise DataError(
-            f"{where}: {OPERATOR_ONLY}{missing} of {len(rows)} records have no label; expected {one} each. "
-            f"Import with --label-from FIELD.{but}"
-        )
-    place_M, class_M = store.classes(rows)
-    if (outside := len(np.unique(place_M[class_M >= num_classes]))) > 0:
-        raise DataError(
-            f"{where}: {OPERATOR_ONLY}label={int(class_M.max())} in {outside} records is outside the range; "
-            f"expected 0 to {num_classes - 1}. Say --model.num-classes {int(class_M.max()) + 1}, or import with the right classes."
-        )
-    count_K = np.bincount(class_M, minlength=num_classes)
-    if multi_label and len(rows) and ((count_K == 0) | (count_K == len(rows))).all():
-        raise DataError(f"{where}: {OPERATOR_ONLY}every record has the same labels; expected some that differ. Correct the labels.")
-    if not multi_label and len(rows) and count_K.max() == len(rows):
-        raise DataError(
-            f"{where}: {OPERATOR_ONLY}one class only, label={int(class_M[0])}; expected two or more. Add pictures of another class."
-        )
 
 
 def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> tuple[DPPlan, Store, int, Lineage]:
@@ -139,7 +50,7 @@ def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> t
     Raises:
         DPVisionError: what ``new_session`` would raise.
     """
-    with _joined(config) as group:
+    with _joined(config.hardware.device) as group:
         with together(group):
             _check_paths(config, open_parent)
             plan = make_plan(config.privacy)
@@ -159,7 +70,7 @@ def new_session(config: RunConfig, root: Path, open_parent: OpenParent = load_ch
         DPVisionError: anything that makes the run impossible or unsafe; no step has been charged then.
     """
     with contextlib.ExitStack() as stack:
-        group = stack.enter_context(_joined(config))
+        group = stack.enter_context(_joined(config.hardware.device))
         with together(group):
             _check_paths(config, open_parent)
             plan = make_plan(config.privacy)
@@ -167,27 +78,12 @@ def new_session(config: RunConfig, root: Path, open_parent: OpenParent = load_ch
         _check_same(session)
         with together(group):
             if group.is_main:
-                _begin(session, root, stack)
+                made = new_run(
+                    root, config, plan, session.store, session.lineage,
+                    num_bytes=_space(session), secluded=shaped_in_confidence(session.lineage),
+                )  # fmt: skip
+                session.run = stack.enter_context(made)
         yield session
-
-
-def _begin(session: Session, root: Path, stack: contextlib.ExitStack) -> None:
-    """Make the run's folder and its ledger, closed again by ``stack``; rank 0 only."""
-    require_space(root, 2 * _checkpoint_bytes(session))
-    config, plan, store = session.config, session.plan, session.store
-    about = {
-        "store_id": store.store_id, "store_visibility": store.visibility, "results_visibility": store.results_visibility,
-        "guarantee": plan.guarantee,
-    }  # fmt: skip
-    secluded = store.visibility == "private" or shaped_in_confidence(session.lineage)
-    session.folder = create_run(root, config, about, wholly_confidential=plan.guarantee != "dp" and secluded)
-    stack.callback(session.folder.close)
-    try:
-        write_json(session.folder.base / "plan.json", plan.to_dict())
-        session.ledger = stack.enter_context(_open_ledger(session, session.folder.run_id, resume=False))
-    except DPVisionError:
-        discard_run(session.folder)  # refused, by the owner's cap say: the name stays free
-        raise
 
 
 @contextlib.contextmanager
@@ -201,43 +97,25 @@ def resumed_session(root: Path, hardware: dict[str, Any] | None = None, open_par
     Raises:
         DPVisionError: the run, its ledger or its store do not fit together.
     """
-    base, config, about = read_run(root)
-    config = replace(config, hardware=replace(config.hardware, **(hardware or {})))
+    asked = hardware or {}
     with contextlib.ExitStack() as stack:
-        group = stack.enter_context(_joined(config))
+        group = stack.enter_context(_joined(asked.get("device", read_run(root)[1].hardware.device)))
         with together(group):
-            plan = _read_plan(base)
-            checkpoint = load_checkpoint(base) if list_checkpoints(base) else None
-            if checkpoint is not None and checkpoint.manifest["run_id"] != about["run_id"]:
-                raise CheckpointError(f"checkpoint: {checkpoint.path} is of another run. Remove it, or correct the folder.")
-            session = _prepare(config, plan, checkpoint, open_parent, group)
-            if session.store.store_id != about["store_id"]:
-                raise DataError(f"store: {config.data.store} is not the store of this run. Put the original back, or start a new run.")
+            stopped = Stopped.read(root, asked)
+            session = _prepare(stopped.config, stopped.plan, stopped.checkpoint, open_parent, group)
+            stopped.require_store(session.store)
         _check_same(session)
         with together(group):
             if group.is_main:
-                _continue(session, root, stack)
+                session.run = stack.enter_context(stopped.resumed(session.store, session.lineage, num_bytes=_space(session)))
         yield session
 
 
-def _continue(session: Session, root: Path, stack: contextlib.ExitStack) -> None:
-    """Open the run's folder and its ledger, closed again by ``stack``; rank 0 only."""
-    require_space(root, 2 * _checkpoint_bytes(session))
-    session.folder = open_run(root)
-    stack.callback(session.folder.close)
-    session.ledger = stack.enter_context(_open_ledger(session, session.folder.run_id, resume=True))
-    if session.saved_steps is not None and session.saved_steps > session.ledger.steps:
-        raise PrivacyError(
-            f"ledger: {session.ledger.steps} steps, yet a checkpoint was written after {session.saved_steps}; "
-            "expected the newer ledger. Restore the LEDGERS folder that belongs to this store."
-        )
-
-
 @contextlib.contextmanager
-def _joined(config: RunConfig) -> Iterator[distributed.Group]:
+def _joined(device: str) -> Iterator[distributed.Group]:
     """This process among the run's processes, for as long as the block lasts."""
     try:
-        yield distributed.join(config.hardware.device)
+        yield distributed.join(device)
     finally:
         distributed.leave()
 
@@ -312,10 +190,10 @@ def _compile(config: RunConfig, model: nn.Module, loss_fn: LossFn, group: distri
     return blocks
 
 
-def _checkpoint_bytes(session: Session) -> int:
-    """Size of one checkpoint: weights, their average if there is one, two moments of the optimizer."""
+def _space(session: Session) -> int:
+    """Bytes of two checkpoints: weights, their average if there is one, two moments of the optimizer."""
     copies = 3 + (session.ema is not None)
-    return copies * sum(p.numel() * p.element_size() for p in session.model.parameters())
+    return 2 * copies * sum(p.numel() * p.element_size() for p in session.model.parameters())
 
 
 def _check_paths(config: RunConfig, open_parent: OpenParent) -> None:
@@ -347,15 +225,3 @@ def _perturb_zeros(model: nn.Module) -> nn.Module:
             if not parameter.any():
                 parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
     return copied
-
-
-def _open_ledger(session: Session, run_id: str, *, resume: bool) -> Ledger:
-    assert session.config.data.store is not None
-    return Ledger.open(Path(session.config.data.store), run_id, session.plan, resume=resume, lineage=session.lineage)
-
-
-def _read_plan(base: Path) -> DPPlan:
-    try:
-        return DPPlan.from_dict(json.loads((base / "plan.json").read_bytes()))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"run: {base / 'plan.json'} cannot be read ({error}). Restore it as the run wrote it.") from None

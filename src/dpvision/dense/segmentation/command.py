@@ -33,9 +33,9 @@ from dpvision.errors import ConfigError
 from dpvision.eval.probes.protocol import is_run
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import merge_entries, write_scores
+from dpvision.runs.folder import run_base
+from dpvision.runs.lineage import image_files
 from dpvision.train.distributed import Group, join, leave
-from dpvision.train.folder import run_base
-from dpvision.train.lineage import image_files
 
 _SETTINGS, _HARDWARE = SegmentationSettings(), DenseHardware()
 

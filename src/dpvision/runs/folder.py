@@ -5,6 +5,7 @@ import fcntl
 import json
 import secrets
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -110,9 +111,9 @@ def require_confidential(out: Path, where: str, what: str, remedy: str = "") -> 
         )
 
 
-def discard_run(folder: RunFolder) -> None:
-    """Take a run folder back that was made but could not start: its description, and the folders that are empty then."""
-    for name in ("config.json", "run.json", "plan.json"):
+def discard_run(folder: RunFolder, files: Iterable[str]) -> None:
+    """Take a run folder back that was made but could not start: its description with ``files``, and the folders that are empty then."""
+    for name in ("config.json", "run.json", *files):
         (folder.base / name).unlink(missing_ok=True)
     (folder.root / ".lock").unlink(missing_ok=True)
     for empty in (folder.confidential, folder.root):

@@ -18,7 +18,7 @@ from dpvision.data.store import Store
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy.composition import Part, check_total, parts_of, total_epsilon
 from dpvision.privacy.plan import DPPlan
-from dpvision.train.unprotected import runs_with_these_weights
+from dpvision.runs.unprotected import runs_with_these_weights
 from dpvision.weights import Lineage
 
 _FORM = "NAME; LICENCE; SOURCE"
