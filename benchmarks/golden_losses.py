@@ -105,8 +105,8 @@ def first_steps(config: RunConfig, root: Path) -> dict[str, Any]:
             adapt(session, secrets=SECRETS)
     else:
         with new_session(config, root) as training:
-            assert training.folder is not None
-            log = training.folder.confidential / "metrics.jsonl"
+            assert training.run is not None
+            log = training.run.folder.confidential / "metrics.jsonl"
             fit(training, secrets=SECRETS, quiet=True)
         found = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
         losses = ["nan" if loss is None else float(loss).hex() for loss in found]
