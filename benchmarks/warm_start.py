@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dpvision.config import MAEConfig
 from dpvision.eval.probes.ridge import fit_ridge
-from dpvision.features import Encoder
+from dpvision.features import PooledNetwork
 from dpvision.models import mae, make_model
 from dpvision.recipes import vip
 from dpvision.synthetic.textures import textures
@@ -113,7 +113,7 @@ def train(pictures: Tensor, steps: int, batch: int, seed: int, target: str, rate
 
 @torch.inference_mode()
 def features(model: mae.MAE, x: Tensor) -> dict[str, np.ndarray]:
-    encoder = Encoder(model.encoder).eval()
+    encoder = PooledNetwork(model.encoder).eval()
     parts = [encoder.poolings(normalised(piece)) for piece in x.split(500)]
     return {name: torch.cat([p[name] for p in parts]).numpy() for name in parts[0]}
 

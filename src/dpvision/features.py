@@ -45,7 +45,7 @@ Progress = Callable[[int], None]
 """Called after each batch with the number of pictures done so far."""
 
 
-class Encoder(nn.Module):
+class PooledNetwork(nn.Module):
     """An encoder that gives one feature vector per picture: of a transformer from the patch tokens after the final norm, of a convolutional
     network from its last map.
 
@@ -88,13 +88,13 @@ class Encoder(nn.Module):
         return self.poolings(x_BCHW)[self.pooling]
 
 
-def load(run_or_checkpoint: str | Path, *, ema: bool = False, pooling: Pooling = "mean") -> tuple[Encoder, Preprocess]:
+def load(run_or_checkpoint: str | Path, *, ema: bool = False, pooling: Pooling = "mean") -> tuple[PooledNetwork, Preprocess]:
     """Encoder of a run's newest checkpoint, frozen and in evaluation mode, and the preprocessing it was trained with.
 
     Args:
         run_or_checkpoint: run folder, or one checkpoint folder.
         ema: take the averaged weights instead of the last ones.
-        pooling: how places become one vector; see ``Encoder``.
+        pooling: how places become one vector; see ``PooledNetwork``.
 
     Returns:
         encoder, on the CPU: normalised pictures float32 (B, 3, H, W) -> features float32 (B, D);
@@ -108,7 +108,7 @@ def load(run_or_checkpoint: str | Path, *, ema: bool = False, pooling: Pooling =
     return encoder, preprocess_of(config.model.encoder.image_size, config.data)
 
 
-def load_encoder(checkpoint: Checkpoint, *, ema: bool = False, pooling: Pooling = "mean") -> tuple[Encoder, RunConfig]:
+def load_encoder(checkpoint: Checkpoint, *, ema: bool = False, pooling: Pooling = "mean") -> tuple[PooledNetwork, RunConfig]:
     """Like ``load``, from a checkpoint in memory, with the whole config of its run."""
     model, config = load_model(checkpoint, ema=ema)
     return _frozen(model, pooling), config
@@ -128,7 +128,7 @@ def load_model(checkpoint: Checkpoint, *, ema: bool = False) -> tuple[Model, Run
     return model, config
 
 
-def initial_encoder(cfg: ModelConfig, seed: int, pooling: Pooling = "mean") -> Encoder:
+def initial_encoder(cfg: ModelConfig, seed: int, pooling: Pooling = "mean") -> PooledNetwork:
     """The encoder of an untrained model: what a run without a parent starts from."""
     return _frozen(make_model(cfg, seed), pooling)
 
@@ -138,9 +138,9 @@ def trained_in_confidence(manifest: dict[str, Any]) -> bool:
     return shaped_in_confidence(manifest["lineage"])
 
 
-def _frozen(model: Model, pooling: Pooling) -> Encoder:
+def _frozen(model: Model, pooling: Pooling) -> PooledNetwork:
     bridge = model.decoder.bridge if isinstance(model, Captioner) else None
-    return Encoder(model.encoder, pooling, bridge).eval().requires_grad_(False)
+    return PooledNetwork(model.encoder, pooling, bridge).eval().requires_grad_(False)
 
 
 def frozen_features(
@@ -304,7 +304,7 @@ def _zeros_and_ones(store: Store, row_N: np.ndarray) -> np.ndarray:
 
 @torch.inference_mode()
 def _embed_source(
-    encoder: Encoder, config: RunConfig, source: str | Path, batch_size: int, workers: int, progress: Progress | None
+    encoder: PooledNetwork, config: RunConfig, source: str | Path, batch_size: int, workers: int, progress: Progress | None
 ) -> tuple[np.ndarray, list[str], int]:
     """Features and keys of the readable pictures of a source, and how many pictures there were."""
     prepare = preprocess_of(config.model.encoder.image_size, config.data)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import HeadConfig, RunConfig, from_dict
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.identity import check_same
 from dpvision.encoders.open import open_encoder
 from dpvision.errors import CheckpointError, ConfigError, DPVisionError
@@ -20,7 +20,7 @@ from dpvision.models.linear_head import LinearHead
 class HeadedEncoder(nn.Module):
     """Encoder, pooling, head; frozen."""
 
-    def __init__(self, encoder: FrozenEncoder, pooling: str, head: LinearHead) -> None:
+    def __init__(self, encoder: Encoder, pooling: str, head: LinearHead) -> None:
         super().__init__()
         self.encoder, self.pooling, self.head = encoder, pooling, head
 

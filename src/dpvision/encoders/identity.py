@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.errors import CheckpointError, ConfigError
 
 _BRIGHTNESS = (0.2, 0.4, 0.6, 0.8)
@@ -26,7 +26,7 @@ _PROBE_PICTURES, _PROBE_NUMBERS = 2, 32
 
 
 @torch.inference_mode()
-def check_alone(encoder: FrozenEncoder, pooling: str | None = None, device: str | torch.device = "cpu") -> tuple[str, int]:
+def check_alone(encoder: Encoder, pooling: str | None = None, device: str | torch.device = "cpu") -> tuple[str, int]:
     """Refuse an encoder whose features of a picture depend on the other pictures of the batch, or are no numbers.
 
     Args:
@@ -61,7 +61,7 @@ def check_alone(encoder: FrozenEncoder, pooling: str | None = None, device: str 
     return pooling, whole_BD.shape[1]
 
 
-def describe(encoder: FrozenEncoder, pooling: str, width: int, device: str | torch.device = "cpu") -> dict[str, Any]:
+def describe(encoder: Encoder, pooling: str, width: int, device: str | torch.device = "cpu") -> dict[str, Any]:
     """What a manifest says of an encoder, ready for JSON; ``check_same`` recognises it by that. Holds no path."""
     return {
         "name": encoder.name,
@@ -77,7 +77,7 @@ def describe(encoder: FrozenEncoder, pooling: str, width: int, device: str | tor
     }
 
 
-def check_same(encoder: FrozenEncoder, about: dict[str, Any], where: str, device: str | torch.device = "cpu") -> None:
+def check_same(encoder: Encoder, about: dict[str, Any], where: str, device: str | torch.device = "cpu") -> None:
     """Refuse an encoder that is not the one that ``describe`` described.
 
     Weights are compared bit by bit; what has none to look at, by its features of fixed noise, whose last digits may differ between
@@ -109,7 +109,7 @@ def check_same(encoder: FrozenEncoder, about: dict[str, Any], where: str, device
         )
 
 
-def _public_pictures(encoder: FrozenEncoder) -> Tensor:
+def _public_pictures(encoder: Encoder) -> Tensor:
     """Four pictures of fixed noise, normalised for the encoder: float32 (B, C, H, W)."""
     size, generator = encoder.image_size, torch.Generator().manual_seed(0)
     bright, contrast = (torch.tensor(v)[:, None, None, None] for v in (_BRIGHTNESS, _CONTRAST))
@@ -119,12 +119,12 @@ def _public_pictures(encoder: FrozenEncoder) -> Tensor:
 
 
 @torch.inference_mode()
-def _probe(encoder: FrozenEncoder, pooling: str, device: str | torch.device) -> list[list[float]]:
+def _probe(encoder: Encoder, pooling: str, device: str | torch.device) -> list[list[float]]:
     x_BCHW = _public_pictures(encoder)[:_PROBE_PICTURES].to(device)
     return encoder.poolings(x_BCHW)[pooling][:, :_PROBE_NUMBERS].float().cpu().tolist()
 
 
-def _culprits(encoder: FrozenEncoder) -> str:
+def _culprits(encoder: Encoder) -> str:
     """Layers that take statistics of the batch also in evaluation mode."""
     if encoder.backbone is None:
         return ""
@@ -138,7 +138,7 @@ def _culprits(encoder: FrozenEncoder) -> str:
 
 
 @torch.inference_mode()
-def fingerprint(encoder: FrozenEncoder, device: str | torch.device = "cpu") -> str:
+def fingerprint(encoder: Encoder, device: str | torch.device = "cpu") -> str:
     """Digest of an encoder: its preprocessing, its weights, and its features of four images of fixed noise at every resolution it takes.
 
     The noise tells apart what has no weights to look at (patches of textures), the weights what noise might not show.
@@ -153,7 +153,7 @@ def fingerprint(encoder: FrozenEncoder, device: str | torch.device = "cpu") -> s
     return digest.hexdigest()
 
 
-def weights_digest(encoder: FrozenEncoder) -> str | None:
+def weights_digest(encoder: Encoder) -> str | None:
     """Digest of an encoder's weights alone, the same on every machine; None for what has none to look at."""
     if encoder.backbone is None:
         return None
@@ -162,7 +162,7 @@ def weights_digest(encoder: FrozenEncoder) -> str | None:
     return digest.hexdigest()
 
 
-def _add_weights(digest: Any, encoder: FrozenEncoder) -> None:
+def _add_weights(digest: Any, encoder: Encoder) -> None:
     if encoder.backbone is not None:
         for name, value in encoder.backbone().state_dict().items():
             digest.update(name.encode() + value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -10,10 +10,10 @@ import torch
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.data.store import Store
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.fixed import FIXED, fixed_encoder
 from dpvision.errors import ConfigError
-from dpvision.features import Encoder, initial_encoder, load_encoder
+from dpvision.features import PooledNetwork, initial_encoder, load_encoder
 from dpvision.models.packaged import TimmEncoder
 from dpvision.models.vit import ViT
 from dpvision.train.unprotected import runs_with_these_weights
@@ -23,7 +23,7 @@ _FORMS = (
 )
 
 
-def open_encoder(spec: str, *, ema: bool = False, device: str | torch.device = "cpu", image_size: int | None = None) -> FrozenEncoder:
+def open_encoder(spec: str, *, ema: bool = False, device: str | torch.device = "cpu", image_size: int | None = None) -> Encoder:
     """The encoder that ``spec`` names, frozen, on ``device``.
 
     Args:
@@ -58,7 +58,7 @@ def open_encoder(spec: str, *, ema: bool = False, device: str | torch.device = "
 
 def run_encoder(
     run_or_checkpoint: str | Path, *, ema: bool = False, untrained: bool = False, device: str | torch.device = "cpu"
-) -> FrozenEncoder:
+) -> Encoder:
     """The encoder of a run, or its architecture with the weights that it was initialised with.
 
     Raises:
@@ -78,7 +78,7 @@ def run_encoder(
     encoder = encoder.to(device)
     network = encoder.network
     name = "random weights" if untrained else "encoder, averaged weights" if ema else "encoder"
-    return FrozenEncoder(
+    return Encoder(
         name=name,
         image_size=config.model.encoder.image_size,
         mean=config.data.mean,
@@ -92,12 +92,12 @@ def run_encoder(
     )
 
 
-def trained_on(encoder: FrozenEncoder, images: dict[str, Any]) -> FrozenEncoder:
+def trained_on(encoder: Encoder, images: dict[str, Any]) -> Encoder:
     """An encoder that an evaluation is about to train further: ``images`` is the lineage entry of what it will see."""
     return replace(encoder, lineage=(*encoder.lineage, images))
 
 
-def recognised(encoder: FrozenEncoder, *stores: Store) -> FrozenEncoder:
+def recognised(encoder: Encoder, *stores: Store) -> Encoder:
     """An encoder with what is known beside ``stores`` of its weights: runs without a guarantee that wrote them are added to its lineage.
 
     Raises:
@@ -110,6 +110,6 @@ def recognised(encoder: FrozenEncoder, *stores: Store) -> FrozenEncoder:
     return encoder
 
 
-def _copier(encoder: Encoder) -> Callable[[], Encoder]:
+def _copier(encoder: PooledNetwork) -> Callable[[], PooledNetwork]:
     """A function that gives trainable copies of an encoder."""
     return lambda: copy.deepcopy(encoder).cpu().train().requires_grad_(True)

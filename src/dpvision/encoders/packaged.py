@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
-from dpvision.encoders.base import Family, FrozenEncoder
+from dpvision.encoders.encoder import Encoder, Family
 from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models.timm_cache import find_timm_weights, timm_licence
@@ -81,7 +81,7 @@ def _pooled(map_BDHW: Tensor) -> dict[str, Tensor]:
 
 def library_encoder(
     kind: str, name: str, file: Path | None = None, image_size: int | None = None, device: str | torch.device = "cpu"
-) -> FrozenEncoder:
+) -> Encoder:
     """The encoder of a timm model, or of a torchvision classification model, frozen, in evaluation mode, on ``device``.
 
     Mean, standard deviation and picture size are those of the library's own preprocessing. Without a file the weights are those that
@@ -120,7 +120,7 @@ def encoder_from(
     device: str | torch.device = "cpu",
     rename: Rename | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
-) -> FrozenEncoder:
+) -> Encoder:
     """As ``library_encoder``, from tensors in memory; ``where`` names their file in errors, ``shown`` the encoder in tables.
 
     Args:
@@ -144,7 +144,7 @@ def encoder_from(
     family: Family = "transformer" if found.ndim == 3 or attends else "convnet"
     blocks = _blocks(pooled.model) if kind == "timm" else None
     pooled = pooled.to(device)
-    return FrozenEncoder(
+    return Encoder(
         name=shown,
         image_size=size,
         mean=mean,

@@ -15,7 +15,7 @@ from dpvision.checkpoint import load_checkpoint
 from dpvision.config import DataConfig
 from dpvision.data.loader import pictures
 from dpvision.data.store import Store
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.headed import is_head
 from dpvision.encoders.open import run_encoder
 from dpvision.features import collect_features
@@ -61,7 +61,7 @@ def neighbours_of_run(run: str | Path, store: Store, *, num_queries: int = 6, k:
     return find_neighbours(encoders, store, num_queries=num_queries, k=k)
 
 
-def find_neighbours(encoders: dict[str, FrozenEncoder], store: Store, *, num_queries: int = 6, k: int = 6) -> Neighbours | None:
+def find_neighbours(encoders: dict[str, Encoder], store: Store, *, num_queries: int = 6, k: int = 6) -> Neighbours | None:
     """Nearest neighbours by each of several encoders, among at most 500 pictures spread over ``store``.
 
     Which candidates and queries depends on the number of pictures only.
@@ -104,7 +104,7 @@ def nearest_others(feature_ND: Tensor, k: int) -> Tensor:
     return cosine_NN.topk(k, dim=1).indices
 
 
-def _images(store: Store, rows: np.ndarray, encoder: FrozenEncoder, data: DataConfig) -> np.ndarray:
+def _images(store: Store, rows: np.ndarray, encoder: Encoder, data: DataConfig) -> np.ndarray:
     """uint8 (B, H, W, 3) of the rows, as the encoder sees them."""
     parts = [x for x, _, _ in pictures(store, rows, encoder.image_size, data, batch_size=256, workers=1)]
     return pixels_of(torch.cat(parts), encoder.mean, encoder.std)

@@ -18,7 +18,7 @@ Family = Literal["transformer", "convnet", "fixed"]
 
 
 @dataclass(frozen=True)
-class FrozenEncoder:
+class Encoder:
     """An encoder as the harness knows it. Made by ``encoders.open.open_encoder`` from a name, a file or a run."""
 
     name: str
