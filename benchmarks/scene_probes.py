@@ -5,8 +5,8 @@ import torch
 
 from dpvision.config import DataConfig
 from dpvision.data.transform import normalise
+from dpvision.encoders.pooled import PooledNetwork
 from dpvision.eval.probes.ridge import fit_ridge
-from dpvision.features import PooledNetwork
 from dpvision.synthetic.scenes import ATTRIBUTES, Scene, make_scene
 
 FIRST_FIT, FIRST_TEST = 10_000_000, 20_000_000

@@ -15,7 +15,6 @@ ORDER = [
     {"data"},
     {"dp", "optim"},
     {"train"},
-    {"features"},
     {"encoders"},
     {"eval", "adapt", "audit"},
     {"report"},

@@ -21,11 +21,11 @@ from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp.clip import clipped_sum
+from dpvision.encoders.embeddings import write_embeddings
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.any_of_labels import AnyOfLabels
 from dpvision.eval.probes.own_head import OwnHead, score_own_head
 from dpvision.eval.probes.suite import evaluate
-from dpvision.features import write_embeddings
 from dpvision.models import make_model
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.sampling import derive_rng

@@ -24,7 +24,7 @@ from dpvision.data.loader import physical_batches, pictures
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn, clipped_sum
-from dpvision.encoders.open import run_encoder
+from dpvision.encoders.trained import run_encoder
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.eval.probes.own_head import score_own_head
 from dpvision.models import make_model

@@ -25,7 +25,7 @@ def texture_centre(encoder: Encoder, pooling: str, device: str | torch.device = 
     total: Tensor | None = None
     for start in range(_FIRST, _FIRST + NUM_TEXTURES, _BATCH):
         pixel_BCHW = textures(torch.arange(start, start + _BATCH), encoder.image_size).float() / 255
-        part_D = encoder.poolings(((pixel_BCHW - mean) / std).to(device))[pooling].double().sum(dim=0).cpu()
+        part_D = encoder(((pixel_BCHW - mean) / std).to(device), pooling).double().sum(dim=0).cpu()
         total = part_D if total is None else total + part_D
     assert total is not None
     return (total / NUM_TEXTURES).float()

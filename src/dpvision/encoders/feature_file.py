@@ -145,7 +145,7 @@ def _blocks(
     for x_BCHW, row_B, _ in found:
         missing = batch_size - len(x_BCHW)
         padded = torch.cat([x_BCHW, x_BCHW.new_zeros(missing, *x_BCHW.shape[1:])]) if missing else x_BCHW
-        x_BD = encoder.poolings(padded.to(how.device))[pooling][: len(x_BCHW)].float().cpu().numpy()
+        x_BD = encoder(padded.to(how.device), pooling)[: len(x_BCHW)].float().cpu().numpy()
         place_B = np.searchsorted(rows, row_B.numpy())
         end = min((int(place_B[-1]) // batch_size + 1) * batch_size, len(rows))
         piece = np.full((end - done, width), np.nan, dtype=dtype)

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
-from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.encoder import Encoder, FeatureFunction
 from dpvision.encoders.hog import hog
 from dpvision.encoders.patch_constants import SIZES, feature_orders
 from dpvision.encoders.patch_features import patch_features
 from dpvision.encoders.scattering import make_scattering
 from dpvision.errors import ConfigError
-from dpvision.features import FeatureFunction
 from dpvision.train.lineage import public_weights
 
 DEFAULT_RESOLUTION = 128

@@ -40,17 +40,13 @@ def check_alone(encoder: Encoder, pooling: str | None = None, device: str | torc
             passes differ, or there is no such pooling.
     """
     x_BCHW = _public_pictures(encoder).to(device)
-    named = encoder.poolings(x_BCHW)
-    pooling = next(iter(named)) if pooling is None else pooling
-    if pooling not in named:
-        raise ConfigError(f"encoder: pooling={pooling!r}; expected one of {list(named)} with {encoder.name}. Correct it, or leave it out.")
-    whole_BD = named[pooling]
+    pooling, whole_BD = encoder.named(x_BCHW, pooling)
     if whole_BD.ndim != 2 or not torch.isfinite(whole_BD).all():
         raise ConfigError(
             f"encoder: {encoder.name} gives features that are not finite for public pictures; expected numbers. Use other weights."
         )
-    again_BD = encoder.poolings(x_BCHW)[pooling]
-    alone_BD = torch.cat([encoder.poolings(x_BCHW[i : i + 1])[pooling] for i in range(len(x_BCHW))])
+    again_BD = encoder(x_BCHW, pooling)
+    alone_BD = torch.cat([encoder(x_BCHW[i : i + 1], pooling) for i in range(len(x_BCHW))])
     room = _TOLERANCE["cuda" if whole_BD.is_cuda else "cpu"] * float(whole_BD.abs().max())
     for other_BD, what in ((again_BD, "differ from one pass to the next"), (alone_BD, "depend on the other pictures of a batch")):
         if not float((other_BD - whole_BD).abs().max()) <= room:
@@ -70,6 +66,8 @@ def describe(encoder: Encoder, pooling: str, width: int, device: str | torch.dev
         "width": width,
         "mean": list(encoder.mean),
         "std": list(encoder.std),
+        "resize": encoder.resize,
+        "crop": encoder.crop,
         "licence": encoder.licence,
         "weights": weights_digest(encoder),
         "fingerprint": fingerprint(encoder, device),
@@ -90,9 +88,10 @@ def check_same(encoder: Encoder, about: dict[str, Any], where: str, device: str 
         CheckpointError: picture size, normalisation, weights or features differ.
     """
     remedy = "Name the encoder that the head was fitted to (encoder=, or --model.encoder.spec)."
-    for name in ("image_size", "mean", "std"):
+    about = {"resize": None, "crop": "random"} | about  # descriptions from before encoders had them
+    for name in ("image_size", "mean", "std", "resize", "crop"):
         got: Any = getattr(encoder, name)
-        if (got if name == "image_size" else list(got)) != about[name]:
+        if (list(got) if isinstance(got, tuple) else got) != about[name]:
             raise CheckpointError(f"encoder: {name}={got} of {encoder.name}; expected {about[name]}, as in {where}. {remedy}")
     named = encoder.poolings(_public_pictures(encoder).to(device))
     if about["pooling"] not in named or named[about["pooling"]].shape[1] != about["width"]:
@@ -121,7 +120,7 @@ def _public_pictures(encoder: Encoder) -> Tensor:
 @torch.inference_mode()
 def _probe(encoder: Encoder, pooling: str, device: str | torch.device) -> list[list[float]]:
     x_BCHW = _public_pictures(encoder)[:_PROBE_PICTURES].to(device)
-    return encoder.poolings(x_BCHW)[pooling][:, :_PROBE_NUMBERS].float().cpu().tolist()
+    return encoder(x_BCHW, pooling)[:, :_PROBE_NUMBERS].float().cpu().tolist()
 
 
 def _culprits(encoder: Encoder) -> str:
@@ -143,7 +142,7 @@ def fingerprint(encoder: Encoder, device: str | torch.device = "cpu") -> str:
 
     The noise tells apart what has no weights to look at (patches of textures), the weights what noise might not show.
     """
-    about = [encoder.name, encoder.family, encoder.image_size, encoder.own_sizes, encoder.mean, encoder.std]
+    about = [encoder.name, encoder.family, encoder.image_size, encoder.own_sizes, encoder.mean, encoder.std, encoder.resize, encoder.crop]
     digest = hashlib.sha256(json.dumps(about).encode())
     _add_weights(digest, encoder)
     noise_BCHW = torch.randn(4, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0))

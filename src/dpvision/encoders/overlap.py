@@ -205,7 +205,7 @@ def _blocks(
 @torch.inference_mode()
 def _features(encoder: Encoder, x_BCHW: Tensor, device: str | torch.device) -> np.ndarray:
     """Features of the default pooling, float32 (B, D)."""
-    return next(iter(encoder.poolings(x_BCHW.to(device)).values())).float().cpu().numpy()
+    return encoder(x_BCHW.to(device)).float().cpu().numpy()
 
 
 def _unit(x_BD: np.ndarray, centre_D: np.ndarray) -> np.ndarray:

@@ -3,7 +3,6 @@
 Legend: B pictures, L tokens, D width, C channels, H height, W width.
 """
 
-import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 from dpvision.config import ViTConfig
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.packaged import check_fit, encoder_from, without_wrapper
+from dpvision.encoders.pooled import frozen, pooled_network
 from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError, ConfigError
-from dpvision.features import PooledNetwork
 from dpvision.models.vit import ViT
 from dpvision.train.lineage import undeclared_weights
 
@@ -61,7 +60,6 @@ def _masked_autoencoder(kind: str, path: Path, device: str | torch.device) -> En
     weights = open_weights(path, undeclared_weights(f"{kind}:{path.name}"))
     given = without_wrapper(weights.tensors, ["patch_embed.proj.weight"], str(path))
     vit = ViT(_config(given, path))
-    encoder = PooledNetwork(vit)
     published = {_published_name(name): tensor for name, tensor in vit.state_dict().items()}
     published["patch_embed.proj.weight"] = torch.empty_like(given["patch_embed.proj.weight"], device="meta")
     published["cls_token"] = vit.cls_token[None, None]
@@ -75,18 +73,10 @@ def _masked_autoencoder(kind: str, path: Path, device: str | torch.device) -> En
         )
     ours = {name: given[_published_name(name)].reshape(tensor.shape).float() for name, tensor in vit.state_dict().items()}
     vit.load_state_dict(ours)
-    encoder = encoder.eval().requires_grad_(False).to(device)
-    return Encoder(
-        name=f"{kind}:{path.name}",
-        image_size=vit.cfg.image_size,
-        mean=MEAN,
-        std=STD,
-        poolings=encoder.poolings,
-        family="transformer",
-        backbone=lambda: copy.deepcopy(encoder).cpu().train().requires_grad_(True),
-        blocks=vit.forward_blocks,
-        lineage=weights.lineage,
-    )
+    return frozen(
+        pooled_network(vit), device, name=f"{kind}:{path.name}", image_size=vit.cfg.image_size, mean=MEAN, std=STD, family="transformer",
+        blocks=vit.forward_blocks, lineage=weights.lineage,
+    )  # fmt: skip
 
 
 def _config(given: dict[str, Tensor], path: Path) -> ViTConfig:

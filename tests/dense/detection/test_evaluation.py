@@ -23,8 +23,8 @@ from dpvision.dense.detection.evaluation import (
 )
 from dpvision.dense.training_loop import DenseHardware
 from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.pooled import pooled_network
 from dpvision.errors import ConfigError, DataError
-from dpvision.features import PooledNetwork
 from dpvision.models.layers import init_weights
 from dpvision.models.vit import ViT
 
@@ -43,7 +43,7 @@ def make_encoder(depth: int = 2, patch: int = 8) -> Encoder:
     with torch.random.fork_rng():
         vit = ViT(ViTConfig(image_size=32, patch_size=patch, depth=depth, width=32, num_heads=2))
     init_weights(vit, torch.Generator().manual_seed(0))
-    return Encoder("e", 32, (0.5,) * 3, (0.25,) * 3, lambda x: {}, "transformer", backbone=lambda: PooledNetwork(copy.deepcopy(vit)))
+    return Encoder("e", 32, (0.5,) * 3, (0.25,) * 3, lambda x: {}, "transformer", backbone=lambda: pooled_network(copy.deepcopy(vit)))
 
 
 def made(settings: DetectionSettings = SETTINGS, **kw) -> Detector:

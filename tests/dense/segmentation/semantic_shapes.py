@@ -10,7 +10,7 @@ from PIL import Image
 from dpvision.config import ViTConfig
 from dpvision.dense.segmentation.semantic_data import ClassMap, SemanticFolder, open_folder
 from dpvision.encoders.encoder import Encoder
-from dpvision.features import PooledNetwork
+from dpvision.encoders.pooled import PooledNetwork, pooled_network
 from dpvision.models.layers import init_weights
 from dpvision.models.vit import ViT
 
@@ -60,7 +60,7 @@ def tiny_encoder(seed: int = 0, **more: object) -> Encoder:
     config: dict = {"image_size": 32, "patch_size": 8, "depth": 3, "width": 32, "num_heads": 2} | more
     vit = ViT(ViTConfig(**config))
     init_weights(vit, torch.Generator().manual_seed(seed))
-    encoder = PooledNetwork(vit).eval().requires_grad_(False)
+    encoder = pooled_network(vit).eval().requires_grad_(False)
     return Encoder("tiny", config["image_size"], (0.5, 0.4, 0.3), (0.2, 0.25, 0.3), encoder.poolings, "transformer", lambda: _copy(encoder))
 
 

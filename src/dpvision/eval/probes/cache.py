@@ -12,6 +12,7 @@ import torch
 
 from dpvision.data import decode, loader, transform
 from dpvision.data.store import Store
+from dpvision.encoders.collect import collect_features
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_cache import FeatureCache, code_digest, features_key, score_key
 from dpvision.encoders.identity import fingerprint
@@ -22,7 +23,6 @@ from dpvision.eval.probes.protocol import Protocol, Task
 from dpvision.eval.probes.protocols import PROTOCOLS
 from dpvision.eval.probes.records import LabelledFeatures, units
 from dpvision.eval.score import Score
-from dpvision.features import collect_features
 
 _ROW = "row"
 """The entry of a kept file that holds the features' rows."""

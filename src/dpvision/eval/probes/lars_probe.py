@@ -98,7 +98,7 @@ def token_features(encoder: Encoder, tokens: Tokens, num_blocks: int = 12) -> tu
     if blocks is None:
         if tokens == "cls":
             raise ConfigError(f"linear_cls: {encoder.name} has no class token; expected a transformer. Use --protocols linear_lars.")
-        return lambda x_BCHW: next(iter(encoder.poolings(x_BCHW).values())).float(), "default pooling (it has no blocks)"
+        return lambda x_BCHW: encoder(x_BCHW).float(), "default pooling (it has no blocks)"
 
     def joined(x_BCHW: Tensor) -> Tensor:
         return torch.cat([token_BLD[:, 1:].float().mean(dim=1) for token_BLD in blocks(x_BCHW)[-num_blocks:]], dim=1)
