@@ -34,12 +34,12 @@ from sklearn.metrics import average_precision_score
 
 from dpvision.adapt.descent import many_steps, one_step
 from dpvision.adapt.feature_covariance import feature_covariance
+from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.frequency import frequency_decay, frequency_scale
 from dpvision.adapt.least_squares import least_squares
 from dpvision.adapt.prototypes import prototypes
 from dpvision.adapt.recommend import recommend_head
 from dpvision.adapt.release import Releases, full_batch_plan
-from dpvision.adapt.stream import FeatureStream, Head
 from dpvision.config.head_presets import PRESETS
 from dpvision.encoders.centre import texture_centre
 from dpvision.encoders.encoder import Encoder

@@ -35,7 +35,7 @@ from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dense.training_state import FILE, open_checkpoint
 from dpvision.encoders.open import open_encoder, recognised
-from dpvision.encoders.parent import open_parent
+from dpvision.encoders.starting_weights import open_parent
 from dpvision.errors import CheckpointError, ConfigError, PrivacyError
 from dpvision.privacy.composition import total_epsilon
 from dpvision.privacy.store_marks import StoreLedgers

@@ -44,7 +44,7 @@ NUM_CLASSES = len(LABELS)
 def halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Store]:
     """The two parts of a private store of scenes, labelled with the shapes in them."""
     folder = tmp_path_factory.mktemp("several")
-    write_scenes(folder / "all", 120, 16, several_labels=True, public=False)
+    write_scenes(folder / "all", 120, 16, multi_label=True, public=False)
     return split_store(folder / "all", folder / "mine", folder / "test", 0.6)
 
 

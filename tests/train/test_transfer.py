@@ -13,7 +13,7 @@ import dpvision
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import ClassifierConfig, DataConfig, OptimConfig, RunConfig, TimmConfig
 from dpvision.encoders.open import open_encoder
-from dpvision.encoders.parent import adapted, open_parent
+from dpvision.encoders.starting_weights import adapted, open_parent
 from dpvision.encoders.trained import run_encoder
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models import make_model

@@ -14,8 +14,8 @@ from dpvision.data.overlap import HOWS, RADIUS, check_out, find_matches, signatu
 from dpvision.data.perceptual import SECOND_RADIUS
 from dpvision.data.store import Store
 from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.feature_matches import find_feature_matches, measure_threshold
 from dpvision.encoders.open import open_encoder, recognised
-from dpvision.encoders.overlap import find_feature_matches, measure_threshold
 from dpvision.errors import OPERATOR_ONLY, ConfigError, PrivacyError
 from dpvision.files import write_json
 from dpvision.report.overlap_page import write_overlap_page

@@ -35,7 +35,7 @@ def open_encoder(spec: str | Path, *, ema: bool = False, device: str | torch.dev
     spec = str(spec)
     kind, _, rest = spec.partition(":")
     if kind in ("timm", "torchvision"):
-        from dpvision.encoders.packaged import library_encoder
+        from dpvision.encoders.library_encoder import library_encoder
 
         name, _, file = rest.partition("@")
         return library_encoder(kind, name, Path(file) if file else None, image_size=image_size, device=device)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from dpvision.encoders.encoder import Encoder
 from dpvision.models import Model
 from dpvision.models.captioner import Captioner
-from dpvision.models.packaged import TimmEncoder
 from dpvision.models.resnet import ResNet
+from dpvision.models.timm_encoder import TimmEncoder
 from dpvision.models.vit import ViT
 
 

@@ -10,7 +10,7 @@ from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.pooled import frozen, pooled_model
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models import Model, make_model
-from dpvision.models.packaged import TimmEncoder
+from dpvision.models.timm_encoder import TimmEncoder
 from dpvision.models.vit import ViT
 
 

@@ -6,8 +6,8 @@ import torchvision
 from pytest import mark, raises
 from safetensors.torch import save_file
 
+from dpvision.encoders.library_encoder import library_encoder
 from dpvision.encoders.open import open_encoder
-from dpvision.encoders.packaged import library_encoder
 from dpvision.errors import CheckpointError, ConfigError
 
 VIT = "vit_tiny_patch16_224"
