@@ -16,6 +16,7 @@ from dpvision.config import HeadConfig, RunConfig, from_dict
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.identity import check_same
 from dpvision.encoders.open import open_encoder
+from dpvision.encoders.trained import filled
 from dpvision.errors import CheckpointError, ConfigError, DPVisionError
 from dpvision.models.linear_head import LinearHead
 
@@ -57,10 +58,9 @@ def load_classifier(
     config = from_dict(RunConfig, checkpoint.manifest["config"], f"{checkpoint.path}: config")
     assert isinstance(config.model, HeadConfig)
     about = checkpoint.manifest.get("encoder")
-    weights = checkpoint.ema if ema else checkpoint.model
-    if weights is None or not isinstance(about, dict):
-        what = "averaged weights" if weights is None else "description of its encoder"
-        raise CheckpointError(f"checkpoint: {checkpoint.path} has no {what}; expected one. Leave ema out, or restore the manifest.")
+    if not isinstance(about, dict):
+        raise CheckpointError(f"checkpoint: {checkpoint.path} has no description of its encoder; expected one. Restore the manifest.")
+    head, pooling = filled(LinearHead(config.model), checkpoint, ema=ema).to(device).eval(), about["pooling"]
     spec = encoder or config.model.encoder.spec or ""
     try:
         opened = open_encoder(spec, device=device, image_size=about["image_size"])
@@ -69,12 +69,6 @@ def load_classifier(
             f"head: {checkpoint.path} sits on {about['name']}, which is not at {spec!r} ({error}). Say where it is with encoder=SPEC."
         ) from None
     check_same(opened, about, str(checkpoint.path), device)
-    head, pooling = LinearHead(config.model), about["pooling"]
-    try:
-        head.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CheckpointError(f"checkpoint: {checkpoint.path} does not fit its config ({error}). Use the version that wrote it.") from None
-    head = head.to(device).eval()
     return HeadedEncoder(
         name=f"head on {opened.name}", image_size=opened.image_size, mean=opened.mean, std=opened.std, own_sizes=opened.own_sizes,
         resize=opened.resize, crop=opened.crop, poolings=lambda x_BCHW: {"scores": head(opened(x_BCHW, pooling).float())}, family="fixed",

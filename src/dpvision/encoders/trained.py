@@ -1,8 +1,10 @@
 """The encoder, and the whole network, of a training run."""
 
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import RunConfig, from_dict
@@ -12,6 +14,8 @@ from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models import Model, make_model
 from dpvision.models.timm_encoder import TimmEncoder
 from dpvision.models.vit import ViT
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 def run_encoder(
@@ -60,12 +64,16 @@ def load_model(checkpoint: Checkpoint, *, ema: bool = False) -> tuple[Model, Run
         CheckpointError: it does not fit its config, or it has no average.
     """
     config = from_dict(RunConfig, checkpoint.manifest["config"], f"{checkpoint.path}: config")
+    return filled(make_model(config.model, config.seed), checkpoint, ema=ema), config
+
+
+def filled(network: Network, checkpoint: Checkpoint, *, ema: bool = False) -> Network:
+    """``network`` with a checkpoint's weights; raises as ``load_model``."""
     weights = checkpoint.ema if ema else checkpoint.model
     if weights is None:
         raise CheckpointError(f"checkpoint: {checkpoint.path} has no averaged weights; expected ema.safetensors. Leave ema out.")
-    model = make_model(config.model, config.seed)
     try:
-        model.load_state_dict(weights)
+        network.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointError(f"checkpoint: {checkpoint.path} does not fit its config ({error}). Use the version that wrote it.") from None
-    return model, config
+    return network
