@@ -32,7 +32,7 @@ def run_encoder(
         below = about.get("encoder", {}).get("spec")
         raise ConfigError(
             f"encoder: {run_or_checkpoint} is a head on frozen features, no encoder; expected what it stands on. Say {below!r}; the head "
-            "itself is scored by `dpvision evaluate RUN --test STORE`."
+            "itself is scored by `dpvision evaluate RUN --test STORE` and opened by dpvision.load_classifier."
         )
     model, config = load_model(checkpoint, ema=ema and not untrained)
     if untrained:
