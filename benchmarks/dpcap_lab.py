@@ -36,13 +36,14 @@ from dpvision.checkpoint import load_checkpoint
 from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
+from dpvision.encoders.pooled import pooled_network
+from dpvision.encoders.trained import load_model
 from dpvision.eval.captions.choice import answer_choices, choice_scores
 from dpvision.eval.captions.cider import cider_d
 from dpvision.eval.captions.label_sets import load_label_set
 from dpvision.eval.captions.open_captioner import OpenCaptioner, open_captioner
 from dpvision.eval.captions.scene_choices import scene_compositional
 from dpvision.eval.captions.zero_shot import ZeroShotSettings, zero_shot_scores
-from dpvision.features import Encoder, load_model
 from dpvision.models import make_model
 from dpvision.models.generate import GenerateSettings, generate
 from dpvision.recipes import RECIPES
@@ -148,7 +149,7 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, float]:
             model = make_model(config.model, config.seed)
         else:
             model, config = load_model(load_checkpoint(train(arm, args)))
-        found = attribute_probes(Encoder(model.encoder).eval(), fit, test)
+        found = attribute_probes(pooled_network(model.encoder).eval(), fit, test)
         if config.model.kind == "captioner" and arm != "random":
             found |= captioner_scores(open_captioner(train(arm, args)), args)
         kept.write_text(json.dumps(found))

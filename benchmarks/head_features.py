@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.open import open_encoder
 from dpvision.synthetic.scenes import make_scene
 from dpvision.synthetic.textures import textures
@@ -66,7 +66,7 @@ def pictures_of(data: Path, name: str, split: str) -> Pictures:
 
 
 @torch.inference_mode()
-def embed(encoder: FrozenEncoder, pictures: Pictures) -> tuple[np.ndarray, np.ndarray]:
+def embed(encoder: Encoder, pictures: Pictures) -> tuple[np.ndarray, np.ndarray]:
     """Features of the quadrants where the encoder has them, else its default ones: float16 (N, D), and labels."""
     prepare = encoder.preprocess
     features, labels = [], []
@@ -88,7 +88,7 @@ class Features:
 
     def __init__(self, work: Path, data: Path, encoders: dict[str, str]) -> None:
         self.work, self.data, self.encoders = work, data, encoders
-        self._open: dict[str, FrozenEncoder] = {}
+        self._open: dict[str, Encoder] = {}
         self._maps: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
 
     def task(self, encoder: str, name: str, attribute: str = "label") -> Task:
@@ -128,7 +128,7 @@ class Features:
                 np.save(path, value)
         return np.load(paths[0]), np.load(paths[1])
 
-    def _encoder(self, name: str) -> FrozenEncoder:
+    def _encoder(self, name: str) -> Encoder:
         if name not in self._open:
             self._open[name] = open_encoder(self.encoders[name], image_size=32)
         return self._open[name]

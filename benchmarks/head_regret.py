@@ -34,15 +34,15 @@ from sklearn.metrics import average_precision_score
 
 from dpvision.adapt.descent import many_steps, one_step
 from dpvision.adapt.feature_covariance import feature_covariance
+from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.frequency import frequency_decay, frequency_scale
 from dpvision.adapt.least_squares import least_squares
 from dpvision.adapt.prototypes import prototypes
 from dpvision.adapt.recommend import recommend_head
 from dpvision.adapt.release import Releases, full_batch_plan
-from dpvision.adapt.stream import FeatureStream, Head
 from dpvision.config.head_presets import PRESETS
-from dpvision.encoders.base import FrozenEncoder
 from dpvision.encoders.centre import texture_centre
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.open import open_encoder
 
 SETS = {"cifar10": 32, "eurosat": 64, "mednist": 64, "pets_sample": 128}
@@ -89,7 +89,7 @@ class Split:
 
 
 @functools.cache
-def encoder_of(encoder: str, name: str) -> tuple[FrozenEncoder, torch.Tensor | None]:
+def encoder_of(encoder: str, name: str) -> tuple[Encoder, torch.Tensor | None]:
     """The encoder for a set, and the centre that ``dpvision adapt`` takes off its features."""
     opened = open_encoder(encoder, image_size=32 if encoder == "pixels" else SETS[name])
     pooling = next(iter(opened.poolings(torch.zeros(1, 3, opened.image_size, opened.image_size))))

@@ -36,11 +36,11 @@ from scipy import stats
 
 from dpvision.adapt.descent import BIAS, many_steps, one_step
 from dpvision.adapt.feature_covariance import feature_covariance
+from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.least_squares import least_squares
 from dpvision.adapt.prototypes import prototypes
 from dpvision.adapt.recommend import covariance_noise, recommend_head
 from dpvision.adapt.release import Releases, SumOf, full_batch_plan
-from dpvision.adapt.stream import FeatureStream, Head
 from dpvision.config import OptimConfig, PrivacyConfig
 from dpvision.config.head_presets import PRESETS
 from dpvision.dp.clip import ClippedSum

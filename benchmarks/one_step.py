@@ -88,7 +88,7 @@ def _releases(num_records: int):
 
 def one_step(feature, label, num_classes):
     from dpvision.adapt.descent import one_step
-    from dpvision.adapt.stream import FeatureStream
+    from dpvision.adapt.feature_stream import FeatureStream
 
     stream = FeatureStream(feature, label, num_classes)
     return lambda: one_step(stream, _releases(len(label))).weight_KD
@@ -97,9 +97,9 @@ def one_step(feature, label, num_classes):
 def one_step_dense(feature, label, num_classes):
     import torch
 
+    from dpvision.adapt.feature_stream import FeatureStream
     from dpvision.adapt.gradient import gradient_sum
     from dpvision.adapt.integer_rows import IntegerStream
-    from dpvision.adapt.stream import FeatureStream
 
     stream, releases = IntegerStream(FeatureStream(feature, label, num_classes)), _releases(len(label))
     weight, bias = torch.full((num_classes, feature.shape[1]), 1e-3), torch.full((num_classes,), -10.0)

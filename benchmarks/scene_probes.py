@@ -5,8 +5,8 @@ import torch
 
 from dpvision.config import DataConfig
 from dpvision.data.transform import normalise
+from dpvision.encoders.pooled import PooledNetwork
 from dpvision.eval.probes.ridge import fit_ridge
-from dpvision.features import Encoder
 from dpvision.synthetic.scenes import ATTRIBUTES, Scene, make_scene
 
 FIRST_FIT, FIRST_TEST = 10_000_000, 20_000_000
@@ -24,7 +24,7 @@ def pixels(made: list[Scene]) -> torch.Tensor:
     return torch.from_numpy(x)
 
 
-def attribute_probes(encoder: Encoder, fit: list[Scene], test: list[Scene]) -> dict[str, float]:
+def attribute_probes(encoder: PooledNetwork, fit: list[Scene], test: list[Scene]) -> dict[str, float]:
     """Accuracy in percent of every attribute and their mean, by pooling."""
     with torch.inference_mode():
         features = [{name: torch.cat(parts).numpy() for name, parts in _poolings(encoder, pixels(made)).items()} for made in (fit, test)]
@@ -40,7 +40,7 @@ def attribute_probes(encoder: Encoder, fit: list[Scene], test: list[Scene]) -> d
     return found
 
 
-def _poolings(encoder: Encoder, x_BCHW: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+def _poolings(encoder: PooledNetwork, x_BCHW: torch.Tensor) -> dict[str, list[torch.Tensor]]:
     parts: dict[str, list[torch.Tensor]] = {}
     for part in x_BCHW.split(500):
         for name, x_BD in encoder.poolings(part).items():

@@ -26,7 +26,8 @@ from scene_probes import FIRST_FIT, FIRST_TEST, attribute_probes, pixels, scenes
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.data.store import Store
-from dpvision.features import Encoder, load_model
+from dpvision.encoders.pooled import pooled_network
+from dpvision.encoders.trained import load_model
 from dpvision.models import make_model
 from dpvision.models.mae import MAE, losses
 from dpvision.synthetic.scenes import Scene
@@ -81,7 +82,7 @@ def measure(arm: str, size: str, seed: int, args: argparse.Namespace) -> dict[st
             model = make_model(config.model, seed)
         px = config.model.encoder.image_size
         fit, test = scenes(FIRST_FIT, args.num_fit, px), scenes(FIRST_TEST, args.num_test, px)
-        found = {MASKED_LOSS: masked_loss(model, test), **attribute_probes(Encoder(model.encoder).eval(), fit, test)}
+        found = {MASKED_LOSS: masked_loss(model, test), **attribute_probes(pooled_network(model.encoder).eval(), fit, test)}
         kept.write_text(json.dumps(found | {"parameters": sum(p.numel() for p in model.parameters() if p.requires_grad)}))
     return json.loads(kept.read_text())
 

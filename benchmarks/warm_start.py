@@ -25,8 +25,8 @@ from PIL import Image
 from torch import Tensor
 
 from dpvision.config import MAEConfig
+from dpvision.encoders.pooled import pooled_network
 from dpvision.eval.probes.ridge import fit_ridge
-from dpvision.features import Encoder
 from dpvision.models import mae, make_model
 from dpvision.recipes import vip
 from dpvision.synthetic.textures import textures
@@ -113,7 +113,7 @@ def train(pictures: Tensor, steps: int, batch: int, seed: int, target: str, rate
 
 @torch.inference_mode()
 def features(model: mae.MAE, x: Tensor) -> dict[str, np.ndarray]:
-    encoder = Encoder(model.encoder).eval()
+    encoder = pooled_network(model.encoder).eval()
     parts = [encoder.poolings(normalised(piece)) for piece in x.split(500)]
     return {name: torch.cat([p[name] for p in parts]).numpy() for name in parts[0]}
 

@@ -15,7 +15,6 @@ ORDER = [
     {"data"},
     {"dp", "optim", "runs"},
     {"train"},
-    {"features"},
     {"encoders"},
     {"eval", "adapt", "audit"},
     {"report"},
@@ -79,6 +78,31 @@ def test_within_eval_probes_and_captions_leave_each_other_alone_and_what_they_sh
 
 def test_every_room_has_its_place() -> None:
     assert {_room(p) for p in FILES} <= set(RANK) | {"recipes"}
+
+
+SAME_NAME = {
+    # a command, and what it does
+    "demo": {"cli", "recipes"},
+    "ledger": {"cli", "privacy"},
+    "overlap": {"cli", "data"},
+    "plan": {"cli", "privacy"},
+    "tokenizer": {"cli", "data"},
+    "verify": {"cli", "report"},
+    # the same part of both tasks, or of both kinds of evaluation
+    "command": {"dense/detection", "dense/segmentation"},
+    "evaluation": {"dense/detection", "dense/segmentation"},
+    "sheet": {"dense/detection", "dense/segmentation"},
+    "protocol": {"eval/captions", "eval/probes"},
+    "suite": {"eval/captions", "eval/probes"},
+}
+"""Module name -> the packages that may share it."""
+
+
+def test_no_two_modules_share_a_name_unless_it_means_the_same() -> None:
+    packages: dict[str, set[str]] = {}
+    for path in SRC.rglob("*.py"):
+        packages.setdefault(path.stem, set()).add(path.parent.relative_to(SRC).as_posix())
+    assert {name: where for name, where in packages.items() if len(where) > 1 and name != "__init__"} == SAME_NAME
 
 
 def test_privacy_never_imports_torch() -> None:

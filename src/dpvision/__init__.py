@@ -1,7 +1,7 @@
 """dpvision: train image models on images that must stay private.
 
-    encoder, preprocess = dpvision.load("runs/NAME")
-    features_BD = encoder(torch.from_numpy(preprocess(image))[None])
+    encoder = dpvision.load("runs/NAME")
+    features_BD = encoder(torch.from_numpy(encoder.preprocess(image))[None])
 
 ``dir(dpvision)`` lists the public names; each is imported when it is first used. docs/tour.md describes the packages.
 """
@@ -10,13 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpvision.adapt.predict import load_classifier as load_classifier
     from dpvision.config import PrivacyConfig as PrivacyConfig
     from dpvision.data.store import Store as Store
     from dpvision.dp.clip import clipped_sum as clipped_sum
     from dpvision.dp.noise import privatize as privatize
+    from dpvision.encoders.headed import load_classifier as load_classifier
+    from dpvision.encoders.open import open_encoder as load
     from dpvision.eval.probes.suite import evaluate as evaluate
-    from dpvision.features import load as load
     from dpvision.privacy.plan import make_plan as make_plan
     from dpvision.report.statement import make_statement as make_statement
 
@@ -25,13 +25,14 @@ _HOME = {
     "Store": "dpvision.data.store",
     "clipped_sum": "dpvision.dp.clip",
     "evaluate": "dpvision.eval.probes.suite",
-    "load": "dpvision.features",
-    "load_classifier": "dpvision.adapt.predict",
+    "load": "dpvision.encoders.open:open_encoder",
+    "load_classifier": "dpvision.encoders.headed",
     "make_plan": "dpvision.privacy.plan",
     "make_statement": "dpvision.report.statement",
     "privatize": "dpvision.dp.noise",
 }
-"""Public name -> module that defines it. Imported late, so that ``import dpvision.privacy`` needs no torch."""
+"""Public name -> module that defines it, with its name there after a colon where that differs. Imported late, so that
+``import dpvision.privacy`` needs no torch."""
 
 __all__ = [
     "PrivacyConfig", "Store", "clipped_sum", "evaluate", "load", "load_classifier", "make_plan", "make_statement", "privatize",
@@ -44,7 +45,8 @@ def __getattr__(name: str) -> Any:
 
         return version("dpvision")
     if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+        module, _, attribute = _HOME[name].partition(":")
+        return getattr(importlib.import_module(module), attribute or name)
     raise AttributeError(f"module 'dpvision' has no attribute {name!r}")
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.gradient import gradient_sum
 from dpvision.adapt.integer_rows import IntegerStream
 from dpvision.adapt.release import Releases, full_batch_plan
-from dpvision.adapt.stream import FeatureStream
 from dpvision.config import PrivacyConfig
 from dpvision.dp.clip import ClippedSum
 from dpvision.privacy.plan import DPPlan, make_plan

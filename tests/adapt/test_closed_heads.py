@@ -11,10 +11,10 @@ from sklearn.neighbors import NearestCentroid
 
 from dpvision.adapt.descent import one_step
 from dpvision.adapt.feature_covariance import feature_covariance, whitener
+from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.least_squares import least_squares
 from dpvision.adapt.prototypes import prototypes, shrunk, sizes
 from dpvision.adapt.release import full_batch_plan
-from dpvision.adapt.stream import FeatureStream, Head
 from dpvision.config import OptimConfig
 from dpvision.errors import ConfigError
 

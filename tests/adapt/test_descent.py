@@ -10,8 +10,8 @@ from feature_sets import KEYS, clusters, joined, no_noise, private, releases_of,
 from torch.nn import functional as F
 
 from dpvision.adapt.descent import MANY_STEPS, ONE_STEP, many_steps, one_step
+from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.release import full_batch_plan
-from dpvision.adapt.stream import FeatureStream, Head
 from dpvision.config import OptimConfig, PrivacyConfig
 from dpvision.errors import ConfigError
 from dpvision.optim.schedule import learning_rate

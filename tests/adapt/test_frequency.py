@@ -9,11 +9,11 @@ import torch
 from feature_sets import no_noise, releases_of
 
 from dpvision.adapt.descent import many_steps
+from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.frequency import STEEPEST, TEXTURE_SHARE, frequency_decay, frequency_scale
 from dpvision.adapt.prepare import prepare
 from dpvision.adapt.release import full_batch_plan
 from dpvision.adapt.session import feature_stream
-from dpvision.adapt.stream import FeatureStream
 from dpvision.cli.adapt import head_text
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.data.store import Store

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from dpvision.adapt import integer_rows as module
 from dpvision.adapt.descent import many_steps
+from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.gradient import probabilities
 from dpvision.adapt.integer_rows import WIDE, IntegerStream, integer_product, largest, products, split, to_digits
 from dpvision.adapt.release import full_batch_plan
-from dpvision.adapt.stream import FeatureStream
 from dpvision.dp.rounding import MARGIN_EPS
 
 C = 0.7

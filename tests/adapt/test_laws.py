@@ -15,15 +15,15 @@ import pytest
 import torch
 from feature_sets import clusters, flat, gradient_of, joined, private, releases_of, stream_of
 
-from dpvision.adapt import stream as stream_module
+from dpvision.adapt import feature_stream as stream_module
 from dpvision.adapt.descent import many_steps, one_step
 from dpvision.adapt.feature_covariance import feature_covariance
+from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.gradient import sum_at_zero
 from dpvision.adapt.least_squares import least_squares
 from dpvision.adapt.moments import moment_sum
 from dpvision.adapt.prototypes import prototype_sum, prototypes
 from dpvision.adapt.release import Releases, full_batch_plan
-from dpvision.adapt.stream import FeatureStream, Head
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import privatize
 

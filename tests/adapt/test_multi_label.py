@@ -11,7 +11,6 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.metrics import average_precision_score
 
-from dpvision.adapt.predict import load_classifier
 from dpvision.adapt.prepare import prepare
 from dpvision.adapt.session import adapt, new_head_session
 from dpvision.config import HeadConfig, RunConfig, from_dict, to_dict
@@ -19,6 +18,7 @@ from dpvision.config.head_presets import HeadName, with_head
 from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
+from dpvision.encoders.headed import load_classifier
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.probes.own_head import score_own_head
 from dpvision.privacy.ledger_format import read_ledger
@@ -79,10 +79,10 @@ def test_every_head_is_scored_by_the_order_of_its_answers_and_by_its_decisions_w
         chosen, steps = session.prepared.model.head, session.plan.steps
     assert head is not None or chosen == "many_steps", "for which this test knows the threshold"
     assert read_ledger(tmp_path / "run" / "ledger.jsonl").steps == steps
-    classifier, preprocess = load_classifier(tmp_path / "run")
+    classifier = load_classifier(tmp_path / "run")
     pictures = [Image.open(io.BytesIO(public_test.read(row))) for row in range(public_test.num_records)]
     with torch.no_grad():
-        said = classifier(torch.from_numpy(np.stack([preprocess(picture) for picture in pictures]))).numpy()
+        said = classifier(torch.from_numpy(np.stack([classifier.preprocess(picture) for picture in pictures]))).numpy()
     truth = public_test.targets(np.arange(public_test.num_records), NUM_CLASSES)
     had = truth.any(axis=0)
     assert not had[9] and had.sum() == NUM_CLASSES - 1

@@ -10,11 +10,11 @@ import torch
 from feature_sets import no_noise, releases_of
 
 from dpvision.adapt.descent import MANY_STEPS, many_steps
+from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.prepare import prepare
 from dpvision.adapt.rate import FINAL_NOISE, HALVING, LONGEST, final_noise, steps_rate, with_rate
 from dpvision.adapt.release import full_batch_plan
 from dpvision.adapt.session import adapt, new_head_session
-from dpvision.adapt.stream import FeatureStream
 from dpvision.checkpoint import load_checkpoint
 from dpvision.cli.adapt import head_text
 from dpvision.config import PrivacyConfig

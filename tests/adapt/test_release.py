@@ -12,13 +12,13 @@ from feature_sets import KEYS, no_noise, private, releases_of, stream_of
 from scipy import optimize, stats
 
 from dpvision.adapt import release as release_module
+from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.gradient import gradient_sum, sum_at_zero
 from dpvision.adapt.integer_rows import IntegerStream
 from dpvision.adapt.least_squares import least_squares
 from dpvision.adapt.moments import moment_of, moment_sum, noise_edge
 from dpvision.adapt.prototypes import prototypes
 from dpvision.adapt.release import Releases, full_batch_plan
-from dpvision.adapt.stream import FeatureStream
 from dpvision.config import PrivacyConfig
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp.clip import ClippedSum

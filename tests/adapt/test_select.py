@@ -11,10 +11,10 @@ from feature_sets import joined, several_labels, stream_of
 
 from dpvision.adapt import select as select_module
 from dpvision.adapt.descent import many_steps, one_step
+from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.prototypes import prototypes
 from dpvision.adapt.release import Releases
 from dpvision.adapt.select import Candidate, Selected, hits, select_head
-from dpvision.adapt.stream import FeatureStream, Head
 from dpvision.config import PrivacyConfig
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import ConfigError, PrivacyError

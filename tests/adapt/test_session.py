@@ -17,7 +17,6 @@ from sklearn.linear_model import Ridge
 
 from dpvision.adapt import descent, feature_covariance, release
 from dpvision.adapt import session as session_module
-from dpvision.adapt.predict import load_classifier
 from dpvision.adapt.prepare import prepare
 from dpvision.adapt.rate import with_rate
 from dpvision.adapt.session import adapt, new_head_session, resumed_head_session
@@ -29,6 +28,7 @@ from dpvision.data.store import Store
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient
 from dpvision.encoders.centre import texture_centre
+from dpvision.encoders.headed import load_classifier
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.eval.probes.own_head import score_own_head
 from dpvision.privacy.ledger import set_cap
@@ -75,7 +75,7 @@ def test_every_head_spends_its_releases_learns_and_is_opened_again(
 
 def test_what_predicts_is_what_was_saved_on_what_one_picture_shows(private: Store, public_test: Store, tmp_path: Path) -> None:
     root = _run(head_config(private, "prototypes"), tmp_path / "run")
-    classifier, preprocess = load_classifier(root)
+    classifier = load_classifier(root)
     saved = load_checkpoint(root).model
     data = DataConfig(mean=classifier.encoder.mean, std=classifier.encoder.std)
     x_BCHW, row_B, _ = next(pictures(public_test, None, 8, data, batch_size=64, workers=1))
@@ -85,14 +85,14 @@ def test_what_predicts_is_what_was_saved_on_what_one_picture_shows(private: Stor
     expected = (x_BD / x_BD.norm(dim=1, keepdim=True)) @ saved["weight"].T + saved["bias"]
     assert torch.allclose(classifier(x_BCHW), expected, atol=1e-5)
     picture = Image.open(io.BytesIO(public_test.read(int(row_B[3]))))
-    assert torch.allclose(classifier(torch.from_numpy(preprocess(picture))[None])[0], expected[3], atol=1e-5)
+    assert torch.allclose(classifier(torch.from_numpy(classifier.preprocess(picture))[None])[0], expected[3], atol=1e-5)
 
 
 def test_without_noise_least_squares_is_ridge_regression(private: Store, tmp_path: Path) -> None:
     config = head_config(private, "least_squares", epsilon=None)
     root = _run(config, tmp_path / "run")
     assert not (root / "checkpoints").exists() and (root / "confidential" / "checkpoints").exists(), "no guarantee, private pictures"
-    classifier, _ = load_classifier(root)
+    classifier = load_classifier(root)
     data = DataConfig(mean=classifier.encoder.mean, std=classifier.encoder.std)
     found = [(x.flatten(1), label) for x, _, label in pictures(private, None, 8, data, batch_size=400, workers=1)]
     x_ND, label_N = (torch.cat(part) for part in zip(*found, strict=True))

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from dpvision.runs.store_checks import check_labels
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
@@ -24,7 +25,6 @@ from dpvision.data.store import Store
 from dpvision.dp.clip import clipped_sum
 from dpvision.errors import DataError
 from dpvision.models import make_model
-from dpvision.runs.store_checks import check_labels
 from dpvision.train.objectives import classification_losses
 
 C, NUM, CLASSES = 0.1, 105, ("beech", "birch", "oak")

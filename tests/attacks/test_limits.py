@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dpvision.runs.store_checks import check_store
 
 from dpvision.cli import main
 from dpvision.cli.data import _suggested
@@ -21,7 +22,6 @@ from dpvision.privacy import plan as plans
 from dpvision.privacy.plan import DPPlan, draft_plan, make_plan, refusal
 from dpvision.privacy.planner import what_if
 from dpvision.report.lineage_phrases import PROCEDURAL, entry_text
-from dpvision.runs.store_checks import check_store
 
 from ..data.pictures import png
 

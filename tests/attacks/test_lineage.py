@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from dpvision.runs.run import Secrets
 from safetensors.torch import load_file, save_file
 
 from dpvision.adapt.prepare import prepare
@@ -35,14 +36,13 @@ from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dense.training_state import FILE, open_checkpoint
 from dpvision.encoders.open import open_encoder, recognised
-from dpvision.encoders.parent import open_parent
+from dpvision.encoders.starting_weights import open_parent
 from dpvision.errors import CheckpointError, ConfigError, PrivacyError
 from dpvision.privacy.composition import total_epsilon
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.recipes import transfer_heads
 from dpvision.report.statement import make_statement
 from dpvision.runs.lineage import own_entry, runs_on
-from dpvision.runs.run import Secrets
 from dpvision.train.loop import fit
 from dpvision.train.start import check_run, new_session, resumed_session
 from dpvision.weights import contents

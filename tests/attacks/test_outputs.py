@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dpvision.runs.store_checks import check_store
 
 from dpvision.cli import main
 from dpvision.config import PrivacyConfig, to_dict
@@ -20,7 +21,6 @@ from dpvision.files import write_json
 from dpvision.privacy.plan import make_plan
 from dpvision.recipes import RECIPES
 from dpvision.report.compared_run import made_of_public_pictures
-from dpvision.runs.store_checks import check_store
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session
 

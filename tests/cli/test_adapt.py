@@ -10,12 +10,12 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from dpvision.adapt.predict import load_classifier
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli import main
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.encoders.feature_file import feature_array
+from dpvision.encoders.headed import load_classifier
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.recipes import RECIPES
 from dpvision.synthetic.scenes import make_scene
@@ -113,10 +113,10 @@ def test_a_private_score_chooses_among_heads_for_one_charge(
 
 def _accuracy(run: Path, stop: int) -> float:
     """Of a run's classifier on the first digits."""
-    classifier, preprocess = load_classifier(run)
+    classifier = load_classifier(run)
     pixels, labels = load_digits(return_X_y=True)
     grey = (pixels[:stop].reshape(-1, 8, 8, 1) * 15.9).astype(np.uint8).repeat(3, axis=3)
-    predicted = classifier(torch.from_numpy(np.stack([preprocess(x) for x in grey]))).argmax(dim=1).numpy()
+    predicted = classifier(torch.from_numpy(np.stack([classifier.preprocess(x) for x in grey]))).argmax(dim=1).numpy()
     return float((predicted == labels[:stop]).mean())
 
 

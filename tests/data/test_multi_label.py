@@ -193,7 +193,7 @@ def test_batches_carry_zeros_and_ones_that_follow_the_record(several: Store) -> 
 
 
 def test_scenes_are_labelled_with_all_their_shapes(tmp_path: Path) -> None:
-    store = write_scenes(tmp_path / "s", 12, 16, several_labels=True)
+    store = write_scenes(tmp_path / "s", 12, 16, multi_label=True)
     for i in range(12):
         assert {LABELS[label] for label in store.record(i).labels} == {thing.shape for thing in make_scene(i).objects}
 

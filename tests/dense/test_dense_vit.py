@@ -8,9 +8,9 @@ from torch.nn import functional as F
 from dpvision.config import ViTConfig
 from dpvision.dense.backbone import dense_backbone
 from dpvision.dense.dense_vit import DenseBlock, DenseViT, layer_decay_groups, relative_table
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.pooled import pooled_network
 from dpvision.errors import ConfigError
-from dpvision.features import Encoder
 from dpvision.models.layers import init_weights
 from dpvision.models.vit import ViT
 
@@ -194,7 +194,7 @@ def test_layer_decay_falls_towards_the_input_and_every_parameter_stands_once() -
 
 def test_what_it_took_over_is_a_copy_that_trains() -> None:
     vit = make_vit().requires_grad_(False)
-    encoder = FrozenEncoder("e", 16, (0.5,) * 3, (0.5,) * 3, lambda x: {}, "transformer", backbone=lambda: Encoder(vit))
+    encoder = Encoder("e", 16, (0.5,) * 3, (0.5,) * 3, lambda x: {}, "transformer", backbone=lambda: pooled_network(vit))
     dense = dense_backbone(encoder, class_token=False)
     before = vit.patch_embed.weight.clone()
     with torch.no_grad():
@@ -204,10 +204,10 @@ def test_what_it_took_over_is_a_copy_that_trains() -> None:
     assert torch.equal(vit.patch_embed.weight, before)
 
 
-@pytest.mark.parametrize("backbone", [None, nn.Identity, lambda: Encoder(nn.Identity())])
+@pytest.mark.parametrize("backbone", [None, nn.Identity, lambda: pooled_network(nn.Identity())])
 def test_what_is_no_plain_transformer_is_refused(backbone) -> None:
     with pytest.raises(ConfigError, match="expected a run of one, random:RUN, vip:FILE or mae:FILE"):
-        dense_backbone(FrozenEncoder("pixels", 16, (0.5,) * 3, (0.5,) * 3, lambda x: {}, "fixed", backbone=backbone))
+        dense_backbone(Encoder("pixels", 16, (0.5,) * 3, (0.5,) * 3, lambda x: {}, "fixed", backbone=backbone))
 
 
 @pytest.mark.parametrize(

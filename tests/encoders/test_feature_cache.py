@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_cache import FeatureCache, features_key, score_key
 from dpvision.encoders.identity import fingerprint, weights_digest
 
@@ -58,7 +58,7 @@ def test_a_fingerprint_changes_with_each_thing_that_decides_features() -> None:
     def twice(x_BCHW: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: 2 * x_BD for name, x_BD in encoder.poolings(x_BCHW).items()}
 
-    others: list[FrozenEncoder] = [
+    others: list[Encoder] = [
         vit_encoder(seed=1), conv_encoder(), replace(encoder, name="b"), replace(encoder, mean=(0.4, 0.5, 0.5)),
         replace(encoder, backbone=lambda: nudged), replace(encoder, poolings=twice),
     ]  # fmt: skip

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from dpvision.config import DataConfig
 from dpvision.data.store import Store
 from dpvision.encoders import feature_file
+from dpvision.encoders.collect import collect_features
 from dpvision.encoders.feature_cache import FeatureCache
 from dpvision.encoders.feature_file import Extraction, feature_array, feature_blocks
 from dpvision.errors import DataError
-from dpvision.features import frozen_features
 
 from ..eval.labelled import vit_encoder, write_digits
 
@@ -30,8 +29,8 @@ def test_rows_are_the_encoders_own_features_in_the_order_asked_for(tmp_path: Pat
     store, encoder = write_digits(tmp_path / "s", 0, 50), vit_encoder()
     rows = np.arange(1, 50, 3)
     found = feature_array(encoder, "mean", 32, store, rows, batch_size=7, workers=1)
-    x_ND, _ = frozen_features(lambda x: encoder.poolings(x)["mean"], store, DataConfig(mean=encoder.mean, std=encoder.std), 8, rows=rows)
-    assert found.dtype == np.float32 and np.allclose(found, x_ND.numpy(), atol=1e-6)
+    expected, _, _ = collect_features({"": encoder.poolings}, store, encoder.data, 8, rows=rows)
+    assert found.dtype == np.float32 and np.allclose(found, expected["", "mean"].numpy(), atol=1e-6)
 
 
 @pytest.mark.parametrize("broken", [[0, 1], [3, 4, 9], [28, 29], list(range(7, 21))])

@@ -8,7 +8,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.fixed import FIXED, fixed_encoder, raw_pixels
 from dpvision.encoders.open import open_encoder
 from dpvision.errors import ConfigError
@@ -18,7 +18,7 @@ NAMES = list(FIXED)
 CIFAR = Path(__file__).parents[2].parent / "shared" / "data" / "cifar10"
 
 
-def _features(encoder: FrozenEncoder, x_BCHW: Tensor) -> Tensor:
+def _features(encoder: Encoder, x_BCHW: Tensor) -> Tensor:
     """Default pooling of pixels from 0 to 1, a few hundred at a time."""
     mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (encoder.mean, encoder.std))
     with torch.inference_mode():

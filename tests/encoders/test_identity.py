@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.fixed import fixed_encoder
 from dpvision.encoders.identity import check_alone, check_same, describe
 from dpvision.errors import CheckpointError, ConfigError
@@ -15,12 +15,12 @@ from dpvision.errors import CheckpointError, ConfigError
 from ..eval.labelled import MEAN, STD, conv_encoder, vit_encoder
 
 
-def _of(net: nn.Module) -> FrozenEncoder:
+def _of(net: nn.Module) -> Encoder:
     def poolings(x_BCHW: Tensor) -> dict[str, Tensor]:
         with torch.no_grad():
             return {"mean": net(x_BCHW)}
 
-    return FrozenEncoder("made", 8, MEAN, STD, poolings, "convnet", lambda: copy.deepcopy(net).train())
+    return Encoder("made", 8, MEAN, STD, poolings, "convnet", lambda: copy.deepcopy(net).train())
 
 
 def _net(norm: nn.Module) -> nn.Module:
@@ -29,7 +29,7 @@ def _net(norm: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("encoder", [vit_encoder(), conv_encoder(), fixed_encoder("pixels", 8), fixed_encoder("hog", 16)])
-def test_honest_encoders_pass_and_their_width_is_found(encoder: FrozenEncoder) -> None:
+def test_honest_encoders_pass_and_their_width_is_found(encoder: Encoder) -> None:
     pooling, width = check_alone(encoder)
     x_BCHW = torch.randn(2, 3, encoder.image_size, encoder.image_size)
     assert encoder.poolings(x_BCHW)[pooling].shape == (2, width)

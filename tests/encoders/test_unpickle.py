@@ -4,7 +4,10 @@ import argparse
 import hashlib
 import os
 import pickle
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -46,6 +49,18 @@ def _with_program(path: Path, program: bytes) -> None:
     with zipfile.ZipFile(path.with_suffix(".plain")) as plain, zipfile.ZipFile(path, "w") as made:
         for member in plain.infolist():
             made.writestr(member.filename, program if member.filename.endswith("data.pkl") else plain.read(member))
+
+
+def _archive_bomb(path: Path) -> None:
+    torch.save({"a": torch.zeros(1 << 22)}, path.with_suffix(".plain"))
+    with zipfile.ZipFile(path.with_suffix(".plain")) as plain, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bomb:
+        for member in plain.infolist():
+            bomb.writestr(member.filename, plain.read(member))
+
+
+def _endless(path: Path) -> None:
+    """A pair of the same pair, seventy times, as the key of a dictionary: its hash visits 2^70 leaves."""
+    _with_program(path, b"\x80\x02}K\x01\x85" + b"q\x00h\x00\x86" * 70 + b"K\x01s.")
 
 
 def test_what_a_published_checkpoint_holds_comes_back_and_is_kept_under_its_digest(tmp_path, monkeypatch):
@@ -102,10 +117,7 @@ def test_the_planted_calls_would_have_done_harm(tmp_path):
 
 
 def test_an_archive_that_unpacks_to_more_than_itself_is_refused(tmp_path):
-    torch.save({"a": torch.zeros(1 << 22)}, tmp_path / "plain.pth")
-    with zipfile.ZipFile(tmp_path / "plain.pth") as plain, zipfile.ZipFile(tmp_path / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as bomb:
-        for member in plain.infolist():
-            bomb.writestr(member.filename, plain.read(member))
+    _archive_bomb(tmp_path / "bomb.pth")
     assert (tmp_path / "bomb.pth").stat().st_size < 100_000
     with pytest.raises(CheckpointError, match=r"unpacks to 16\d+ bytes"):
         load_pickle_safely(tmp_path / "bomb.pth")
@@ -124,6 +136,38 @@ def test_a_pickle_that_wants_memory_is_stopped(tmp_path):
         load_pickle_safely(tmp_path / "big.pth")
 
 
+@pytest.mark.parametrize(
+    ("write", "num_bytes"),
+    [
+        (_archive_bomb, 1 << 24),
+        (lambda path: torch.save({"a": torch.ones(1).expand(10**12)}, path), 4 * 10**12),
+        (lambda path: torch.save({"a": _Calls(torch.UntypedStorage, 1 << 31)}, path), 1 << 31),
+        (lambda path: torch.save({"a": _Calls(bytearray, 1 << 26)}, path), 1 << 26),
+    ],
+    ids=["archive", "expanded", "storage", "bytearray"],
+)
+def test_torchs_loader_alone_takes_what_is_refused_here(tmp_path, write, num_bytes):
+    """Why the process of its own stays. If torch refuses these one day, read ``unpickle`` again."""
+    write(tmp_path / "file.pth")
+    assert (tmp_path / "file.pth").stat().st_size < 30_000
+    taken = torch.load(tmp_path / "file.pth", map_location="cpu", weights_only=True)["a"]
+    held = taken.numel() * taken.element_size() if isinstance(taken, torch.Tensor) else len(taken)
+    assert held == num_bytes
+    with pytest.raises(CheckpointError, match="was refused"):
+        load_pickle_safely(tmp_path / "file.pth")
+
+
+def test_torchs_loader_alone_does_not_end_where_this_one_does(tmp_path):
+    _endless(tmp_path / "endless.pth")
+    program = (
+        "import resource, sys, torch\nused = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 3,) * 2)\n"
+        "torch.load(sys.argv[1], weights_only=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "endless.pth"], capture_output=True, check=False)
+    assert done.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
+
+
 @pytest.mark.parametrize("name", ["posix system", "builtins bytearray", "torch.hub load", "torch load", "os path.join"])
 def test_only_names_that_tensors_need_pass(name):
     assert not unpickle_worker._ALLOWED.fullmatch(name)
@@ -136,9 +180,7 @@ def test_names_that_come_by_another_way_are_refused(tmp_path):
 
 
 def test_a_pickle_that_never_ends_is_stopped(tmp_path, monkeypatch):
-    # A pair of the same pair, seventy times, as the key of a dictionary: its hash visits 2^70 leaves.
-    program = b"\x80\x02}K\x01\x85" + b"q\x00h\x00\x86" * 70 + b"K\x01s."
-    _with_program(tmp_path / "endless.pth", program)
+    _endless(tmp_path / "endless.pth")
     monkeypatch.setattr(unpickle, "TIME_S", 1)
     with pytest.raises(CheckpointError, match="ended by signal"):
         load_pickle_safely(tmp_path / "endless.pth")
@@ -172,9 +214,6 @@ def test_a_missing_file_and_a_foreign_copy_are_refused_with_the_remedy(tmp_path)
 
 def test_the_process_sees_no_environment_and_where_linux_lets_it_no_network(tmp_path):
     """The worker's own first steps, run alone, and then a call to a server of this test."""
-    import subprocess
-    import sys
-
     server = socket.create_server(("127.0.0.1", 0))
     answered = []
     threading.Thread(target=lambda: answered.append(server.accept()), daemon=True).start()

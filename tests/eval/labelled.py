@@ -15,7 +15,7 @@ from dpvision.config import MAEConfig, ViTConfig
 from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.models import make_model
 
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -66,7 +66,7 @@ class MeanToken(nn.Module):
         return self.vit(x_BCHW)[:, 1:].mean(dim=1)
 
 
-def vit_encoder(seed: int = 0, depth: int = 2) -> FrozenEncoder:
+def vit_encoder(seed: int = 0, depth: int = 2) -> Encoder:
     """A small transformer with random weights for pictures of 8 px."""
     cfg = ViTConfig(image_size=8, patch_size=2, depth=depth, width=32, num_heads=2)
     model = make_model(MAEConfig(encoder=cfg, decoder_depth=1, decoder_width=16, decoder_num_heads=2), seed)
@@ -76,10 +76,10 @@ def vit_encoder(seed: int = 0, depth: int = 2) -> FrozenEncoder:
         with torch.no_grad():
             return {"mean": net(x_BCHW)}
 
-    return FrozenEncoder("vit", 8, MEAN, STD, poolings, "transformer", lambda: copy.deepcopy(net).train(), model.encoder.forward_blocks)
+    return Encoder("vit", 8, MEAN, STD, poolings, "transformer", lambda: copy.deepcopy(net).train(), model.encoder.forward_blocks)
 
 
-def conv_encoder(seed: int = 0) -> FrozenEncoder:
+def conv_encoder(seed: int = 0) -> Encoder:
     """A small convolutional network with batch normalisation."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -92,4 +92,4 @@ def conv_encoder(seed: int = 0) -> FrozenEncoder:
         with torch.no_grad():
             return {"mean": net(x_BCHW)}
 
-    return FrozenEncoder("conv", 8, MEAN, STD, poolings, "convnet", lambda: copy.deepcopy(net).train())
+    return Encoder("conv", 8, MEAN, STD, poolings, "convnet", lambda: copy.deepcopy(net).train())

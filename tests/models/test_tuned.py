@@ -142,7 +142,7 @@ def test_bit_of_a_width_that_timm_lacks_is_timms_of_a_width_that_it_has() -> Non
     """50x3 is in both: the same network under our regular expression and under timm's registration."""
     import timm
 
-    from dpvision.models.packaged import _bit
+    from dpvision.models.timm_encoder import _bit
 
     with torch.device("meta"):
         ours, theirs = _bit(TimmConfig(name="resnetv2_50x3_bit")), timm.create_model("resnetv2_50x3_bit", num_classes=0)
@@ -311,8 +311,8 @@ def test_a_timm_encoders_weights_are_the_seeds_and_the_global_state_is_left_alon
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "own"])
 def test_what_a_head_sees_of_a_timm_model_is_what_the_frozen_encoder_gives(pooling: str) -> None:
-    """encoders.packaged, which is tested against timm's own forward pass."""
-    from dpvision.encoders.packaged import encoder_from
+    """encoders.library_encoder, which is tested against timm's own forward pass."""
+    from dpvision.encoders.library_encoder import encoder_from
 
     model = make_model(make_config(TimmConfig(name="test_vit", image_size=160), pooling=pooling), 0).eval()
     tensors = {name: t for name, t in model.encoder.model.state_dict().items()}

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from dpvision.runs.run import Secrets
 
 from dpvision.config import RunConfig
 from dpvision.dp.buckets import passes
@@ -13,7 +14,6 @@ from dpvision.dp.noise import DPGradient
 from dpvision.privacy import sampling
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.sampling import derive_rng, draw_poisson
-from dpvision.runs.run import Secrets
 from dpvision.train import loop, step
 from dpvision.train.distributed import Group
 from dpvision.train.loop import fit

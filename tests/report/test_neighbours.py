@@ -19,7 +19,7 @@ from dpvision.checkpoint import find_checkpoint, load_checkpoint, read_manifest,
 from dpvision.config import PrivacyConfig, RunConfig, from_dict
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.errors import CheckpointError
 from dpvision.files import write_json
 from dpvision.models import make_model
@@ -42,8 +42,8 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return Store.open(folder)
 
 
-def flat(name: str = "pixels") -> FrozenEncoder:
-    return FrozenEncoder(name, 32, MEAN, STD, lambda x: {"flat": x.flatten(1), "other": -x.flatten(1)}, "fixed")
+def flat(name: str = "pixels") -> Encoder:
+    return Encoder(name, 32, MEAN, STD, lambda x: {"flat": x.flatten(1), "other": -x.flatten(1)}, "fixed")
 
 
 def tiles(strip: str) -> list[np.ndarray]:

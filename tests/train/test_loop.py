@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from dpvision.runs.run import Secrets
 
 from dpvision import checkpoint
 from dpvision.checkpoint import load_checkpoint
@@ -22,7 +23,6 @@ from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyErro
 from dpvision.models import make_model
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.runs import folder
-from dpvision.runs.run import Secrets
 from dpvision.train import loop
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session, resumed_session

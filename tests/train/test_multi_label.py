@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dpvision.runs.run import Secrets
+from dpvision.runs.store_checks import check_labels
 from PIL import Image
 from sklearn.metrics import average_precision_score
 
@@ -21,16 +23,14 @@ from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp.clip import clipped_sum
+from dpvision.encoders.embeddings import write_embeddings
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.any_of_labels import AnyOfLabels
 from dpvision.eval.probes.own_head import OwnHead, score_own_head
 from dpvision.eval.probes.suite import evaluate
-from dpvision.features import write_embeddings
 from dpvision.models import make_model
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.sampling import derive_rng
-from dpvision.runs.run import Secrets
-from dpvision.runs.store_checks import check_labels
 from dpvision.synthetic.scenes import LABELS
 from dpvision.train import start
 from dpvision.train.loop import fit
@@ -46,7 +46,7 @@ NUM_CLASSES = len(LABELS)
 def halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Store]:
     """The two parts of a private store of scenes, labelled with the shapes in them."""
     folder = tmp_path_factory.mktemp("several")
-    write_scenes(folder / "all", 120, 16, several_labels=True, public=False)
+    write_scenes(folder / "all", 120, 16, multi_label=True, public=False)
     return split_store(folder / "all", folder / "mine", folder / "test", 0.6)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dpvision.runs.run import Secrets
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
@@ -24,7 +25,7 @@ from dpvision.data.loader import physical_batches, pictures
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn, clipped_sum
-from dpvision.encoders.open import run_encoder
+from dpvision.encoders.trained import run_encoder
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.eval.probes.own_head import score_own_head
 from dpvision.models import make_model
@@ -33,7 +34,6 @@ from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.plan import draft_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.recipes import RECIPES
-from dpvision.runs.run import Secrets
 from dpvision.train import loop, start
 from dpvision.train.loop import fit
 from dpvision.train.parent import start_from

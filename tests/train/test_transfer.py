@@ -6,18 +6,19 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from dpvision.runs.run import Secrets
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 import dpvision
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import ClassifierConfig, DataConfig, OptimConfig, RunConfig, TimmConfig
-from dpvision.encoders.open import open_encoder, run_encoder
-from dpvision.encoders.parent import adapted, open_parent
+from dpvision.encoders.open import open_encoder
+from dpvision.encoders.starting_weights import adapted, open_parent
+from dpvision.encoders.trained import run_encoder
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models import make_model
 from dpvision.recipes import RECIPES
-from dpvision.runs.run import Secrets
 from dpvision.train import loop
 from dpvision.train.loop import fit
 from dpvision.train.start import check_run, new_session, resumed_session
@@ -92,11 +93,11 @@ def test_a_tuned_run_leaves_the_frozen_weights_as_they_were_and_loads_again(tran
         for name, p in session.model.named_parameters():
             assert torch.equal(p, before[name]) == (name not in moved), name
         model = session.model.eval()
-    encoder, preprocess = dpvision.load(tmp_path / "run")
+    encoder = dpvision.load(tmp_path / "run")
     x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         torch.testing.assert_close(encoder(x), model.encoder.places(x).mean(1))
-    assert preprocess.image_size == 32 and preprocess.mean == config.data.mean
+    assert encoder.image_size == 32 and encoder.preprocess.mean == config.data.mean
     opened = run_encoder(tmp_path / "run")
     assert opened.family == "transformer" and set(opened.poolings(x)) == {"mean", "2x2"}
     lineage = load_checkpoint(tmp_path / "run").manifest["lineage"]
@@ -159,7 +160,7 @@ def test_a_tuned_run_is_a_parent_like_any_other(transfer: RunConfig, tmp_path: P
         transfer, model=replace(transfer.model, tuned=way, lora_rank=2, lora_scale=0.5), optim=replace(transfer.optim, learning_rate=1.0)
     )
     parent = train(config, tmp_path / "one")
-    before, _ = dpvision.load(parent)
+    before = dpvision.load(parent)
     x = torch.randn(2, 3, 32, 32)
     for again in ("whole", "lora"):
         child = replace(config, model=replace(config.model, tuned=again, lora_rank=3), init_from=str(parent), public_weights=None)

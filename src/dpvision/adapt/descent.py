@@ -16,11 +16,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.gradient import Loss, gradient_sum, sum_at_zero
 from dpvision.adapt.integer_rows import IntegerStream
 from dpvision.adapt.rate import with_rate
 from dpvision.adapt.release import Releases
-from dpvision.adapt.stream import FeatureStream, Head
 from dpvision.config import OptimConfig
 from dpvision.errors import ConfigError
 from dpvision.optim.ema import make_ema, update_ema

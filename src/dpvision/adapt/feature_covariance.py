@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from dpvision.adapt.descent import Trained, check_loss, many_steps
+from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.gradient import Loss
 from dpvision.adapt.moments import moment_of, moment_sum, noise_edge, row_bound
 from dpvision.adapt.release import Releases
-from dpvision.adapt.stream import FeatureStream
 from dpvision.config import OptimConfig
 from dpvision.errors import ConfigError
 

@@ -6,12 +6,12 @@ from functools import partial
 
 from dpvision.adapt.descent import Trained, many_steps, one_step
 from dpvision.adapt.feature_covariance import feature_covariance
+from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.least_squares import least_squares
 from dpvision.adapt.prototypes import prototypes
 from dpvision.adapt.rate import with_rate
 from dpvision.adapt.release import Releases
 from dpvision.adapt.select import Candidate, Selected, select_head
-from dpvision.adapt.stream import FeatureStream, Head
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.config.head_presets import with_candidate
 from dpvision.errors import PrivacyError

@@ -36,7 +36,7 @@ def frequency_scale(order_D: Tensor, decay: float) -> Tensor | None:
     """Factors of the dimensions, float32 (D,); None where all are 1.
 
     Args:
-        order_D: frequency of each dimension, int64 from 0 (``FrozenEncoder.order_D``).
+        order_D: frequency of each dimension, int64 from 0 (``Encoder.order_D``).
         decay: 1 or more.
     """
     if decay == 1:

@@ -23,9 +23,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dpvision.adapt.feature_stream import Block
 from dpvision.adapt.integer_rows import DIGITS, IntegerBlock, largest, products, split
 from dpvision.adapt.release import Contributions
-from dpvision.adapt.stream import Block
 from dpvision.dp.clip import ClippedSum
 from dpvision.privacy.plan import DPPlan
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpvision.adapt.stream import Block, FeatureStream
+from dpvision.adapt.feature_stream import Block, FeatureStream
 
 WIDE = 8192
 """Feature dimensions above which a row has 8 bits; up to it 16, since features of few dimensions may have outliers."""

@@ -12,9 +12,9 @@ import math
 
 import torch
 
+from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.moments import cross_of, moment_of, moment_sum, noise_edge, row_bound
 from dpvision.adapt.release import Releases
-from dpvision.adapt.stream import FeatureStream, Head
 from dpvision.errors import ConfigError
 
 CROSS_SHARE = 0.7

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dpvision.adapt.feature_stream import Block, FeatureStream
 from dpvision.adapt.release import Contributions
-from dpvision.adapt.stream import Block, FeatureStream
 from dpvision.dp.clip import ClippedSum
 from dpvision.errors import ConfigError
 from dpvision.privacy.plan import DPPlan

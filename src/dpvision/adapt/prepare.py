@@ -24,7 +24,7 @@ from dpvision.config import FrozenEncoderConfig, HeadConfig, ModelConfig, Privac
 from dpvision.config.head_presets import with_candidate, with_head
 from dpvision.data.declared import count_units, has_units, rounded_up
 from dpvision.data.store import Store
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.identity import check_alone
 from dpvision.encoders.open import open_encoder
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
@@ -52,7 +52,7 @@ class Prepared:
     """int64 rows that take part."""
     label: np.ndarray
     """int64 (N,), or uint8 (N, K) where a record may have several."""
-    encoder: FrozenEncoder
+    encoder: Encoder
     lineage: list[dict[str, Any]]
     """Of the encoder."""
     device: torch.device
@@ -97,7 +97,7 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     return Prepared(config, plan, store, row_N, label, encoder, encoder_lineage(config, encoder, store, plan), device)
 
 
-def settled(config: RunConfig, encoder: FrozenEncoder, pooling: str, width: int) -> RunConfig:
+def settled(config: RunConfig, encoder: Encoder, pooling: str, width: int) -> RunConfig:
     """The config with nothing left open: what the encoder says of itself, and a head in the place of 'auto'.
 
     Raises:
@@ -129,7 +129,7 @@ def settled(config: RunConfig, encoder: FrozenEncoder, pooling: str, width: int)
     return config
 
 
-def _with_decay(model: ModelConfig, encoder: FrozenEncoder, plan: DPPlan) -> HeadConfig:
+def _with_decay(model: ModelConfig, encoder: Encoder, plan: DPPlan) -> HeadConfig:
     """The head's config with the rule's frequency decay, where it has none: 1 for heads and features that the rule is not for."""
     assert isinstance(model, HeadConfig)
     if model.frequency_decay is not None:
@@ -160,7 +160,7 @@ def _delta(cfg: PrivacyConfig) -> float:
     return default_delta(cfg.num_units or cfg.dataset_size) if cfg.delta is None else cfg.delta
 
 
-def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> FrozenEncoder:
+def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> Encoder:
     """The encoder that a config names; a run's under the name of its recipe, for no path may stand in a statement.
 
     Raises:
@@ -186,7 +186,7 @@ def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> FrozenEncoder
     return encoder
 
 
-def encoder_lineage(config: RunConfig, encoder: FrozenEncoder, store: Store, plan: DPPlan) -> list[dict[str, Any]]:
+def encoder_lineage(config: RunConfig, encoder: Encoder, store: Store, plan: DPPlan) -> list[dict[str, Any]]:
     """What the encoder's weights have seen: the lineage that they carry, with what ``config`` declares of weights without one.
 
     Raises: as ``runs.lineage.inherit``.
@@ -197,7 +197,7 @@ def encoder_lineage(config: RunConfig, encoder: FrozenEncoder, store: Store, pla
     )  # fmt: skip
 
 
-def _is_run(spec: str, encoder: FrozenEncoder) -> bool:
+def _is_run(spec: str, encoder: Encoder) -> bool:
     """Whether ``open_encoder`` took the weights of a run: features that need no file go before a folder of their name."""
     return encoder.family != "fixed" and Path(spec).exists()
 

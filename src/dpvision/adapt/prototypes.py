@@ -17,9 +17,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dpvision.adapt.feature_stream import Block, FeatureStream, Head
 from dpvision.adapt.moments import row_bound
 from dpvision.adapt.release import Contributions, Releases
-from dpvision.adapt.stream import Block, FeatureStream, Head
 from dpvision.dp.clip import ClippedSum
 from dpvision.errors import ConfigError
 from dpvision.privacy.plan import DPPlan

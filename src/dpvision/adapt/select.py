@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from dpvision.adapt.feature_stream import Block, FeatureStream, Head
 from dpvision.adapt.release import Contributions, Releases
-from dpvision.adapt.stream import Block, FeatureStream, Head
 from dpvision.dp.clip import ClippedSum
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy.plan import DPPlan

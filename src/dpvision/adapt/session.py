@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.fit import Fitted, choose_head, fit_head
 from dpvision.adapt.frequency import frequency_scale
 from dpvision.adapt.prepare import Prepared, prepare
 from dpvision.adapt.release import Releases
-from dpvision.adapt.stream import FeatureStream, Head
 from dpvision.config import RunConfig
 from dpvision.encoders.centre import texture_centre
 from dpvision.encoders.feature_file import feature_array

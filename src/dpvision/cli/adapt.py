@@ -367,7 +367,7 @@ def _with_shorts(args: AdaptArgs) -> RunConfig:
         model = replace(model, encoder=replace(model.encoder, spec=args.encoder))
     config = replace(config, model=model)
     if args.encoder is not None and isinstance(model, ClassifierConfig):
-        from dpvision.encoders.parent import adapted
+        from dpvision.encoders.starting_weights import adapted
 
         config = adapted(config, args.encoder)
     return config

@@ -144,7 +144,7 @@ def scenes(
     num: int = 10_000,
     size_px: int = 48,
     first: int = 0,
-    several_labels: bool = False,
+    multi_label: bool = False,
     public: bool = False,
     workers: int = 2,
     json: bool = False,
@@ -156,12 +156,12 @@ def scenes(
         num: Number of scenes.
         size_px: Width and height.
         first: Number of the first scene; other numbers are other scenes.
-        several_labels: Label a scene with the shapes of all its objects, instead of that of the largest.
+        multi_label: Label a scene with the shapes of all its objects, instead of that of the largest.
         public: Mark the store public (scenes stand in for a private set in the demo).
         workers: Processes that draw.
         json: Print JSON.
     """
-    _said(write_scenes(store, num, size_px, first=first, several_labels=several_labels, workers=workers, public=public), json)
+    _said(write_scenes(store, num, size_px, first=first, multi_label=multi_label, workers=workers, public=public), json)
 
 
 def inspect(
@@ -233,7 +233,7 @@ def _said(store: Store, as_json: bool, more: dict[str, Any] | None = None) -> No
         "visibility": store.visibility,
         "operator_only": store.visibility == "private",
         "num_records": store.num_records,
-        "several_labels": store.multi_label,
+        "multi_label": store.multi_label,
         "declare": _suggested(store),
         **summary,
         **(more or {}),

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpvision.adapt.predict import load_classifier
 from dpvision.adapt.session import adapt, new_head_session
 from dpvision.cli.output import emit, parse
 from dpvision.cli.recipe import get_recipe
@@ -23,6 +22,7 @@ from dpvision.data.import_labels import ClassRule
 from dpvision.data.importer import import_source
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
+from dpvision.encoders.headed import load_classifier
 from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.eval.probes.own_head import score_own_head
 from dpvision.eval.probes.suite import evaluate
@@ -129,11 +129,11 @@ def _classifier(config: RunConfig, stores: Path, runs: Path, test: Store, say: C
     write_scores(root, scores, train_data=NOTHING_FITTED, test_data=test.path.name)
     score = scores[0]
     say(f"     {score.value:.1%} of {score.n:,} public scenes right ({score.low:.1%} to {score.high:.1%}), {score.chance:.1%} by chance")
-    classify, preprocess = load_classifier(root)
+    classifier = load_classifier(root)
     rows = np.arange(_NUM_EXAMPLES)
     images = [decode(test.read(int(row))) for row in rows]
     with torch.inference_mode():
-        found = classify(torch.from_numpy(np.stack([preprocess(image) for image in images]))).argmax(dim=1).tolist()
+        found = classifier(torch.from_numpy(np.stack([classifier.preprocess(image) for image in images]))).argmax(dim=1).tolist()
     names = [LABELS[k] for k in found], [LABELS[k] for k in test.labels[rows].tolist()]
     sheet = save_examples(root / "examples.png", np.stack(images), *names)
     make_report(root, store_dir=labelled.path, tuning="public")

@@ -38,7 +38,7 @@ class Look:
     """What a model's trained parameters are, by name."""
 
     ways: dict[str, list[str]] = field(default_factory=dict)
-    """Way -> parameters; empty where the model is refused. Ways: the rules of ``dp.layers``, "slow" and "unused"."""
+    """Way -> parameters; empty where the model is refused. Ways: the rules of ``dp.matrix_rules``, "slow" and "unused"."""
     slow: dict[str, str] = field(default_factory=dict)
     """Parameter without a rule -> why."""
     refused: list[Refusal] = field(default_factory=list)

@@ -8,8 +8,8 @@ import tyro
 from rich.console import Console
 
 from dpvision.cli.output import RunPath, SourcePath, emit, parse
+from dpvision.encoders.embeddings import write_embeddings
 from dpvision.errors import OPERATOR_ONLY
-from dpvision.features import write_embeddings
 
 
 def run(argv: Sequence[str]) -> None:

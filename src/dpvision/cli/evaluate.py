@@ -25,8 +25,8 @@ from dpvision.eval.probes.protocols import checked_controls, make_protocols
 from dpvision.eval.probes.suite import evaluate as run_suite
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, write_scores
-from dpvision.features import trained_in_confidence
 from dpvision.runs.folder import run_base
+from dpvision.runs.lineage import shaped_in_confidence
 
 _LARS, _FINE_TUNE, _FEW_SHOT_PROBE = LarsSettings(), FineTuneSettings(), FewShotProbeSettings()
 _OWN = {
@@ -172,7 +172,7 @@ def _own_heads(
     store = Store.open(test)
     any_of = load_any_of_labels(labels, store) if labels is not None else None
     if out is not None:
-        tainted = any(trained_in_confidence(load_checkpoint(spec).manifest) for spec in specs)
+        tainted = any(shaped_in_confidence(load_checkpoint(spec).manifest["lineage"]) for spec in specs)
         check_out(out, tainted or store.results_visibility == "private")
     found: dict[str, list[Score]] = {}
     written: list[Path] = []

@@ -13,9 +13,9 @@ from dpvision.cli.output import emit, pairs
 from dpvision.data.overlap import HOWS, RADIUS, check_out, find_matches, signatures, write_pairs, write_without
 from dpvision.data.perceptual import SECOND_RADIUS
 from dpvision.data.store import Store
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.feature_matches import find_feature_matches, measure_threshold
 from dpvision.encoders.open import open_encoder, recognised
-from dpvision.encoders.overlap import find_feature_matches, measure_threshold
 from dpvision.errors import OPERATOR_ONLY, ConfigError, PrivacyError
 from dpvision.files import write_json
 from dpvision.report.overlap_page import write_overlap_page
@@ -115,7 +115,7 @@ def overlap(
     emit(result, json, _text(result, ours, out))
 
 
-def _named(spec: str | None, opened: FrozenEncoder) -> str:
+def _named(spec: str | None, opened: Encoder) -> str:
     """An encoder as a statement may name it: without a path of this machine."""
     if spec is None or not Path(spec).is_dir():
         return opened.name

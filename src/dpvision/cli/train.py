@@ -93,7 +93,7 @@ def train(args: TrainArgs) -> None:
         config = replace(config, data=replace(config.data, store=str(data)))
     if not args.resume:
         check_places(root, config, dry_run=args.dry_run)
-    from dpvision.encoders.parent import open_parent
+    from dpvision.encoders.starting_weights import open_parent
     from dpvision.runs.folder import read_run
     from dpvision.runs.lineage import runs_on
     from dpvision.train.loop import fit

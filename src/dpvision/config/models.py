@@ -107,7 +107,7 @@ class ResNetConfig:
 
 @dataclass(frozen=True)
 class TimmConfig:
-    """An encoder that timm knows by name (models/packaged.py). Its weights come by ``init_from``: nothing is downloaded."""
+    """An encoder that timm knows by name (models/timm_encoder.py). Its weights come by ``init_from``: nothing is downloaded."""
 
     kind: Literal["timm"] = "timm"
     name: str = "vit_base_patch16_224"

@@ -39,7 +39,7 @@ def inspect_store(store: Store, seed: int = 0) -> dict[str, Any]:
         "picture_bytes": int(index["size"].sum(dtype=np.int64)),
         "labels": {(names[k] if names else str(k)): n for k, n in zip(labels.tolist(), counts.tolist(), strict=True)},
         "without_label": int((~store.labelled).sum()),
-        "several_labels": store.multi_label,
+        "multi_label": store.multi_label,
         "labels_per_record": _quantiles(per_record_N[store.labelled]) if store.multi_label else None,
         "unit_field": store.meta.get("unit_field"),
         "units": len(per_unit),

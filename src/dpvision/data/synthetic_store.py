@@ -27,7 +27,7 @@ def write_scenes(
     size_px: int = 48,
     *,
     first: int = 0,
-    several_labels: bool = False,
+    multi_label: bool = False,
     public: bool = True,
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
@@ -38,7 +38,7 @@ def write_scenes(
 
     Args:
         num: scenes to make, at least 1. Scenes that happen to be identical become one record.
-        several_labels: the labels are the shapes of all objects instead.
+        multi_label: the labels are the shapes of all objects instead.
         workers: processes that draw. One draws in this process.
 
     Raises:
@@ -53,7 +53,7 @@ def write_scenes(
             # spawn: a forked child would inherit the locks of other threads. It imports numpy and the scenes, not torch
             pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")))
             scenes = pool.map(draw, numbers, chunksize=64)
-        samples = map(partial(_sample, several_labels=several_labels), numbers, scenes)
+        samples = map(partial(_sample, multi_label=multi_label), numbers, scenes)
         return import_samples(
             samples, store_dir, public=public, label_names=list(LABELS), licence="Apache-2.0 (procedural)", progress=progress
         )
@@ -89,8 +89,8 @@ def _draw_textures(numbers: range, size_px: int) -> list[tuple[str, bytes]]:
     return texture_files(numbers, size_px)
 
 
-def _sample(i: int, scene: Scene, several_labels: bool) -> Sample:
+def _sample(i: int, scene: Scene, multi_label: bool) -> Sample:
     file = io.BytesIO()
     Image.fromarray(scene.image).save(file, "PNG", compress_level=1)
-    label = sorted({LABELS.index(thing.shape) for thing in scene.objects}) if several_labels else scene.label
+    label = sorted({LABELS.index(thing.shape) for thing in scene.objects}) if multi_label else scene.label
     return Sample(f"scene-{i}", file.getvalue(), {"caption": scene.caption, "label": label})

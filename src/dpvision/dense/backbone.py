@@ -3,12 +3,12 @@
 from typing import Any
 
 from dpvision.dense.dense_vit import DenseViT
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.errors import ConfigError
 from dpvision.models.vit import ViT
 
 
-def dense_backbone(encoder: FrozenEncoder, **kw: Any) -> DenseViT:
+def dense_backbone(encoder: Encoder, **kw: Any) -> DenseViT:
     """A fresh trainable ``DenseViT`` with a copy of an encoder's weights, on the CPU; ``kw`` are its keywords.
 
     Raises:

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dpvision.dp.batch_dims import Call, block_call
-from dpvision.dp.interception import GraphChanged, Pass, Tap
+from dpvision.dp.interception import GraphChanged, InterceptedPass, Tap
 from dpvision.dp.rule import NoRule
 from dpvision.dp.weight_grads import Slot
 from dpvision.errors import ConfigError
@@ -71,7 +71,7 @@ class CompiledBlocks:
         """By the graph's own code: blocks share a compiled program only where they are the same to the last constant."""
 
     @contextlib.contextmanager
-    def intercepted(self, run: Pass, pending: list[Pending]) -> Iterator[None]:
+    def intercepted(self, run: InterceptedPass, pending: list[Pending]) -> Iterator[None]:
         """While this lasts, ``run`` sees each block as one call, and runs it compiled where it can; ``pending`` gets those that were."""
         run.run_block = partial(self._run, pending)
         with contextlib.ExitStack() as stack:
@@ -82,7 +82,7 @@ class CompiledBlocks:
             yield
 
     def _run(
-        self, pending: list[Pending], outer: Pass, name: str, _forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self, pending: list[Pending], outer: InterceptedPass, name: str, _forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[int, Any] | None:
         """One block as a compiled program; None where it has to run as it is (other arguments than tensors, a layer without a rule).
 
@@ -110,12 +110,14 @@ class CompiledBlocks:
         pending.append(Pending(program, zeros, saved, slots))  # type: ignore[arg-type]
         return len(program.calls), output
 
-    def _compile(self, outer: Pass, block: nn.Module, args: list[Tensor], params: dict[str, Tensor]) -> _Program | None:
+    def _compile(self, outer: InterceptedPass, block: nn.Module, args: list[Tensor], params: dict[str, Tensor]) -> _Program | None:
         state: dict[str, Any] = {}
 
         def forward(args: list[Tensor], weights: list[Tensor], zeros: list[Tensor] | None) -> Any:
             given = dict(zip(params, weights, strict=True))
-            inner = Pass({name: given[name] for name, p in params.items() if p.requires_grad}, outer.coming(), outer.num_records, {})
+            inner = InterceptedPass(
+                {name: given[name] for name, p in params.items() if p.requires_grad}, outer.coming(), outer.num_records, {}
+            )
             inner.traced, inner.zeros = True, zeros
             with inner, torch.enable_grad():
                 output = functional_call(block, given, tuple(args))

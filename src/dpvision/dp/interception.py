@@ -57,7 +57,7 @@ class Tap:
     sink: Callable[..., None] = field(repr=False)
 
 
-class Pass(TorchFunctionMode):
+class InterceptedPass(TorchFunctionMode):
     """One forward pass over ``num_records`` records; see ``rule.Pass`` for what rules use of it."""
 
     def __init__(self, params: dict[str, Tensor], calls: tuple[Call, ...], num_records: int, slow: dict[str, str]) -> None:

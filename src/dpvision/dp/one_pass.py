@@ -27,7 +27,7 @@ from dpvision.dp.batch_dims import NUM_RECORDS, Call, find_batch_dims
 from dpvision.dp.buckets import blocks, hashes
 from dpvision.dp.compiled import CompiledBlocks, Pending
 from dpvision.dp.gram import SquareNorms
-from dpvision.dp.interception import CHECKPOINTED, GraphChanged, Pass
+from dpvision.dp.interception import CHECKPOINTED, GraphChanged, InterceptedPass
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
 from dpvision.dp.products import rounding
 from dpvision.dp.rounding import BUDGET, LOOSE, MOST_ROUNDED, gamma
@@ -113,7 +113,7 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
         raise PrivacyError(f"clip: the model cannot be followed: {calls}; expected the same for any batch. Use method='vmap'.")
     slow: dict[str, str] = {}
     while True:
-        record = Pass(params, tuple(calls), NUM_RECORDS[1], slow)
+        record = InterceptedPass(params, tuple(calls), NUM_RECORDS[1], slow)
         try:
             with record, torch.enable_grad():
                 losses_B = run(many)
@@ -235,8 +235,8 @@ def _forward(
     key: StepKey,
     compiled: CompiledBlocks | None,
     pending: list[Pending],
-) -> tuple[Pass, Tensor]:
-    run = Pass(params, route.calls, len(batch.record_id_B), route.slow)
+) -> tuple[InterceptedPass, Tensor]:
+    run = InterceptedPass(params, route.calls, len(batch.record_id_B), route.slow)
     buffers = prefixed(copied_buffers(model))
     blocks = contextlib.nullcontext() if compiled is None else compiled.intercepted(run, pending)
     with blocks, run, torch.enable_grad():
@@ -245,7 +245,7 @@ def _forward(
 
 
 def _backward(
-    params: dict[str, Tensor], slow: dict[str, str], run: Pass, pending: list[Pending], losses_B: Tensor, loss_scale: float
+    params: dict[str, Tensor], slow: dict[str, str], run: InterceptedPass, pending: list[Pending], losses_B: Tensor, loss_scale: float
 ) -> list[str]:
     """Fill the slots; returns the parameters that autograd reached past the rules."""
     for slot in run.slots:
@@ -273,7 +273,7 @@ def _gather(
     model: nn.Module,
     params: dict[str, Tensor],
     route: Route,
-    run: Pass,
+    run: InterceptedPass,
     batch: Batch,
     key: StepKey,
     factors: Callable[[Tensor, Tensor], Tensor],

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dpvision.dp.broadcast import attention
-from dpvision.dp.layers import embedding, getitem, head, linear, make_conv, matmul
+from dpvision.dp.matrix_rules import embedding, getitem, head, linear, make_conv, matmul
 from dpvision.dp.norms import batch_norm, group_norm, layer_norm, rms_norm
 from dpvision.dp.rule import Rule
 from dpvision.models.head import linear_cross_entropy

@@ -9,7 +9,7 @@ Legend: B pictures, D feature dimensions.
 import torch
 from torch import Tensor
 
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.synthetic.textures import textures
 
 NUM_TEXTURES = 256
@@ -19,13 +19,13 @@ _BATCH = 32
 
 
 @torch.inference_mode()
-def texture_centre(encoder: FrozenEncoder, pooling: str, device: str | torch.device = "cpu") -> Tensor:
+def texture_centre(encoder: Encoder, pooling: str, device: str | torch.device = "cpu") -> Tensor:
     """Mean of the encoder's features of 256 procedural textures: float32 (D,), on the CPU."""
     mean, std = (torch.tensor(v)[:, None, None] for v in (encoder.mean, encoder.std))
     total: Tensor | None = None
     for start in range(_FIRST, _FIRST + NUM_TEXTURES, _BATCH):
         pixel_BCHW = textures(torch.arange(start, start + _BATCH), encoder.image_size).float() / 255
-        part_D = encoder.poolings(((pixel_BCHW - mean) / std).to(device))[pooling].double().sum(dim=0).cpu()
+        part_D = encoder(((pixel_BCHW - mean) / std).to(device), pooling).double().sum(dim=0).cpu()
         total = part_D if total is None else total + part_D
     assert total is not None
     return (total / NUM_TEXTURES).float()

@@ -30,9 +30,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dpvision import features
 from dpvision.data import decode, loader, transform
 from dpvision.data.store import Store
+from dpvision.encoders import collect, pooled
 from dpvision.errors import DataError
 from dpvision.files import replacing, sync
 
@@ -270,7 +270,7 @@ def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
 
 def features_key(encoder: str, store: Store, rows: np.ndarray) -> str:
     """Name of the features of ``rows`` by the encoder with this fingerprint."""
-    digest = _digest([encoder, store.store_id, code_digest(decode, loader, transform, features)])
+    digest = _digest([encoder, store.store_id, code_digest(decode, loader, transform, collect, pooled)])
     digest.update(store.index["id"][rows].tobytes())
     return digest.hexdigest()[:40]
 

@@ -20,7 +20,7 @@ import torch
 
 from dpvision.data.loader import pictures
 from dpvision.data.store import Store
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_cache import FeatureCache, features_key, score_key
 from dpvision.encoders.identity import fingerprint
 from dpvision.errors import DataError
@@ -41,7 +41,7 @@ class Extraction:
 
 
 def feature_array(
-    encoder: FrozenEncoder,
+    encoder: Encoder,
     pooling: str,
     width: int,
     store: Store,
@@ -82,7 +82,7 @@ def feature_array(
 
 
 def feature_blocks(
-    encoder: FrozenEncoder, pooling: str, width: int, store: Store, rows: np.ndarray, how: Extraction, *, keep: bool = True
+    encoder: Encoder, pooling: str, width: int, store: Store, rows: np.ndarray, how: Extraction, *, keep: bool = True
 ) -> Iterator[np.ndarray]:
     """The rows of ``feature_array`` a block at a time: for one reading, which needs no room for all where none can be kept."""
     dtype = feature_dtype(encoder, len(rows), width)
@@ -93,7 +93,7 @@ def feature_blocks(
 
 
 def _kept_array(
-    encoder: FrozenEncoder, pooling: str, width: int, store: Store, rows: np.ndarray, dtype: np.dtype, how: Extraction
+    encoder: Encoder, pooling: str, width: int, store: Store, rows: np.ndarray, dtype: np.dtype, how: Extraction
 ) -> np.ndarray | None:
     """The array in the store's cache, computed and kept there if it is not yet; None where there is no room."""
     cache, shape = FeatureCache(store.path), (len(rows), width)
@@ -108,13 +108,13 @@ def _kept_array(
     return cache.save_array(key, shape, dtype, blocks_from, step=how.batch_size, progress=how.progress)
 
 
-def feature_dtype(encoder: FrozenEncoder, num_records: int, width: int) -> np.dtype:
+def feature_dtype(encoder: Encoder, num_records: int, width: int) -> np.dtype:
     """How the features of a declared number of records are kept: float32 or float16."""
     return np.dtype(np.float32 if 4 * num_records * width <= _WHOLE_BYTES and not encoder.standard_rows else np.float16)
 
 
 @torch.inference_mode()
-def seconds_per_image(encoder: FrozenEncoder, device: str | torch.device = "cpu") -> float:
+def seconds_per_image(encoder: Encoder, device: str | torch.device = "cpu") -> float:
     """What an image's features take on this machine, without decoding: measured on random images of the encoder's largest size."""
     count = 32 if encoder.family == "fixed" else 2
     x_BCHW = torch.rand(count, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0)).to(device)
@@ -126,7 +126,7 @@ def seconds_per_image(encoder: FrozenEncoder, device: str | torch.device = "cpu"
 
 @torch.inference_mode()
 def _blocks(
-    encoder: FrozenEncoder,
+    encoder: Encoder,
     pooling: str,
     width: int,
     store: Store,
@@ -145,7 +145,7 @@ def _blocks(
     for x_BCHW, row_B, _ in found:
         missing = batch_size - len(x_BCHW)
         padded = torch.cat([x_BCHW, x_BCHW.new_zeros(missing, *x_BCHW.shape[1:])]) if missing else x_BCHW
-        x_BD = encoder.poolings(padded.to(how.device))[pooling][: len(x_BCHW)].float().cpu().numpy()
+        x_BD = encoder(padded.to(how.device), pooling)[: len(x_BCHW)].float().cpu().numpy()
         place_B = np.searchsorted(rows, row_B.numpy())
         end = min((int(place_B[-1]) // batch_size + 1) * batch_size, len(rows))
         piece = np.full((end - done, width), np.nan, dtype=dtype)

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder, FeatureFunction
 from dpvision.encoders.hog import hog
 from dpvision.encoders.patch_constants import SIZES, feature_orders
 from dpvision.encoders.patch_features import patch_features
 from dpvision.encoders.scattering import make_scattering
 from dpvision.errors import ConfigError
-from dpvision.features import FeatureFunction
 from dpvision.runs.lineage import public_weights
 
 DEFAULT_RESOLUTION = 128
@@ -35,7 +34,7 @@ FIXED = ("pixels", "hog", "scattering", "patches", "patches+scattering")
 """Names of the encoders without training."""
 
 
-def fixed_encoder(name: str, image_size: int | None = None, device: str | torch.device = "cpu") -> FrozenEncoder:
+def fixed_encoder(name: str, image_size: int | None = None, device: str | torch.device = "cpu") -> Encoder:
     """Features without training.
 
     ``pixels``: see ``raw_pixels``. ``hog``: ``hog.hog`` with eight cells on a side. ``scattering``: two scales and eight directions of the
@@ -65,7 +64,7 @@ def fixed_encoder(name: str, image_size: int | None = None, device: str | torch.
         "hog": lambda: _hog(size),
         "scattering": lambda: _scattering(size, device),
     }
-    return FrozenEncoder(name, size, mean, std, makers[name](), "fixed", weights="none")
+    return Encoder(name, size, mean, std, makers[name](), "fixed", weights="none")
 
 
 def raw_pixels(x_BCHW: Tensor) -> dict[str, Tensor]:
@@ -86,11 +85,11 @@ def _hog(image_size: int) -> FeatureFunction:
     return lambda x_BCHW: {"hog": hog(x_BCHW, cell_px)}
 
 
-def _patches(name: str, image_size: int, device: str | torch.device) -> FrozenEncoder:
+def _patches(name: str, image_size: int, device: str | torch.device) -> Encoder:
     sizes = tuple(side for side in SIZES if side <= max(image_size, SIZES[0]))
     features = patch_features(scattering="scattering" in name, most_px=sizes[-1], device=device)
     orders_D = feature_orders(scattering="scattering" in name)
-    return FrozenEncoder(
+    return Encoder(
         name, sizes[-1], (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), lambda x_BCHW: {"3x3": features(x_BCHW)}, "fixed",
         weights="trained", own_sizes=sizes, standard_rows=True, licence=_LICENCE, order_D=orders_D,
         lineage=(public_weights(name, _LICENCE),),

@@ -1,32 +1,35 @@
 """A run of a head, opened again: its public encoder by name, recognised, and the head on top.
 
-Legend: B pictures, K classes, C channels, H height, W width.
+    classifier = dpvision.load_classifier("runs/first")
+    score_BK = classifier(torch.from_numpy(classifier.preprocess(image))[None])
+
+Legend: B images, K classes.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import HeadConfig, RunConfig, from_dict
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.identity import check_same
 from dpvision.encoders.open import open_encoder
+from dpvision.encoders.trained import filled
 from dpvision.errors import CheckpointError, ConfigError, DPVisionError
 from dpvision.models.linear_head import LinearHead
 
 
-class HeadedEncoder(nn.Module):
-    """Encoder, pooling, head; frozen."""
+@dataclass(frozen=True, kw_only=True)
+class HeadedEncoder(Encoder):
+    """Encoder, pooling and head: its features are scores float32 (B, K), of which the largest is the prediction."""
 
-    def __init__(self, encoder: FrozenEncoder, pooling: str, head: LinearHead) -> None:
-        super().__init__()
-        self.encoder, self.pooling, self.head = encoder, pooling, head
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Scores float32 (B, K) of pictures that were preprocessed for the encoder; the largest is the prediction."""
-        return self.head(self.encoder.poolings(x_BCHW)[self.pooling].float())
+    encoder: Encoder
+    pooling: str
+    head: LinearHead
+    config: RunConfig
+    """Of the head's run."""
 
 
 def is_head(checkpoint: Checkpoint) -> bool:
@@ -34,13 +37,16 @@ def is_head(checkpoint: Checkpoint) -> bool:
     return checkpoint.manifest["config"].get("model", {}).get("kind") == "head"
 
 
-def open_headed(
+def load_classifier(
     run_or_checkpoint: str | Path | Checkpoint, *, encoder: str | None = None, ema: bool = False, device: str | torch.device = "cpu"
-) -> tuple[HeadedEncoder, RunConfig]:
-    """The classifier of a head run, on ``device``, and the run's config.
+) -> HeadedEncoder:
+    """Encoder and head of a run, frozen and in evaluation mode, on ``device``.
+
+    The encoder is opened again by the name that the run knows, and recognised by its weights and by its features of fixed noise.
 
     Args:
-        encoder: where the encoder is now, if not where the run found it.
+        run_or_checkpoint: run folder, or one checkpoint.
+        encoder: where the encoder is now (a spec as for ``dpvision adapt --encoder``), if not where the run found it.
         ema: the moving average of the head's weights.
 
     Raises:
@@ -52,10 +58,9 @@ def open_headed(
     config = from_dict(RunConfig, checkpoint.manifest["config"], f"{checkpoint.path}: config")
     assert isinstance(config.model, HeadConfig)
     about = checkpoint.manifest.get("encoder")
-    weights = checkpoint.ema if ema else checkpoint.model
-    if weights is None or not isinstance(about, dict):
-        what = "averaged weights" if weights is None else "description of its encoder"
-        raise CheckpointError(f"checkpoint: {checkpoint.path} has no {what}; expected one. Leave ema out, or restore the manifest.")
+    if not isinstance(about, dict):
+        raise CheckpointError(f"checkpoint: {checkpoint.path} has no description of its encoder; expected one. Restore the manifest.")
+    head, pooling = filled(LinearHead(config.model), checkpoint, ema=ema).to(device).eval(), about["pooling"]
     spec = encoder or config.model.encoder.spec or ""
     try:
         opened = open_encoder(spec, device=device, image_size=about["image_size"])
@@ -64,9 +69,8 @@ def open_headed(
             f"head: {checkpoint.path} sits on {about['name']}, which is not at {spec!r} ({error}). Say where it is with encoder=SPEC."
         ) from None
     check_same(opened, about, str(checkpoint.path), device)
-    head = LinearHead(config.model)
-    try:
-        head.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CheckpointError(f"checkpoint: {checkpoint.path} does not fit its config ({error}). Use the version that wrote it.") from None
-    return HeadedEncoder(opened, about["pooling"], head.to(device)).eval(), config
+    return HeadedEncoder(
+        name=f"head on {opened.name}", image_size=opened.image_size, mean=opened.mean, std=opened.std, own_sizes=opened.own_sizes,
+        resize=opened.resize, crop=opened.crop, poolings=lambda x_BCHW: {"scores": head(opened(x_BCHW, pooling).float())}, family="fixed",
+        lineage=tuple(checkpoint.manifest["lineage"]), encoder=opened, pooling=pooling, head=head, config=config,
+    )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.errors import CheckpointError, ConfigError
 
 _BRIGHTNESS = (0.2, 0.4, 0.6, 0.8)
@@ -26,7 +26,7 @@ _PROBE_PICTURES, _PROBE_NUMBERS = 2, 32
 
 
 @torch.inference_mode()
-def check_alone(encoder: FrozenEncoder, pooling: str | None = None, device: str | torch.device = "cpu") -> tuple[str, int]:
+def check_alone(encoder: Encoder, pooling: str | None = None, device: str | torch.device = "cpu") -> tuple[str, int]:
     """Refuse an encoder whose features of a picture depend on the other pictures of the batch, or are no numbers.
 
     Args:
@@ -40,17 +40,13 @@ def check_alone(encoder: FrozenEncoder, pooling: str | None = None, device: str 
             passes differ, or there is no such pooling.
     """
     x_BCHW = _public_pictures(encoder).to(device)
-    named = encoder.poolings(x_BCHW)
-    pooling = next(iter(named)) if pooling is None else pooling
-    if pooling not in named:
-        raise ConfigError(f"encoder: pooling={pooling!r}; expected one of {list(named)} with {encoder.name}. Correct it, or leave it out.")
-    whole_BD = named[pooling]
+    pooling, whole_BD = encoder.named(x_BCHW, pooling)
     if whole_BD.ndim != 2 or not torch.isfinite(whole_BD).all():
         raise ConfigError(
             f"encoder: {encoder.name} gives features that are not finite for public pictures; expected numbers. Use other weights."
         )
-    again_BD = encoder.poolings(x_BCHW)[pooling]
-    alone_BD = torch.cat([encoder.poolings(x_BCHW[i : i + 1])[pooling] for i in range(len(x_BCHW))])
+    again_BD = encoder(x_BCHW, pooling)
+    alone_BD = torch.cat([encoder(x_BCHW[i : i + 1], pooling) for i in range(len(x_BCHW))])
     room = _TOLERANCE["cuda" if whole_BD.is_cuda else "cpu"] * float(whole_BD.abs().max())
     for other_BD, what in ((again_BD, "differ from one pass to the next"), (alone_BD, "depend on the other pictures of a batch")):
         if not float((other_BD - whole_BD).abs().max()) <= room:
@@ -61,7 +57,7 @@ def check_alone(encoder: FrozenEncoder, pooling: str | None = None, device: str 
     return pooling, whole_BD.shape[1]
 
 
-def describe(encoder: FrozenEncoder, pooling: str, width: int, device: str | torch.device = "cpu") -> dict[str, Any]:
+def describe(encoder: Encoder, pooling: str, width: int, device: str | torch.device = "cpu") -> dict[str, Any]:
     """What a manifest says of an encoder, ready for JSON; ``check_same`` recognises it by that. Holds no path."""
     return {
         "name": encoder.name,
@@ -70,6 +66,8 @@ def describe(encoder: FrozenEncoder, pooling: str, width: int, device: str | tor
         "width": width,
         "mean": list(encoder.mean),
         "std": list(encoder.std),
+        "resize": encoder.resize,
+        "crop": encoder.crop,
         "licence": encoder.licence,
         "weights": weights_digest(encoder),
         "fingerprint": fingerprint(encoder, device),
@@ -77,7 +75,7 @@ def describe(encoder: FrozenEncoder, pooling: str, width: int, device: str | tor
     }
 
 
-def check_same(encoder: FrozenEncoder, about: dict[str, Any], where: str, device: str | torch.device = "cpu") -> None:
+def check_same(encoder: Encoder, about: dict[str, Any], where: str, device: str | torch.device = "cpu") -> None:
     """Refuse an encoder that is not the one that ``describe`` described.
 
     Weights are compared bit by bit; what has none to look at, by its features of fixed noise, whose last digits may differ between
@@ -90,9 +88,10 @@ def check_same(encoder: FrozenEncoder, about: dict[str, Any], where: str, device
         CheckpointError: picture size, normalisation, weights or features differ.
     """
     remedy = "Name the encoder that the head was fitted to (encoder=, or --model.encoder.spec)."
-    for name in ("image_size", "mean", "std"):
+    about = {"resize": None, "crop": "random"} | about  # descriptions from before encoders had them
+    for name in ("image_size", "mean", "std", "resize", "crop"):
         got: Any = getattr(encoder, name)
-        if (got if name == "image_size" else list(got)) != about[name]:
+        if (list(got) if isinstance(got, tuple) else got) != about[name]:
             raise CheckpointError(f"encoder: {name}={got} of {encoder.name}; expected {about[name]}, as in {where}. {remedy}")
     named = encoder.poolings(_public_pictures(encoder).to(device))
     if about["pooling"] not in named or named[about["pooling"]].shape[1] != about["width"]:
@@ -109,7 +108,7 @@ def check_same(encoder: FrozenEncoder, about: dict[str, Any], where: str, device
         )
 
 
-def _public_pictures(encoder: FrozenEncoder) -> Tensor:
+def _public_pictures(encoder: Encoder) -> Tensor:
     """Four pictures of fixed noise, normalised for the encoder: float32 (B, C, H, W)."""
     size, generator = encoder.image_size, torch.Generator().manual_seed(0)
     bright, contrast = (torch.tensor(v)[:, None, None, None] for v in (_BRIGHTNESS, _CONTRAST))
@@ -119,12 +118,12 @@ def _public_pictures(encoder: FrozenEncoder) -> Tensor:
 
 
 @torch.inference_mode()
-def _probe(encoder: FrozenEncoder, pooling: str, device: str | torch.device) -> list[list[float]]:
+def _probe(encoder: Encoder, pooling: str, device: str | torch.device) -> list[list[float]]:
     x_BCHW = _public_pictures(encoder)[:_PROBE_PICTURES].to(device)
-    return encoder.poolings(x_BCHW)[pooling][:, :_PROBE_NUMBERS].float().cpu().tolist()
+    return encoder(x_BCHW, pooling)[:, :_PROBE_NUMBERS].float().cpu().tolist()
 
 
-def _culprits(encoder: FrozenEncoder) -> str:
+def _culprits(encoder: Encoder) -> str:
     """Layers that take statistics of the batch also in evaluation mode."""
     if encoder.backbone is None:
         return ""
@@ -138,12 +137,12 @@ def _culprits(encoder: FrozenEncoder) -> str:
 
 
 @torch.inference_mode()
-def fingerprint(encoder: FrozenEncoder, device: str | torch.device = "cpu") -> str:
+def fingerprint(encoder: Encoder, device: str | torch.device = "cpu") -> str:
     """Digest of an encoder: its preprocessing, its weights, and its features of four images of fixed noise at every resolution it takes.
 
     The noise tells apart what has no weights to look at (patches of textures), the weights what noise might not show.
     """
-    about = [encoder.name, encoder.family, encoder.image_size, encoder.own_sizes, encoder.mean, encoder.std]
+    about = [encoder.name, encoder.family, encoder.image_size, encoder.own_sizes, encoder.mean, encoder.std, encoder.resize, encoder.crop]
     digest = hashlib.sha256(json.dumps(about).encode())
     _add_weights(digest, encoder)
     noise_BCHW = torch.randn(4, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0))
@@ -153,7 +152,7 @@ def fingerprint(encoder: FrozenEncoder, device: str | torch.device = "cpu") -> s
     return digest.hexdigest()
 
 
-def weights_digest(encoder: FrozenEncoder) -> str | None:
+def weights_digest(encoder: Encoder) -> str | None:
     """Digest of an encoder's weights alone, the same on every machine; None for what has none to look at."""
     if encoder.backbone is None:
         return None
@@ -162,7 +161,7 @@ def weights_digest(encoder: FrozenEncoder) -> str | None:
     return digest.hexdigest()
 
 
-def _add_weights(digest: Any, encoder: FrozenEncoder) -> None:
+def _add_weights(digest: Any, encoder: Encoder) -> None:
     if encoder.backbone is not None:
         for name, value in encoder.backbone().state_dict().items():
             digest.update(name.encode() + value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -3,7 +3,6 @@
 Legend: B pictures, L tokens, D width, C channels, H height, W width.
 """
 
-import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,11 @@ import torchvision
 from torch import Tensor, nn
 
 from dpvision.config import ViTConfig
-from dpvision.encoders.base import FrozenEncoder
-from dpvision.encoders.packaged import check_fit, encoder_from, without_wrapper
+from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.library_encoder import check_fit, encoder_from, without_wrapper
+from dpvision.encoders.pooled import frozen, pooled_network
 from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError, ConfigError
-from dpvision.features import Encoder
 from dpvision.models.vit import ViT
 from dpvision.runs.lineage import undeclared_weights
 
@@ -32,7 +31,7 @@ _TAN_EPS = 1e-6
 _TAN_MARK = ".expand.weight"  # the residual gain of TAN's own blocks; timm calls it skipinit_gain
 
 
-def released_encoder(kind: str, path: Path, device: str | torch.device = "cpu") -> FrozenEncoder:
+def released_encoder(kind: str, path: Path, device: str | torch.device = "cpu") -> Encoder:
     """A published checkpoint as a frozen encoder on ``device``; pickles are opened as ``unpickle`` describes.
 
     Args:
@@ -57,11 +56,10 @@ def released_encoder(kind: str, path: Path, device: str | torch.device = "cpu") 
     raise ConfigError(f"encoder: released kind={kind!r}; expected vip, mae, simclr or tan. Correct it.")
 
 
-def _masked_autoencoder(kind: str, path: Path, device: str | torch.device) -> FrozenEncoder:
+def _masked_autoencoder(kind: str, path: Path, device: str | torch.device) -> Encoder:
     weights = open_weights(path, undeclared_weights(f"{kind}:{path.name}"))
     given = without_wrapper(weights.tensors, ["patch_embed.proj.weight"], str(path))
     vit = ViT(_config(given, path))
-    encoder = Encoder(vit)
     published = {_published_name(name): tensor for name, tensor in vit.state_dict().items()}
     published["patch_embed.proj.weight"] = torch.empty_like(given["patch_embed.proj.weight"], device="meta")
     published["cls_token"] = vit.cls_token[None, None]
@@ -75,18 +73,10 @@ def _masked_autoencoder(kind: str, path: Path, device: str | torch.device) -> Fr
         )
     ours = {name: given[_published_name(name)].reshape(tensor.shape).float() for name, tensor in vit.state_dict().items()}
     vit.load_state_dict(ours)
-    encoder = encoder.eval().requires_grad_(False).to(device)
-    return FrozenEncoder(
-        name=f"{kind}:{path.name}",
-        image_size=vit.cfg.image_size,
-        mean=MEAN,
-        std=STD,
-        poolings=encoder.poolings,
-        family="transformer",
-        backbone=lambda: copy.deepcopy(encoder).cpu().train().requires_grad_(True),
-        blocks=vit.forward_blocks,
-        lineage=weights.lineage,
-    )
+    return frozen(
+        pooled_network(vit), device, name=f"{kind}:{path.name}", image_size=vit.cfg.image_size, mean=MEAN, std=STD, family="transformer",
+        blocks=vit.forward_blocks, lineage=weights.lineage,
+    )  # fmt: skip
 
 
 def _config(given: dict[str, Tensor], path: Path) -> ViTConfig:
@@ -119,7 +109,7 @@ def _published_name(ours: str) -> str:
     return name
 
 
-def _tan(path: Path, device: str | torch.device) -> FrozenEncoder:
+def _tan(path: Path, device: str | torch.device) -> Encoder:
     file, mark, name = str(path).rpartition("@")
     if not mark:
         file, name = str(path), _TAN_DEFAULT

@@ -2,6 +2,11 @@
 
 A pickle is a program. ``torch.load(weights_only=True)`` runs it with torch's own list of harmless functions; here that happens in a
 separate process without environment, network, or more memory and time than the file's size explains, and only safetensors come back.
+
+Alone, torch's loader is not enough for a file from elsewhere (torch 2.15; ``test_torchs_loader_alone_takes_what_is_refused_here``). It
+calls nothing harmful either, but it takes an archive that unpacks to a thousand times its size, a kilobyte that asks for gigabytes, a
+tensor of more numbers than there are bytes, and a program that never ends; and it refuses ``argparse.Namespace``, which published
+checkpoints hold. A check of the pickle's instructions beforehand finds some of these; memory and time need a process of their own.
 """
 
 import contextlib

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from dpvision.config import ClassifierConfig, EncoderConfig, ResNetConfig, ViTConfig
 from dpvision.models.layers import init_weights
-from dpvision.models.packaged import TimmEncoder
 from dpvision.models.resnet import ResNet, init_resnet
+from dpvision.models.timm_encoder import TimmEncoder
 from dpvision.models.tuned import Encoder, tune
 from dpvision.models.vit import ViT
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from dpvision.config import ClassifierConfig
 from dpvision.errors import ConfigError
-from dpvision.models.packaged import TimmEncoder
 from dpvision.models.resnet import ResNet
+from dpvision.models.timm_encoder import TimmEncoder
 from dpvision.models.vit import ViT
 
 Encoder = ViT | ResNet | TimmEncoder

@@ -12,7 +12,6 @@ from dpvision.checkpoint import find_checkpoint, list_checkpoints, read_manifest
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.errors import CheckpointError, DataError
 from dpvision.eval.score_file import read_scores
-from dpvision.features import trained_in_confidence
 from dpvision.models import count_parameters
 from dpvision.privacy.composition import parts_of, total_epsilon, unit_epsilon
 from dpvision.privacy.ledger import LedgerContents, read_ledger
@@ -21,7 +20,7 @@ from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report import numbers
 from dpvision.report.curves import size_text
 from dpvision.runs.folder import read_run
-from dpvision.runs.lineage import runs_on
+from dpvision.runs.lineage import runs_on, shaped_in_confidence
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def made_of_public_pictures(root: Path) -> bool:
         return False
     if not list_checkpoints(base):
         return config.init_from is None  # a lineage that is not written down yet is not known to be public
-    return not trained_in_confidence(read_manifest(find_checkpoint(base)))
+    return not shaped_in_confidence(read_manifest(find_checkpoint(base))["lineage"])
 
 
 def read_compared(root: Path, name: str, *, public_scores_only: bool = False) -> ComparedRun:

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.config import DataConfig
 from dpvision.data.loader import pictures
 from dpvision.data.store import Store
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.collect import collect_features
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.headed import is_head
-from dpvision.encoders.open import run_encoder
-from dpvision.features import collect_features
+from dpvision.encoders.trained import run_encoder
 from dpvision.report.strips import pixels_of, strip_of
 
 NUM_CANDIDATES = 500
@@ -61,7 +60,7 @@ def neighbours_of_run(run: str | Path, store: Store, *, num_queries: int = 6, k:
     return find_neighbours(encoders, store, num_queries=num_queries, k=k)
 
 
-def find_neighbours(encoders: dict[str, FrozenEncoder], store: Store, *, num_queries: int = 6, k: int = 6) -> Neighbours | None:
+def find_neighbours(encoders: dict[str, Encoder], store: Store, *, num_queries: int = 6, k: int = 6) -> Neighbours | None:
     """Nearest neighbours by each of several encoders, among at most 500 pictures spread over ``store``.
 
     Which candidates and queries depends on the number of pictures only.
@@ -75,15 +74,14 @@ def find_neighbours(encoders: dict[str, FrozenEncoder], store: Store, *, num_que
     assert all((e.image_size, e.mean, e.std) == (first.image_size, first.mean, first.std) for e in encoders.values())
     rows = np.unique(np.linspace(0, store.num_records - 1, NUM_CANDIDATES).astype(np.int64))
     functions = {name: encoder.poolings for name, encoder in encoders.items()}
-    data = DataConfig(mean=first.mean, std=first.std)
-    found, label_N, row_N = collect_features(functions, store, data, first.image_size, rows=rows, workers=1)
+    found, label_N, row_N = collect_features(functions, store, first.data, first.image_size, rows=rows, workers=1)
     if len(row_N) < 2:
         return None
     pooling = next(pooling for name, pooling in found if name == next(iter(encoders)))
     k, query_Q = min(k, len(row_N) - 1), np.unique(np.linspace(0, len(row_N) - 1, num_queries + 2)[1:-1].astype(np.int64))
     nearest = {name: nearest_others(found[name, next(p for n, p in found if n == name)], k) for name in encoders}
     needed = np.unique(np.concatenate([query_Q, *(near_NK[query_Q].numpy().ravel() for near_NK in nearest.values())]))
-    image_of = _images(store, row_N.numpy()[needed], first, data)
+    image_of = _images(store, row_N.numpy()[needed], first)
     picture = dict(zip(needed.tolist(), image_of, strict=True))
     grid = tuple(
         (strip_of(picture[q][None]), tuple(strip_of(np.stack([picture[n] for n in near_NK[q].tolist()])) for near_NK in nearest.values()))
@@ -104,7 +102,7 @@ def nearest_others(feature_ND: Tensor, k: int) -> Tensor:
     return cosine_NN.topk(k, dim=1).indices
 
 
-def _images(store: Store, rows: np.ndarray, encoder: FrozenEncoder, data: DataConfig) -> np.ndarray:
+def _images(store: Store, rows: np.ndarray, encoder: Encoder) -> np.ndarray:
     """uint8 (B, H, W, 3) of the rows, as the encoder sees them."""
-    parts = [x for x, _, _ in pictures(store, rows, encoder.image_size, data, batch_size=256, workers=1)]
+    parts = [x for x, _, _ in pictures(store, rows, encoder.image_size, encoder.data, batch_size=256, workers=1)]
     return pixels_of(torch.cat(parts), encoder.mean, encoder.std)

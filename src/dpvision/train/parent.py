@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dpvision.checkpoint import Checkpoint
 from dpvision.config import CaptionerConfig, ClassifierConfig, CrossMAEConfig, MAEConfig, ModelConfig, RunConfig, to_dict
 from dpvision.errors import CheckpointError, ConfigError
-from dpvision.models.packaged import TimmEncoder
+from dpvision.models.timm_encoder import TimmEncoder
 from dpvision.models.tuned import merged, plain_names
 
 _PARTS = {

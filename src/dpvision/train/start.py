@@ -64,7 +64,7 @@ def new_session(config: RunConfig, root: Path, open_parent: OpenParent = load_ch
     """A session for a new run in folder ``root``.
 
     Args:
-        open_parent: opens what ``init_from`` names: a run's folder; with ``encoders.parent.open_parent`` also timm:NAME.
+        open_parent: opens what ``init_from`` names: a run's folder; with ``encoders.starting_weights.open_parent`` also timm:NAME.
 
     Raises:
         DPVisionError: anything that makes the run impossible or unsafe; no step has been charged then.

@@ -22,9 +22,9 @@ from dpvision.dense.detection.evaluation import (
     training_crops,
 )
 from dpvision.dense.training_loop import DenseHardware
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.pooled import pooled_network
 from dpvision.errors import ConfigError, DataError
-from dpvision.features import Encoder
 from dpvision.models.layers import init_weights
 from dpvision.models.vit import ViT
 
@@ -39,11 +39,11 @@ SETTINGS = DetectionSettings(
 HARDWARE = DenseHardware(physical_batch_size=4, workers=1)
 
 
-def make_encoder(depth: int = 2, patch: int = 8) -> FrozenEncoder:
+def make_encoder(depth: int = 2, patch: int = 8) -> Encoder:
     with torch.random.fork_rng():
         vit = ViT(ViTConfig(image_size=32, patch_size=patch, depth=depth, width=32, num_heads=2))
     init_weights(vit, torch.Generator().manual_seed(0))
-    return FrozenEncoder("e", 32, (0.5,) * 3, (0.25,) * 3, lambda x: {}, "transformer", backbone=lambda: Encoder(copy.deepcopy(vit)))
+    return Encoder("e", 32, (0.5,) * 3, (0.25,) * 3, lambda x: {}, "transformer", backbone=lambda: pooled_network(copy.deepcopy(vit)))
 
 
 def made(settings: DetectionSettings = SETTINGS, **kw) -> Detector:

@@ -9,8 +9,8 @@ from PIL import Image
 
 from dpvision.config import ViTConfig
 from dpvision.dense.segmentation.semantic_data import ClassMap, SemanticFolder, open_folder
-from dpvision.encoders.base import FrozenEncoder
-from dpvision.features import Encoder
+from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.pooled import PooledNetwork, pooled_network
 from dpvision.models.layers import init_weights
 from dpvision.models.vit import ViT
 
@@ -55,18 +55,16 @@ def shapes(root: Path, count: int, first: int = 0, *, shuffled: bool = False) ->
     return open_folder(root / "images", root / "masks", CLASSES, name=root.name)
 
 
-def tiny_encoder(seed: int = 0, **more: object) -> FrozenEncoder:
+def tiny_encoder(seed: int = 0, **more: object) -> Encoder:
     """A transformer of 8 px patches with random weights."""
     config: dict = {"image_size": 32, "patch_size": 8, "depth": 3, "width": 32, "num_heads": 2} | more
     vit = ViT(ViTConfig(**config))
     init_weights(vit, torch.Generator().manual_seed(seed))
-    encoder = Encoder(vit).eval().requires_grad_(False)
-    return FrozenEncoder(
-        "tiny", config["image_size"], (0.5, 0.4, 0.3), (0.2, 0.25, 0.3), encoder.poolings, "transformer", lambda: _copy(encoder)
-    )
+    encoder = pooled_network(vit).eval().requires_grad_(False)
+    return Encoder("tiny", config["image_size"], (0.5, 0.4, 0.3), (0.2, 0.25, 0.3), encoder.poolings, "transformer", lambda: _copy(encoder))
 
 
-def _copy(encoder: Encoder) -> Encoder:
+def _copy(encoder: PooledNetwork) -> PooledNetwork:
     import copy
 
     return copy.deepcopy(encoder).train().requires_grad_(True)

@@ -6,11 +6,11 @@ import torch
 from torch.nn import functional as F
 
 from dpvision.config import MAEConfig
+from dpvision.encoders.pooled import pooled_network
 from dpvision.errors import DataError
 from dpvision.eval.probes.dpcap_probe import STRENGTH, DPCapProbe, centred, dpcap_probe, fit_fixed_strength
 from dpvision.eval.probes.protocol import score_features
 from dpvision.eval.probes.records import LabelledFeatures, draw_shots
-from dpvision.features import Encoder
 from dpvision.models import make_model
 
 from ..captions.captioners import make_captioner
@@ -82,10 +82,10 @@ def test_the_protocol_gives_a_score_for_each_number_of_shots() -> None:
 def test_a_captioners_encoder_offers_its_tokens_as_the_decoder_gets_them_less_their_positions() -> None:
     model = make_captioner()
     x_BCHW = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    found = Encoder(model.encoder, bridge=model.decoder.bridge).poolings(x_BCHW)
+    found = pooled_network(model.encoder, bridge=model.decoder.bridge).poolings(x_BCHW)
     memory_BSD = model.encode(x_BCHW)
     memory_BSD[:, 1:] -= model.decoder.position_LD
     torch.testing.assert_close(found["bridge"], memory_BSD.mean(1))
     assert list(found) == ["mean", "2x2", "bridge"]
-    plain = Encoder(make_model(MAEConfig(encoder=model.cfg.encoder), 0).encoder).poolings(x_BCHW)
+    plain = pooled_network(make_model(MAEConfig(encoder=model.cfg.encoder), 0).encoder).poolings(x_BCHW)
     assert list(plain) == ["mean", "2x2"]

@@ -1,5 +1,6 @@
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,13 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
+from dpvision import load
 from dpvision.config import RunConfig
 from dpvision.data.store import Store
+from dpvision.encoders.collect import collect_features
+from dpvision.encoders.embeddings import write_embeddings
+from dpvision.encoders.identity import check_same, describe, fingerprint
 from dpvision.errors import CheckpointError, ConfigError, DataError
-from dpvision.features import collect_features, frozen_features, load, write_embeddings
 from dpvision.models import make_model
 
 from ..conftest import MakeRun
@@ -28,19 +32,19 @@ def test_mean_and_quadrants_are_those_of_the_patch_tokens(make_run: MakeRun, con
         patch_BGGD = vit(x_BCHW)[:, 1:].unflatten(1, (4, 4))
     quadrants = [patch_BGGD[:, r : r + 2, c : c + 2].mean(dim=(1, 2)) for r in (0, 2) for c in (0, 2)]
     run = make_run()
-    torch.testing.assert_close(load(run)[0](x_BCHW), patch_BGGD.mean(dim=(1, 2)))
-    torch.testing.assert_close(load(run, pooling="2x2")[0](x_BCHW), torch.cat(quadrants, dim=1))
+    torch.testing.assert_close(load(run)(x_BCHW), patch_BGGD.mean(dim=(1, 2)))
+    torch.testing.assert_close(load(run)(x_BCHW, "2x2"), torch.cat(quadrants, dim=1))
 
 
 def test_loaded_encoder_is_frozen_and_in_evaluation_mode(make_run: MakeRun) -> None:
-    encoder, _ = load(make_run())
-    assert not encoder.training
-    assert not any(p.requires_grad for p in encoder.parameters())
+    encoder = load(make_run())
+    assert not encoder(torch.zeros(1, 3, 8, 8)).requires_grad
+    assert encoder.backbone is not None and all(p.requires_grad for p in encoder.backbone().parameters()), "a copy to train"
 
 
 def test_averaged_weights_are_taken_when_asked_for(make_run: MakeRun) -> None:
-    encoder, _ = load(make_run(), ema=True)
-    assert all(not p.any() for p in encoder.parameters())  # the fixture's average is zero
+    encoder = load(make_run(), ema=True)
+    assert encoder.backbone is not None and all(not p.any() for p in encoder.backbone().parameters())  # the fixture's average is zero
 
 
 def test_missing_average_is_refused(make_run: MakeRun) -> None:
@@ -65,23 +69,40 @@ def test_weights_that_do_not_fit_their_config_are_refused(make_run: MakeRun) -> 
 
 def test_unknown_pooling_is_refused(make_run: MakeRun) -> None:
     with pytest.raises(ConfigError, match="pooling='max'; expected one of"):
-        load(make_run(), pooling="max")  # type: ignore[arg-type]
+        load(make_run())(torch.zeros(1, 3, 8, 8), "max")
 
 
-def test_a_store_and_a_single_picture_get_the_same_features(make_run: MakeRun, config: RunConfig, test_store: Store) -> None:
-    encoder, preprocess = load(make_run())
-    x_ND, label_N = frozen_features(encoder, test_store, config.data, 8, batch_size=32, workers=1)
+def test_a_store_and_a_single_picture_get_the_same_features(make_run: MakeRun, test_store: Store) -> None:
+    encoder = load(make_run())
+    found, label_N, _ = collect_features({"": encoder.poolings}, test_store, encoder.data, 8, batch_size=32, workers=1)
+    x_ND = found["", "mean"]
     for row in (0, 33, 79):
-        alone = encoder(torch.from_numpy(preprocess(_picture(test_store, row)))[None])[0]
+        alone = encoder(torch.from_numpy(encoder.preprocess(_picture(test_store, row)))[None])[0]
         torch.testing.assert_close(x_ND[row], alone)
     assert (label_N.numpy() == test_store.labels).all()
 
 
+def test_an_encoder_sees_images_as_its_run_resized_them(make_run: MakeRun, test_store: Store) -> None:
+    """``evaluate`` and ``adapt`` once took the centred square where ``load`` and ``embed`` took what the run had been shown."""
+    run = make_run()
+    plain = load(run).preprocess
+    file = run / "checkpoints" / "step-00000004" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["config"]["data"] |= {"resize": 12, "crop": "centre"}
+    file.write_text(json.dumps(manifest))
+    encoder, image = load(run), _picture(test_store, 3).resize((40, 20))
+    expected = Image.fromarray(np.asarray(image.resize((8, 8), Image.Resampling.BICUBIC, box=(40 / 6, 20 / 6, 200 / 6, 100 / 6))))
+    assert np.abs(encoder.preprocess(image) - plain(expected)).max() < 0.05 and np.abs(plain(image) - plain(expected)).max() > 0.2
+    assert encoder.data.resize == 12 and fingerprint(encoder) != fingerprint(replace(encoder, resize=None))
+    with pytest.raises(CheckpointError, match="resize=12 of encoder; expected None"):
+        check_same(encoder, describe(replace(encoder, resize=None), "mean", 16), "a head")
+
+
 def test_features_do_not_depend_on_batch_size_or_workers(make_run: MakeRun, config: RunConfig, test_store: Store) -> None:
-    encoder, _ = load(make_run())
-    one, _ = frozen_features(encoder, test_store, config.data, 8, batch_size=80, workers=1)
-    other, _ = frozen_features(encoder, test_store, config.data, 8, batch_size=7, workers=2)
-    torch.testing.assert_close(one, other)
+    functions = {"": load(make_run()).poolings}
+    one, _, _ = collect_features(functions, test_store, config.data, 8, batch_size=80, workers=1)
+    other, _, _ = collect_features(functions, test_store, config.data, 8, batch_size=7, workers=2)
+    torch.testing.assert_close(one["", "mean"], other["", "mean"])
 
 
 def test_rows_and_progress(config: RunConfig, test_store: Store) -> None:
@@ -110,8 +131,9 @@ def test_embeddings_of_a_store_carry_ids_and_labels(make_run: MakeRun, test_stor
     else:
         with safe_open(out, "numpy") as file:
             arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (safe_open is not iterable)
-    encoder, preprocess = load(run, pooling="2x2")
-    np.testing.assert_allclose(arrays["features"][9], encoder(torch.from_numpy(preprocess(_picture(test_store, 9)))[None])[0], atol=1e-5)
+    encoder = load(run)
+    expected = encoder(torch.from_numpy(encoder.preprocess(_picture(test_store, 9)))[None], "2x2")[0]
+    np.testing.assert_allclose(arrays["features"][9], expected, atol=1e-5)
     assert (arrays["id"] == test_store.index["id"]).all() and (arrays["label"] == test_store.labels).all()
 
 
@@ -134,8 +156,8 @@ def test_embeddings_of_a_folder_carry_names_and_count_as_private(make_run: MakeR
         with safe_open(out, "numpy") as file:
             keys, features = json.loads(file.metadata()["key"]), file.get_tensor("features")
     assert [Path(key).stem for key in keys] == ["a", "b", "c"]
-    encoder, preprocess = load(run)
-    np.testing.assert_allclose(features[2], encoder(torch.from_numpy(preprocess(_picture(test_store, 0)))[None])[0], atol=1e-5)
+    encoder = load(run)
+    np.testing.assert_allclose(features[2], encoder(torch.from_numpy(encoder.preprocess(_picture(test_store, 0)))[None])[0], atol=1e-5)
 
 
 def test_embeddings_by_an_encoder_without_guarantee_are_private(make_run: MakeRun, test_store: Store, tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from torch.nn import functional as F
 
 from dpvision.config import DataConfig
 from dpvision.data.store import Store
+from dpvision.encoders.collect import collect_features
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.probes.epochs import warmup_cosine
 from dpvision.eval.probes.lars_probe import LarsHeads, LarsResult, LarsSettings, LarsTrainer, lars_probe, token_features
 from dpvision.eval.probes.linear_probe import fit_linear_probe
 from dpvision.eval.probes.records import units
-from dpvision.features import collect_features
 
 from ..labelled import MEAN, STD, conv_encoder, vit_encoder, write_digits
 

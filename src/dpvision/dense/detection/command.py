@@ -25,7 +25,7 @@ from dpvision.dense.detection.sheet import detection_sheet
 from dpvision.dense.output_places import check_places, folder_name
 from dpvision.dense.sheet_file import save_sheet
 from dpvision.dense.training_loop import DenseHardware, checked_steps, seconds_a_step
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.open import open_encoder, trained_on
 from dpvision.errors import ConfigError
 from dpvision.eval.probes.protocol import is_run
@@ -177,11 +177,11 @@ class _Job:
     picture: Path | None
     say: Say
 
-    def model(self, encoder: FrozenEncoder) -> Detector:
+    def model(self, encoder: Encoder) -> Detector:
         classes = len(self.data.train.classes)
         return make_detector(encoder, self.settings, classes, recompute=self.recompute, device=self.group.device)
 
-    def run(self, spec: str, encoder: FrozenEncoder, visibility: Visibility, number: int) -> list[Score]:
+    def run(self, spec: str, encoder: Encoder, visibility: Visibility, number: int) -> list[Score]:
         """Scores of one encoder's detector; on every rank, with intervals on rank 0 only."""
 
         def say(text: str) -> None:
@@ -199,7 +199,7 @@ class _Job:
             save_sheet(detection_sheet(test, found), name)
         return detection_scores(encoder.name, test, found, self.settings, self.hardware, visibility=visibility, progress=say)
 
-    def dry(self, specs: Sequence[str], opened: Sequence[FrozenEncoder]) -> dict[str, object]:
+    def dry(self, specs: Sequence[str], opened: Sequence[Encoder]) -> dict[str, object]:
         """What a run would do; every picture is read once."""
         everything = [*self.data.train.pictures, *self.data.test.pictures]
         read = ordered_map(lambda p: p.read().shape, everything, workers=self.hardware.workers, ahead=4 * self.hardware.workers)

@@ -31,7 +31,7 @@ from dpvision.dense.detection.crops import DetectionExample, Placement, example,
 from dpvision.dense.detection.detector import Detector, HeadSizes, detection_loss
 from dpvision.dense.detection.feature_pyramid import FeaturePyramid
 from dpvision.dense.training_loop import DenseHardware, DenseTrainSettings, Say, checked_steps, fit
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.score import Score, Visibility
 from dpvision.train.distributed import Group
@@ -136,7 +136,7 @@ class DetectionSettings:
 
 
 def make_detector(
-    encoder: FrozenEncoder, settings: DetectionSettings, num_classes: int, *, recompute: bool = False, device: str | torch.device = "cpu"
+    encoder: Encoder, settings: DetectionSettings, num_classes: int, *, recompute: bool = False, device: str | torch.device = "cpu"
 ) -> Detector:
     """A fresh detector around a copy of the encoder, a function of the encoder and ``settings.seed``.
 
@@ -185,7 +185,7 @@ class TrainingCrops:
         return example(picture, picture.read(), place, self.side, self.mean)
 
 
-def training_crops(train: CocoSet, encoder: FrozenEncoder, settings: DetectionSettings) -> TrainingCrops:
+def training_crops(train: CocoSet, encoder: Encoder, settings: DetectionSettings) -> TrainingCrops:
     """The pictures of ``train`` that have an object to learn from.
 
     Raises:
@@ -207,7 +207,7 @@ def parameter_groups(model: Detector, settings: DetectionSettings) -> list[dict]
 
 def train_detector(
     model: Detector,
-    encoder: FrozenEncoder,
+    encoder: Encoder,
     train: CocoSet,
     settings: DetectionSettings,
     hardware: DenseHardware,
@@ -229,7 +229,7 @@ def train_detector(
 @torch.no_grad()
 def detect(
     model: Detector,
-    encoder: FrozenEncoder,
+    encoder: Encoder,
     pictures: Sequence[CocoPicture],
     settings: DetectionSettings,
     hardware: DenseHardware,

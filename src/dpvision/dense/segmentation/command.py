@@ -27,7 +27,7 @@ from dpvision.dense.segmentation.settings import SegmentationSettings
 from dpvision.dense.segmentation.sheet import SheetRow, render_sheet
 from dpvision.dense.sheet_file import save_sheet
 from dpvision.dense.training_loop import DenseHardware, Say
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.open import open_encoder, trained_on
 from dpvision.errors import ConfigError
 from dpvision.eval.probes.protocol import is_run
@@ -139,7 +139,7 @@ class _Job:
     iou: dict[str, dict[str, float]] = field(default_factory=dict)
     said: dict[str, list[np.ndarray]] = field(default_factory=dict)
 
-    def run(self, spec: str, encoder: FrozenEncoder, say: Say) -> None:
+    def run(self, spec: str, encoder: Encoder, say: Say) -> None:
         """Train and score one encoder."""
 
         def report(text: str) -> None:
@@ -195,7 +195,7 @@ def _folders(
     return first, second
 
 
-def _tell_plan(job: _Job, specs: Sequence[str], opened: Sequence[FrozenEncoder], steps: Sequence[int], json: bool, say: Say) -> None:
+def _tell_plan(job: _Job, specs: Sequence[str], opened: Sequence[Encoder], steps: Sequence[int], json: bool, say: Say) -> None:
     """What would be done, and how long it would take at the speed of one pass here."""
     plans: list[dict[str, Any]] = []
     for spec, encoder, num_steps in zip(specs, opened, steps, strict=True):

@@ -30,13 +30,13 @@ from dpvision.dense.segmentation.settings import SegmentationSettings
 from dpvision.dense.segmentation.sliding_window import likeliest, window_probabilities
 from dpvision.dense.segmentation.upernet import Segmenter, segmentation_loss
 from dpvision.dense.training_loop import DenseHardware, Say, checked_steps, fit, seconds_a_step, synchronised
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.errors import ConfigError
 from dpvision.eval.score import Score, Visibility
 from dpvision.train.distributed import Group, all_reduce_vector
 
 
-def checked_fit(encoder: FrozenEncoder, settings: SegmentationSettings, hardware: DenseHardware, num_pictures: int, group: Group) -> int:
+def checked_fit(encoder: Encoder, settings: SegmentationSettings, hardware: DenseHardware, num_pictures: int, group: Group) -> int:
     """Steps of the training, once everything that can be known before it fits.
 
     Raises:
@@ -60,7 +60,7 @@ def checked_fit(encoder: FrozenEncoder, settings: SegmentationSettings, hardware
     return steps
 
 
-def make_segmenter(encoder: FrozenEncoder, settings: SegmentationSettings, num_classes: int) -> Segmenter:
+def make_segmenter(encoder: Encoder, settings: SegmentationSettings, num_classes: int) -> Segmenter:
     """A trainable copy of the encoder with a fresh UPerNet, on the CPU; a function of the encoder's weights and the seed.
 
     Raises:
@@ -78,7 +78,7 @@ def make_segmenter(encoder: FrozenEncoder, settings: SegmentationSettings, num_c
 
 def train_segmenter(
     model: Segmenter,
-    encoder: FrozenEncoder,
+    encoder: Encoder,
     train: SemanticFolder,
     settings: SegmentationSettings,
     hardware: DenseHardware | None = None,
@@ -100,7 +100,7 @@ def train_segmenter(
 
 
 def step_seconds(
-    model: Segmenter, encoder: FrozenEncoder, train: SemanticFolder, settings: SegmentationSettings, hardware: DenseHardware, group: Group
+    model: Segmenter, encoder: Encoder, train: SemanticFolder, settings: SegmentationSettings, hardware: DenseHardware, group: Group
 ) -> float:
     """Seconds that a step takes here, measured on one forward and backward pass; the model is spoilt."""
     model.to(group.device)
@@ -110,7 +110,7 @@ def step_seconds(
 
 @torch.inference_mode()
 def predict(
-    model: Segmenter, encoder: FrozenEncoder, pixels_HWC: np.ndarray, settings: SegmentationSettings, hardware: DenseHardware | None = None
+    model: Segmenter, encoder: Encoder, pixels_HWC: np.ndarray, settings: SegmentationSettings, hardware: DenseHardware | None = None
 ) -> np.ndarray:
     """Class of each pixel of a picture, uint8 (H, W).
 
@@ -133,7 +133,7 @@ def predict(
 
 def pixel_counts(
     model: Segmenter,
-    encoder: FrozenEncoder,
+    encoder: Encoder,
     test: SemanticFolder,
     settings: SegmentationSettings,
     hardware: DenseHardware | None = None,
@@ -167,14 +167,14 @@ def segmentation_scores(name: str, count_N3K: np.ndarray, how: str, visibility: 
 
 
 def answers(
-    model: Segmenter, encoder: FrozenEncoder, test: SemanticFolder, numbers: Sequence[int], settings: SegmentationSettings
+    model: Segmenter, encoder: Encoder, test: SemanticFolder, numbers: Sequence[int], settings: SegmentationSettings
 ) -> list[tuple[Labelled, np.ndarray]]:
     """Some test pictures with their truth and what the model says, for looking at."""
     model.eval()
     return [(labelled, predict(model, encoder, labelled.pixels_HWC, settings)) for labelled in map(test.read, numbers)]
 
 
-def _prepared(pixels_HWC: np.ndarray, encoder: FrozenEncoder, side: int) -> Tensor:
+def _prepared(pixels_HWC: np.ndarray, encoder: Encoder, side: int) -> Tensor:
     width, height = resized(pixels_HWC.shape[1], pixels_HWC.shape[0], side)
     pixels = np.asarray(Image.fromarray(pixels_HWC).resize((width, height), Image.Resampling.BILINEAR))
     x_CHW = np.empty((3, height, width), dtype=np.float32)

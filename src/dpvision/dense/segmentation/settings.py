@@ -7,7 +7,7 @@ from dpvision.config.checks import check_choices, check_ranges
 from dpvision.dense.segmentation.semantic_augment import Augmentation
 from dpvision.dense.segmentation.upernet import NormKind
 from dpvision.dense.training_loop import DenseHardware, DenseTrainSettings
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class SegmentationSettings:
             betas=self.betas, max_grad_norm=self.max_grad_norm, seed=self.seed,
         )  # fmt: skip
 
-    def augmentation(self, encoder: FrozenEncoder) -> Augmentation:
+    def augmentation(self, encoder: Encoder) -> Augmentation:
         """How training views are drawn, normalised as the encoder's pictures are."""
         return Augmentation(
             self.crop_size, self.scale, self.flip, self.photometric, self.max_class_share, encoder.mean, encoder.std, self.seed

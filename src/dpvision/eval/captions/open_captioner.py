@@ -10,10 +10,11 @@ from dpvision.checkpoint import load_checkpoint
 from dpvision.config import CaptionerConfig, DataConfig
 from dpvision.data.captions import clean_caption
 from dpvision.data.tokenizer import CaptionTokenizer
+from dpvision.encoders.trained import load_model
 from dpvision.errors import CheckpointError, ConfigError
-from dpvision.features import load_model, trained_in_confidence
 from dpvision.models import make_model
 from dpvision.models.captioner import Captioner
+from dpvision.runs.lineage import shaped_in_confidence
 from dpvision.train.words import TOKENIZER_FILE
 
 
@@ -66,7 +67,7 @@ def open_captioner(run_or_checkpoint: str | Path, *, ema: bool = False, device: 
 
     Raises:
         ConfigError: the run is of another kind.
-        CheckpointError: as in ``features.load``; or the checkpoint has no tokenizer, or one of another size.
+        CheckpointError: as in ``load_model``; or the checkpoint has no tokenizer, or one of another size.
         DataError: the tokenizer's file is damaged.
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
@@ -89,7 +90,7 @@ def open_captioner(run_or_checkpoint: str | Path, *, ema: bool = False, device: 
         model=_frozen(model, device),
         tokenizer=tokenizer,
         data=config.data,
-        confidential=trained_in_confidence(checkpoint.manifest),
+        confidential=shaped_in_confidence(checkpoint.manifest["lineage"]),
         seed=config.seed,
     )
 

@@ -12,7 +12,8 @@ import torch
 
 from dpvision.data import decode, loader, transform
 from dpvision.data.store import Store
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.collect import collect_features
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_cache import FeatureCache, code_digest, features_key, score_key
 from dpvision.encoders.identity import fingerprint
 from dpvision.errors import DataError
@@ -22,7 +23,6 @@ from dpvision.eval.probes.protocol import Protocol, Task
 from dpvision.eval.probes.protocols import PROTOCOLS
 from dpvision.eval.probes.records import LabelledFeatures, units
 from dpvision.eval.score import Score
-from dpvision.features import collect_features
 
 _ROW = "row"
 """The entry of a kept file that holds the features' rows."""
@@ -35,19 +35,19 @@ class EvaluationCache:
     task: Task
     enabled: bool
 
-    def fingerprint(self, encoder: FrozenEncoder) -> str | None:
+    def fingerprint(self, encoder: Encoder) -> str | None:
         """What the cache identifies an encoder by; None: its results are not kept."""
         (train, _), (test, _) = self.task.train, self.task.test
         # What a confidential encoder makes of public pictures is private, and the public store's folder is not the place for it.
         stays = not encoder.confidential or {train.visibility, test.visibility} == {"private"}
         return fingerprint(encoder, self.task.device) if self.enabled and stays else None
 
-    def features(self, encoders: Sequence[FrozenEncoder], prints: dict[str, str | None]) -> tuple[LabelledFeatures, LabelledFeatures]:
+    def features(self, encoders: Sequence[Encoder], prints: dict[str, str | None]) -> tuple[LabelledFeatures, LabelledFeatures]:
         """Features of the training and of the test records by all encoders, each store read once at most."""
         return self._of_store(self.task.train, encoders, prints, "training"), self._of_store(self.task.test, encoders, prints, "test")
 
     def _of_store(
-        self, part: tuple[Store, np.ndarray], encoders: Sequence[FrozenEncoder], prints: dict[str, str | None], name: str
+        self, part: tuple[Store, np.ndarray], encoders: Sequence[Encoder], prints: dict[str, str | None], name: str
     ) -> LabelledFeatures:
         (store, rows), task, cache = part, self.task, FeatureCache(part[0].path)
         keys = {e.name: features_key(mark, store, rows) for e in encoders if (mark := prints[e.name]) is not None}

@@ -27,7 +27,7 @@ from dpvision.data.loader import pictures
 from dpvision.data.ordered import ordered_map
 from dpvision.data.store import Store
 from dpvision.data.transform import CROP_NUMBERS, crop_box, cut, normalise
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.probes.epochs import Epochs
 from dpvision.eval.probes.linear_probe import held_out
@@ -74,11 +74,11 @@ class FineTuneSettings:
             ("crop_scale", 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1, "0 < low <= high <= 1"),
         )
 
-    def rates(self, encoder: FrozenEncoder) -> tuple[float, ...]:
+    def rates(self, encoder: Encoder) -> tuple[float, ...]:
         """The grid for this kind of network."""
         return self.learning_rates or ((3e-3, 3e-4, 3e-5) if encoder.family == "transformer" else (1e-2, 1e-3, 1e-4))
 
-    def words(self, encoder: FrozenEncoder, k: int) -> str:
+    def words(self, encoder: Encoder, k: int) -> str:
         """The settings as scores name them."""
         rates = self.rates(encoder)
         grid = "/".join(f"{lr:g}" for lr in rates)
@@ -94,7 +94,7 @@ class FineTuneSettings:
 class Tuned(nn.Module):
     """A trainable copy of an encoder with a linear head that starts at zero."""
 
-    def __init__(self, encoder: FrozenEncoder, num_classes: int) -> None:
+    def __init__(self, encoder: Encoder, num_classes: int) -> None:
         super().__init__()
         assert encoder.backbone is not None
         self.backbone = encoder.backbone()
@@ -147,14 +147,14 @@ class FineTune(Protocol):
         return scores
 
 
-def check_trainable(encoder: FrozenEncoder) -> None:
+def check_trainable(encoder: Encoder) -> None:
     """Raise ConfigError unless the encoder has weights that can be trained."""
     if encoder.backbone is None:
         raise ConfigError(f"fine_tune: {encoder.name} has nothing to train; expected a network. Use --protocols few_shot_probe.")
 
 
 def fine_tune(
-    encoder: FrozenEncoder,
+    encoder: Encoder,
     train: tuple[Store, np.ndarray],
     test: tuple[Store, np.ndarray],
     unit_N: np.ndarray,
@@ -204,7 +204,7 @@ def fine_tune(
     return FineTuneResult(found, label_M, row_M, chosen)
 
 
-def make_optimizer(model: nn.Module, encoder: FrozenEncoder, settings: FineTuneSettings) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, encoder: Encoder, settings: FineTuneSettings) -> torch.optim.Optimizer:
     """AdamW for transformers, SGD for convnets; the rate is set before each step."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if encoder.family == "transformer":
@@ -214,7 +214,7 @@ def make_optimizer(model: nn.Module, encoder: FrozenEncoder, settings: FineTuneS
 
 @dataclass(frozen=True)
 class _Job:
-    encoder: FrozenEncoder
+    encoder: Encoder
     store: Store
     num_classes: int
     settings: FineTuneSettings
@@ -265,7 +265,7 @@ class _Job:
 
 
 def augmented(
-    store: Store, rows: np.ndarray, key: StepKey, encoder: FrozenEncoder, settings: FineTuneSettings, workers: int
+    store: Store, rows: np.ndarray, key: StepKey, encoder: Encoder, settings: FineTuneSettings, workers: int
 ) -> tuple[Tensor, np.ndarray]:
     """Training pictures x_BCHW float32 and their rows: crop and flip keyed by record, AutoAugment from torch's global generator.
 

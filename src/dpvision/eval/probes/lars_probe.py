@@ -25,7 +25,7 @@ from dpvision.config.checks import check_ranges
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches, pictures
 from dpvision.data.store import Store
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.probes.epochs import Epochs
 from dpvision.eval.probes.linear_probe import held_out
@@ -84,7 +84,7 @@ class LarsSettings:
         return f"{self.epochs} epochs, batch {min(self.batch_size, num_records)}, {chosen}, {crop}"
 
 
-def token_features(encoder: FrozenEncoder, tokens: Tokens, num_blocks: int = 12) -> tuple[FeatureOf, str]:
+def token_features(encoder: Encoder, tokens: Tokens, num_blocks: int = 12) -> tuple[FeatureOf, str]:
     """What the probe looks at, and its name: x_BCHW -> x_BD float32.
 
     "blocks": the mean patch token of each of the last ``num_blocks`` blocks, joined; of an encoder without blocks its default pooling.
@@ -98,7 +98,7 @@ def token_features(encoder: FrozenEncoder, tokens: Tokens, num_blocks: int = 12)
     if blocks is None:
         if tokens == "cls":
             raise ConfigError(f"linear_cls: {encoder.name} has no class token; expected a transformer. Use --protocols linear_lars.")
-        return lambda x_BCHW: next(iter(encoder.poolings(x_BCHW).values())).float(), "default pooling (it has no blocks)"
+        return lambda x_BCHW: encoder(x_BCHW).float(), "default pooling (it has no blocks)"
 
     def joined(x_BCHW: Tensor) -> Tensor:
         return torch.cat([token_BLD[:, 1:].float().mean(dim=1) for token_BLD in blocks(x_BCHW)[-num_blocks:]], dim=1)

@@ -15,8 +15,10 @@ from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import ClassifierConfig, DataConfig, HeadConfig, RunConfig
 from dpvision.data.loader import pictures
 from dpvision.data.store import Store
+from dpvision.encoders.collect import Progress
 from dpvision.encoders.feature_file import Extraction, feature_blocks
-from dpvision.encoders.headed import is_head, open_headed
+from dpvision.encoders.headed import is_head, load_classifier
+from dpvision.encoders.trained import load_model
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.any_of_labels import AnyOfLabels
 from dpvision.eval.metric import Metric, Scoring
@@ -24,7 +26,7 @@ from dpvision.eval.probes.multi_label_scores import multi_label_scores
 from dpvision.eval.probes.protocol import Protocol, Subject, Task, is_run
 from dpvision.eval.score import Score, Visibility
 from dpvision.eval.unseen import check_unseen, trained_store
-from dpvision.features import Progress, load_model, trained_in_confidence
+from dpvision.runs.lineage import shaped_in_confidence
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def score_own_head(
 
     Raises:
         ConfigError: the run has no head of its own, or one for several classes a picture and ``any_of`` is given.
-        CheckpointError: as in ``features.load_encoder``, or the encoder under the head is not there.
+        CheckpointError: as in ``load_model``, or the encoder under the head is not there.
         DataError: no readable picture with a label, a label that the head does not have, one label a picture where the run has several or
             the reverse, other classes than the training store's, or pictures that the run was trained on.
     """
@@ -93,7 +95,7 @@ def score_own_head(
         raise DataError(f"own_head: {test_store.path} has no readable picture with a label; expected one or more. Import the source again.")
     if not torch.isfinite(score_NK).all():
         raise DataError("own_head: logits that are not finite; expected numbers. The run has diverged: train again at a lower rate.")
-    private = test_store.results_visibility == "private" or trained_in_confidence(checkpoint.manifest)
+    private = test_store.results_visibility == "private" or shaped_in_confidence(checkpoint.manifest["lineage"])
     visibility: Visibility = "private" if private else "public"
     name = "own head, averaged weights" if ema else "own head"
     if config.model.multi_label:
@@ -143,13 +145,13 @@ def _scores_of_head(
     checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: Extraction
 ) -> tuple[RunConfig, np.ndarray, Tensor]:
     """Config, rows, and scores float32 (N, K), from features that are kept beside the store: NaN for what cannot be read."""
-    headed, config = open_headed(checkpoint, ema=ema, device=hardware.device)
-    assert isinstance(config.model, HeadConfig)
-    rows = check_scorable(config, store, any_is_right=any_is_right)
+    headed = load_classifier(checkpoint, ema=ema, device=hardware.device)
+    assert isinstance(headed.config.model, HeadConfig)
+    rows = check_scorable(headed.config, store, any_is_right=any_is_right)
     keep = not headed.encoder.confidential or store.visibility == "private"
-    blocks = feature_blocks(headed.encoder, headed.pooling, config.model.encoder.width, store, rows, hardware, keep=keep)
+    blocks = feature_blocks(headed.encoder, headed.pooling, headed.config.model.encoder.width, store, rows, hardware, keep=keep)
     scored = [headed.head(torch.from_numpy(np.array(block_BD)).to(hardware.device).float()).cpu() for block_BD in blocks]
-    return config, rows, torch.cat([torch.empty(0, config.model.num_classes or 0), *scored])
+    return headed.config, rows, torch.cat([torch.empty(0, headed.config.model.num_classes or 0), *scored])
 
 
 def _scores_of_network(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dpvision.data.store import Store
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.errors import DataError
 from dpvision.eval.metric import Scoring
 from dpvision.eval.probes.records import LabelledFeatures, check_labels, units
@@ -54,7 +54,7 @@ class Task:
 class Subject:
     """An encoder under evaluation."""
 
-    encoder: FrozenEncoder
+    encoder: Encoder
     spec: str
     """What it was opened from."""
     ema: bool = False

@@ -24,7 +24,7 @@ from dpvision.data.loader import pictures
 from dpvision.data.overlap import Matches, matches_of
 from dpvision.data.store import Store
 from dpvision.data.transform import preprocess
-from dpvision.encoders.base import FrozenEncoder
+from dpvision.encoders.encoder import Encoder
 from dpvision.errors import ConfigError, DataError
 
 SAMPLE = 1000
@@ -73,7 +73,7 @@ def make_copies(pixels_HWC: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def measure_threshold(
-    encoder: FrozenEncoder,
+    encoder: Encoder,
     public: Store,
     *,
     sample: int = SAMPLE,
@@ -126,7 +126,7 @@ def measure_threshold(
 
 
 def find_feature_matches(
-    encoder: FrozenEncoder,
+    encoder: Encoder,
     public: Store,
     private: Store,
     threshold: Threshold,
@@ -176,7 +176,7 @@ def find_feature_matches(
 
 
 def _blocks(
-    encoder: FrozenEncoder,
+    encoder: Encoder,
     store: Store,
     threshold: Threshold,
     mirrored: bool,
@@ -203,9 +203,9 @@ def _blocks(
 
 
 @torch.inference_mode()
-def _features(encoder: FrozenEncoder, x_BCHW: Tensor, device: str | torch.device) -> np.ndarray:
+def _features(encoder: Encoder, x_BCHW: Tensor, device: str | torch.device) -> np.ndarray:
     """Features of the default pooling, float32 (B, D)."""
-    return next(iter(encoder.poolings(x_BCHW.to(device)).values())).float().cpu().numpy()
+    return encoder(x_BCHW.to(device)).float().cpu().numpy()
 
 
 def _unit(x_BD: np.ndarray, centre_D: np.ndarray) -> np.ndarray:

@@ -6,8 +6,8 @@ import torchvision
 from pytest import mark, raises
 from safetensors.torch import save_file
 
+from dpvision.encoders.library_encoder import library_encoder
 from dpvision.encoders.open import open_encoder
-from dpvision.encoders.packaged import library_encoder
 from dpvision.errors import CheckpointError, ConfigError
 
 VIT = "vit_tiny_patch16_224"
@@ -53,7 +53,7 @@ def test_registers_are_no_patches():
     x_BCHW = _pictures(256, 1)
     with torch.no_grad():
         copy = encoder.backbone().eval()
-        token_BLD = copy.model.forward_features(x_BCHW)
+        token_BLD = copy.network.forward_features(x_BCHW)
         assert torch.allclose(encoder.poolings(x_BCHW)["mean"], token_BLD[:, 4:].mean(1), atol=1e-6)
 
 

@@ -14,11 +14,11 @@ from dpvision.data.importer import import_samples
 from dpvision.data.overlap import HOWS
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
-from dpvision.encoders import overlap
+from dpvision.encoders import feature_matches
+from dpvision.encoders.collect import collect_features
+from dpvision.encoders.feature_matches import Threshold, find_feature_matches, make_copies, measure_threshold
 from dpvision.encoders.fixed import fixed_encoder
-from dpvision.encoders.overlap import Threshold, find_feature_matches, make_copies, measure_threshold
 from dpvision.errors import ConfigError, DataError
-from dpvision.features import frozen_features
 
 pytest.importorskip("faiss", reason="faiss is not installed: pip install dpvision[overlap]")
 pytest.importorskip("imagehash", reason="imagehash is not installed: pip install dpvision[overlap]")
@@ -52,15 +52,14 @@ ENCODER = fixed_encoder("hog", 32)
 
 def test_the_search_in_blocks_finds_what_all_pairs_at_once_show(stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch) -> None:
     public, private = stores
-    monkeypatch.setattr(overlap, "_BLOCK", 17)
+    monkeypatch.setattr(feature_matches, "_BLOCK", 17)
     threshold = replace(measure_threshold(ENCODER, public, sample=20), cosine=0.25)
     found = find_feature_matches(ENCODER, public, private, threshold, batch_size=7, workers=1)
 
     def unit(store: Store) -> np.ndarray:
         data = DataConfig(mean=ENCODER.mean, std=ENCODER.std)
-        x_ND, _ = frozen_features(
-            lambda x: torch.cat([next(iter(ENCODER.poolings(v).values())) for v in (x, x.flip(-1))], 1), store, data, 32
-        )
+        found, _, _ = collect_features({"": lambda x: {"": torch.cat([ENCODER(v) for v in (x, x.flip(-1))], 1)}}, store, data, 32)
+        x_ND = found["", ""]
         halves = x_ND.double().numpy().reshape(len(x_ND), 2, -1) - threshold.centre_D
         return halves / np.linalg.norm(halves, axis=2, keepdims=True)
 

@@ -5,9 +5,7 @@ Nothing is downloaded.
 Legend: B pictures, L tokens, D width, C channels, H height, W width, G patches on a side.
 """
 
-import copy
 import difflib
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +17,10 @@ import torch
 import torchvision
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
-from dpvision.encoders.base import Family, FrozenEncoder
+from dpvision.encoders.encoder import Encoder, Family
+from dpvision.encoders.pooled import PooledNetwork, frozen
 from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models.timm_cache import find_timm_weights, timm_licence
@@ -34,54 +32,9 @@ Rename = Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]
 _SEED = 0  # of weights that no file gives
 
 
-class PooledModel(nn.Module):
-    """A library's model as features: what it has before its own pooling and classifier, pooled in several ways.
-
-    Tokens (B, L, D) give "mean" of the patch tokens, "2x2" (each quadrant's mean, joined row by row) where the patches form a square, and
-    "cls" where there is a class token. A map (B, D, H, W) gives "mean" and, from 2 x 2 places on, "2x2".
-    """
-
-    def __init__(
-        self, model: nn.Module, features: Callable[[nn.Module, Tensor], Tensor], *, prefix: int | None, has_class_token: bool
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self._features, self._prefix, self._has_class_token = features, prefix, has_class_token
-
-    def poolings(self, x_BCHW: Tensor) -> dict[str, Tensor]:
-        """Features float32 (B, D) or (B, 4 D) by the name of the pooling, from one forward pass; the first is the default."""
-        found = self._features(self.model, x_BCHW).float()
-        if found.ndim == 4:
-            return _pooled(found)
-        prefix = self.num_prefix_tokens(found.shape[1])
-        patch_BLD = found[:, prefix:]
-        grid = math.isqrt(patch_BLD.shape[1])
-        made = {"mean": patch_BLD.mean(dim=1)}
-        if grid**2 == patch_BLD.shape[1]:
-            made = _pooled(patch_BLD.transpose(1, 2).unflatten(-1, (grid, grid)))
-        return made | ({"cls": found[:, 0]} if self._has_class_token else {})
-
-    def num_prefix_tokens(self, num_tokens: int) -> int:
-        """Tokens before the patches. A model that does not say has one if the others then form a square."""
-        if self._prefix is not None:
-            return self._prefix
-        return int(math.isqrt(num_tokens) ** 2 != num_tokens and math.isqrt(num_tokens - 1) ** 2 == num_tokens - 1)
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        """The default pooling, (B, D)."""
-        return next(iter(self.poolings(x_BCHW).values()))
-
-
-def _pooled(map_BDHW: Tensor) -> dict[str, Tensor]:
-    made = {"mean": map_BDHW.mean(dim=(2, 3))}
-    if min(map_BDHW.shape[2:]) >= 2:
-        made["2x2"] = F.adaptive_avg_pool2d(map_BDHW, 2).flatten(2).transpose(1, 2).flatten(1)
-    return made
-
-
 def library_encoder(
     kind: str, name: str, file: Path | None = None, image_size: int | None = None, device: str | torch.device = "cpu"
-) -> FrozenEncoder:
+) -> Encoder:
     """The encoder of a timm model, or of a torchvision classification model, frozen, in evaluation mode, on ``device``.
 
     Mean, standard deviation and picture size are those of the library's own preprocessing. Without a file the weights are those that
@@ -120,7 +73,7 @@ def encoder_from(
     device: str | torch.device = "cpu",
     rename: Rename | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
-) -> FrozenEncoder:
+) -> Encoder:
     """As ``library_encoder``, from tensors in memory; ``where`` names their file in errors, ``shown`` the encoder in tables.
 
     Args:
@@ -129,10 +82,10 @@ def encoder_from(
     """
     make = {"timm": _timm, "torchvision": _torchvision}[kind]
     pooled, size, mean, std, attends = make(name, image_size, options, lambda m, classifier: _fit(m, tensors, classifier, where, rename))
-    pooled = pooled.eval().requires_grad_(False)
+    pooled.eval()
     try:
         with torch.inference_mode():
-            found = pooled._features(pooled.model, torch.zeros(1, 3, size, size))
+            found = pooled.output(torch.zeros(1, 3, size, size))
     except (RuntimeError, AssertionError, ValueError) as error:
         raise ConfigError(
             f"encoder: {kind}:{name}: image_size={size} ({error}); expected one that it takes. Choose a larger one."
@@ -142,18 +95,8 @@ def encoder_from(
             f"encoder: {kind}:{name} gives no tokens and no map of features; expected an image encoder. Choose another model."
         )
     family: Family = "transformer" if found.ndim == 3 or attends else "convnet"
-    blocks = _blocks(pooled.model) if kind == "timm" else None
-    pooled = pooled.to(device)
-    return FrozenEncoder(
-        name=shown,
-        image_size=size,
-        mean=mean,
-        std=std,
-        poolings=pooled.poolings,
-        family=family,
-        backbone=lambda: copy.deepcopy(pooled).cpu().train().requires_grad_(True),
-        blocks=blocks,
-    )
+    blocks = _blocks(pooled.network) if kind == "timm" else None
+    return frozen(pooled, device, name=shown, image_size=size, mean=mean, std=std, family=family, blocks=blocks)
 
 
 def check_name(kind: str, name: str) -> None:
@@ -168,7 +111,7 @@ def check_name(kind: str, name: str) -> None:
         )
 
 
-_Made = tuple[PooledModel, int, tuple[float, float, float], tuple[float, float, float], bool]
+_Made = tuple[PooledNetwork, int, tuple[float, float, float], tuple[float, float, float], bool]
 _FitWeights = Callable[[nn.Module, str], None]
 
 
@@ -194,7 +137,7 @@ def _timm(name: str, image_size: int | None, options: Mapping[str, Any], fit: _F
         found = model.forward_features(x_BCHW)
         return found.permute(0, 3, 1, 2) if channels_last and found.ndim == 4 else found
 
-    pooled = PooledModel(model, features, prefix=prefix, has_class_token=getattr(model, "cls_token", None) is not None)
+    pooled = PooledNetwork(model, features, prefix=prefix, has_class_token=getattr(model, "cls_token", None) is not None)
     return pooled, size, config["mean"], config["std"], _attends(model)
 
 
@@ -216,7 +159,7 @@ def _torchvision(name: str, image_size: int | None, options: Mapping[str, Any], 
     def features(model: Any, x_BCHW: Tensor) -> Tensor:
         return model(x_BCHW)["features"]
 
-    pooled = PooledModel(extractor, features, prefix=1 if is_vit else 0, has_class_token=is_vit)
+    pooled = PooledNetwork(extractor, features, prefix=1 if is_vit else 0, has_class_token=is_vit)
     return pooled, size if is_vit else image_size or size, tuple(newest.mean), tuple(newest.std), _attends(model)
 
 

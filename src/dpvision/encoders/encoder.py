@@ -1,6 +1,9 @@
-"""What every evaluation sees of an encoder, whoever made it: pictures in, named features out.
+"""The one type of encoder, whoever made it: images in, named features out.
 
-Legend: B pictures, L tokens, D width, C channels, H height, W width.
+    encoder = dpvision.load("runs/demo")
+    feature_BD = encoder(torch.from_numpy(encoder.preprocess(image))[None])
+
+Legend: B images, L tokens, D width, C channels, H height, W width.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,16 +13,18 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from dpvision.config import DataConfig
-from dpvision.data.transform import Preprocess, preprocess
-from dpvision.features import FeatureFunction
+from dpvision.data.transform import Preprocess, preprocess_of
+from dpvision.errors import ConfigError
 from dpvision.runs.lineage import shaped_in_confidence
 
 Family = Literal["transformer", "convnet", "fixed"]
+FeatureFunction = Callable[[Tensor], dict[str, Tensor]]
+"""x_BCHW, normalised -> named features x_BD of the same images: several poolings share one forward pass."""
 
 
 @dataclass(frozen=True)
-class FrozenEncoder:
-    """An encoder as the harness knows it. Made by ``encoders.open.open_encoder`` from a name, a file or a run."""
+class Encoder:
+    """Frozen and in evaluation mode. Made by ``encoders.open.open_encoder`` from a name, a file or a run."""
 
     name: str
     """As tables print it; the same weights have the same name."""
@@ -41,6 +46,9 @@ class FrozenEncoder:
     """"random": an architecture whose weights nobody trained; "none": features without weights."""
     own_sizes: tuple[int, ...] = ()
     """Resolutions that it takes, px, ascending up to ``image_size``: each image is seen at its own. Empty: at ``image_size`` alone."""
+    resize: int | None = None
+    crop: Literal["random", "centre"] = "random"
+    """As in ``DataConfig``: of a run that resized its images, which part of an image it sees (``evaluation_box``)."""
     standard_rows: bool = False
     """Whether its features have a public point taken off and length 1: a head then takes off no other (``centre``), and they are kept as
     float16, which rounds a number by at most one part in 2,048."""
@@ -50,15 +58,31 @@ class FrozenEncoder:
     licence: str | None = None
     """Of published weights, as their library states it; None where nothing is stated, and for runs, whose manifests say."""
 
+    def __call__(self, x_BCHW: Tensor, pooling: str | None = None) -> Tensor:
+        """Features x_BD of normalised images on its device; ``pooling`` None: the default.
+
+        Raises:
+            ConfigError: it has no such pooling.
+        """
+        return self.named(x_BCHW, pooling)[1]
+
+    def named(self, x_BCHW: Tensor, pooling: str | None = None) -> tuple[str, Tensor]:
+        """The name of the pooling and its features; raises as a call."""
+        found = self.poolings(x_BCHW)
+        pooling = next(iter(found)) if pooling is None else pooling
+        if pooling not in found:
+            raise ConfigError(f"encoder: pooling={pooling!r}; expected one of {list(found)} with {self.name}. Correct it, or leave it out.")
+        return pooling, found[pooling]
+
     @property
     def data(self) -> DataConfig:
         """How its images are prepared."""
-        return DataConfig(mean=self.mean, std=self.std, own_sizes=self.own_sizes)
+        return DataConfig(mean=self.mean, std=self.std, own_sizes=self.own_sizes, resize=self.resize, crop=self.crop)
 
     @property
     def preprocess(self) -> Preprocess:
-        """The same as a function of one image."""
-        return preprocess(self.image_size, self.mean, self.std, self.own_sizes)
+        """The same as a function of one PIL image, or uint8 array (H, W, 3): float32 (3, H, W)."""
+        return preprocess_of(self.image_size, self.data)
 
     def tensors(self) -> Iterator[Tensor]:
         """Its weights, on the CPU; none for features without weights. Nothing is copied before the first is asked for."""

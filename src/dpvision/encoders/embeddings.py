@@ -1,0 +1,137 @@
+"""Features of a store, or of files, written to one file for other people's tools.
+
+Legend: N records, B images of a batch, D feature dimensions, K classes, C channels, H height, W width.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.numpy import save
+
+from dpvision.data.decode import BadPicture, decode
+from dpvision.data.sources import open_source
+from dpvision.data.store import Store
+from dpvision.encoders.collect import Progress, collect_features
+from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.open import open_encoder
+from dpvision.errors import ConfigError, DataError
+from dpvision.files import replacing
+from dpvision.runs.folder import require_confidential
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """What ``write_embeddings`` wrote."""
+
+    path: Path
+    num: int
+    width: int
+    visibility: Literal["private", "public"]
+    """Embeddings of private pictures are as private as the pictures, whatever guarantee the encoder has; so are those of public pictures
+    by an encoder that private pictures shaped without a guarantee, and those of a store that was cleared of private twins."""
+    left_out: int
+    """Pictures that could not be decoded."""
+
+
+def write_embeddings(
+    spec: str | Path,
+    source: str | Path,
+    out: str | Path,
+    *,
+    ema: bool = False,
+    pooling: str | None = None,
+    batch_size: int = 256,
+    workers: int = 2,
+    progress: Progress | None = None,
+    release_private_outputs: bool = False,
+) -> Embeddings:
+    """Features of a store, or of anything that ``data import`` takes, in one file.
+
+    The file has ``features`` float32 (N, D). From a store also ``id`` int64 (N,), the records' own ids, and ``label`` int64 (N,), -1 where
+    there is none, or zeros and ones uint8 (N, K) where records may have several (``Store.targets``); from another source the pictures'
+    names: the array ``key`` in .npz, a JSON list under ``key`` in the metadata of .safetensors. A source that is not a store counts as
+    private.
+
+    Args:
+        spec: an encoder, as for ``open_encoder``.
+        pooling: None: the encoder's default.
+        out: ends in .npz or .safetensors; replaced if it exists. Features of private images must lie under a folder called confidential.
+        release_private_outputs: write them anywhere: no guarantee covers what an encoder makes of a private image.
+
+    Raises:
+        ConfigError: another ending, no such encoder or pooling, or a place outside of every folder called confidential.
+        CheckpointError: as in ``open_encoder``. DataError: no image, or the file cannot be written.
+    """
+    out = Path(out)
+    if out.suffix not in (".npz", ".safetensors"):
+        raise ConfigError(f"embed: out={str(out)!r}; expected a name that ends in .npz or .safetensors. Rename it.")
+    encoder = open_encoder(spec, ema=ema)
+    store = Store.open(source) if (Path(source) / "store.json").exists() else None
+    private = store is None or store.results_visibility == "private" or encoder.confidential
+    if private and not release_private_outputs:
+        require_confidential(out, "embed", "features of private images", ", or say --release-private-outputs")
+    if store is not None:
+        functions = {"": lambda x_BCHW: {"": encoder(x_BCHW, pooling)}}
+        found, label_N, row_N = collect_features(
+            functions, store, encoder.data, encoder.image_size, batch_size=batch_size, workers=workers, progress=progress
+        )
+        features, rows, keys, total = found["", ""].numpy(), row_N.numpy(), None, store.num_records
+        label = _zeros_and_ones(store, rows) if store.multi_label else label_N.numpy()
+        arrays = {"features": features, "id": store.index["id"][rows].astype(np.int64), "label": label}
+    else:
+        features, keys, total = _embed_source(encoder, pooling, source, batch_size, workers, progress)
+        arrays = {"features": features}
+    _write_arrays(out, arrays, keys)
+    return Embeddings(out, len(features), features.shape[1], "private" if private else "public", total - len(features))
+
+
+def _zeros_and_ones(store: Store, row_N: np.ndarray) -> np.ndarray:
+    """uint8 (N, K): K are the store's named classes, or those up to the largest number."""
+    classes = store.classes(np.arange(store.num_records))[1]
+    return store.targets(row_N, len(store.label_names) if store.label_names is not None else int(classes.max(initial=-1)) + 1)
+
+
+@torch.inference_mode()
+def _embed_source(
+    encoder: Encoder, pooling: str | None, source: str | Path, batch_size: int, workers: int, progress: Progress | None
+) -> tuple[np.ndarray, list[str], int]:
+    """Features and keys of the readable images of a source, and how many images there were."""
+    keys: list[str] = []
+    parts: list[np.ndarray] = []
+    total = 0
+
+    def readable() -> Iterator[tuple[str, np.ndarray]]:
+        nonlocal total
+        for sample in open_source(source, workers=workers).samples:
+            total += 1
+            if sample.problem is None:
+                with contextlib.suppress(BadPicture):
+                    yield sample.key, encoder.preprocess(decode(sample.image))
+
+    images = readable()
+    while batch := list(islice(images, batch_size)):
+        keys += [key for key, _ in batch]
+        parts.append(encoder(torch.from_numpy(np.stack([x_CHW for _, x_CHW in batch])), pooling).numpy())
+        if progress is not None:
+            progress(len(keys))
+    if not parts:
+        raise DataError(f"embed: {source} has no readable picture; expected one or more. Correct the path.")
+    return np.concatenate(parts), keys, total
+
+
+def _write_arrays(out: Path, arrays: dict[str, Any], keys: list[str] | None) -> None:
+    try:
+        with replacing(out) as partial, open(partial, "wb") as file:
+            if out.suffix == ".npz":
+                np.savez(file, allow_pickle=False, **(arrays if keys is None else arrays | {"key": np.array(keys)}))
+            else:
+                file.write(save(arrays, metadata=None if keys is None else {"key": json.dumps(keys)}))
+    except OSError as error:
+        raise DataError(f"embed: {out} ({error.strerror or error}); expected a writable place with space. Choose another --out.") from None

@@ -1,0 +1,102 @@
+"""Networks as features: what each gives before its own pooling and head, pooled in several ways.
+
+Legend: B images, L tokens, D feature dimensions, C channels, H height, W width, G patches on a side.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpvision.encoders.encoder import Encoder
+from dpvision.models import Model
+from dpvision.models.captioner import Captioner
+from dpvision.models.resnet import ResNet
+from dpvision.models.timm_encoder import TimmEncoder
+from dpvision.models.vit import ViT
+
+
+class PooledNetwork(nn.Module):
+    """A network's output, pooled.
+
+    Tokens (B, L, D) give "mean" of the patch tokens and "2x2", each quadrant's mean, joined row by row (4 D), where the patches form a
+    square. A map (B, D, H, W) gives "mean" and, from 2 x 2 places on, "2x2".
+
+    Args:
+        output: the network and x_BCHW -> tokens or a map.
+        prefix: tokens before the patches. None: one if the others then form a square.
+        has_class_token: whether the first token is offered as "cls".
+        bridge: offers "bridge": the mean of all tokens, the class token among them, after this map to a decoder's width and without
+            positions (what DP-Cap's few-shot probes look at).
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        output: Callable[[Any, Tensor], Tensor],
+        *,
+        prefix: int | None = 0,
+        has_class_token: bool = False,
+        bridge: nn.Linear | None = None,
+    ) -> None:
+        super().__init__()
+        self.network, self.bridge = network, bridge
+        self._output, self._prefix, self._has_class_token = output, prefix, has_class_token
+
+    def output(self, x_BCHW: Tensor) -> Tensor:
+        """Tokens (B, L, D) or a map (B, D, H, W), not pooled."""
+        return self._output(self.network, x_BCHW)
+
+    def poolings(self, x_BCHW: Tensor) -> dict[str, Tensor]:
+        """Features float32 (B, D) or (B, 4 D) by the name of the pooling, from one forward pass; the first is the default."""
+        found = self.output(x_BCHW).float()
+        if found.ndim == 4:
+            return _of_map(found)
+        prefix = self._prefix
+        if prefix is None:
+            prefix = int(not _is_square(found.shape[1]) and _is_square(found.shape[1] - 1))
+        patch_BLD = found[:, prefix:]
+        made = {"mean": patch_BLD.mean(dim=1)}
+        if _is_square(patch_BLD.shape[1]):
+            made = _of_map(patch_BLD.transpose(1, 2).unflatten(-1, (math.isqrt(patch_BLD.shape[1]), -1)))
+        if self._has_class_token:
+            made["cls"] = found[:, 0]
+        if self.bridge is not None:  # a mean of affine images is the affine image of the mean
+            made["bridge"] = self.bridge(found.mean(dim=1)).float()
+        return made
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """The default pooling, (B, D)."""
+        return next(iter(self.poolings(x_BCHW).values()))
+
+
+def pooled_network(network: ViT | ResNet | TimmEncoder, bridge: nn.Linear | None = None) -> PooledNetwork:
+    """An encoder network of ours, or one that we train."""
+    output = TimmEncoder.places if isinstance(network, TimmEncoder) else nn.Module.__call__
+    return PooledNetwork(network, output, prefix=int(isinstance(network, ViT)), bridge=bridge)
+
+
+def pooled_model(model: Model) -> PooledNetwork:
+    """The encoder of a whole model; a captioner's offers "bridge"."""
+    return pooled_network(model.encoder, model.decoder.bridge if isinstance(model, Captioner) else None)
+
+
+def frozen(network: PooledNetwork, device: str | torch.device, **about: Any) -> Encoder:
+    """``network``, frozen and moved to ``device``, as an encoder; ``about`` are the other fields of ``Encoder``."""
+    network = network.eval().requires_grad_(False).to(device)
+    return Encoder(poolings=network.poolings, backbone=lambda: copy.deepcopy(network).cpu().train().requires_grad_(True), **about)
+
+
+def _of_map(map_BDHW: Tensor) -> dict[str, Tensor]:
+    made = {"mean": map_BDHW.mean(dim=(2, 3))}
+    if min(map_BDHW.shape[2:]) >= 2:
+        made["2x2"] = F.adaptive_avg_pool2d(map_BDHW, 2).flatten(2).transpose(1, 2).flatten(1)
+    return made
+
+
+def _is_square(number: int) -> bool:
+    return math.isqrt(number) ** 2 == number
