@@ -1,0 +1,1 @@
+"""What a run is, whatever it trains: folder, ledger, lineage, keys, checkpoints."""

@@ -1,0 +1,57 @@
+"""The epsilon spent so far, for display."""
+
+import math
+
+from dpvision.privacy.composition import Part, parts_of, total_epsilon, unit_epsilon
+from dpvision.privacy.plan import DPPlan
+
+_MILESTONES = 16
+
+
+class EpsilonMeter:
+    """Epsilon spent, for display: computed exactly at sixteen milestones and rounded up to the next one in between.
+
+    Args:
+        behind: the private runs on the same store that the weights come from.
+    """
+
+    def __init__(self, plan: DPPlan, behind: tuple[Part, ...] = ()) -> None:
+        self._plan, self._behind = plan, behind
+        self._known: dict[tuple[bool, int], tuple[float, float | None]] = {}
+
+    def at_most(self, steps: int) -> float | None:
+        """Upper bound on the epsilon of ``steps`` steps and of all runs behind the weights; None for a plan without a guarantee."""
+        return self._bound(steps)[0]
+
+    def this_run_at_most(self, steps: int) -> float | None:
+        """Upper bound on the epsilon of ``steps`` steps alone."""
+        return self._bound(steps, alone=True)[0]
+
+    def unit_at_most(self, steps: int) -> float | None:
+        """As ``at_most``, for a unit (person); None where no units are declared."""
+        return self._bound(steps)[1]
+
+    def entry(self, steps: int) -> dict[str, int | float | None]:
+        """The public line about ``steps`` steps."""
+        line: dict[str, int | float | None] = {"step": steps, "epsilon_at_most": self.at_most(steps)}
+        line |= {"unit_epsilon_at_most": self.unit_at_most(steps)} if self._plan.num_units is not None else {}
+        return line | ({"this_run_at_most": self.this_run_at_most(steps)} if self._behind else {})
+
+    def text(self, steps: int) -> str:
+        """The same in words: the person's first, where people are declared."""
+        if self._plan.guarantee != "dp":
+            return "no guarantee"
+        said = f"epsilon <= {self.at_most(steps):.2f}"
+        if (unit := self.unit_at_most(steps)) is not None:
+            said = f"epsilon <= {unit:.2f} for a person ({self.at_most(steps):.2f} for an image)"
+        return said + (f" with the runs before (this run {self.this_run_at_most(steps):.2f})" if self._behind else "")
+
+    def _bound(self, steps: int, *, alone: bool = False) -> tuple[float | None, float | None]:
+        if self._plan.guarantee != "dp":
+            return None, None
+        total = self._plan.steps
+        milestone = min(total, math.ceil(math.ceil(steps * _MILESTONES / total) * total / _MILESTONES))
+        if (alone, milestone) not in self._known:
+            parts = parts_of([*(() if alone else self._behind), (self._plan, milestone)])
+            self._known[alone, milestone] = total_epsilon(parts)[0], unit_epsilon(parts)
+        return self._known[alone, milestone]

@@ -1,0 +1,218 @@
+"""One start of a run: its folder, its ledger, the lineage of its weights, its keys and its checkpoints, whatever it trains."""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from dpvision.checkpoint import Checkpoint, keep_newest, list_checkpoints, load_checkpoint, save_checkpoint
+from dpvision.config import RunConfig, to_dict
+from dpvision.data.store import Store
+from dpvision.errors import CheckpointError, DataError, DPVisionError, PrivacyError
+from dpvision.files import write_json
+from dpvision.privacy.composition import Part
+from dpvision.privacy.ledger import Ledger
+from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.stream import new_key
+from dpvision.runs.folder import RunFolder, create_run, discard_run, open_run, read_run, require_space
+from dpvision.runs.lineage import own_entry, runs_on
+from dpvision.runs.unprotected import remember_weights
+from dpvision.runs.versions import code_versions
+from dpvision.weights import Lineage
+
+_PLAN = "plan.json"
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """Keys of one start, from the operating system's entropy: never written, logged or restored. Tests inject them."""
+
+    draw: bytes = field(default_factory=new_key, repr=False)
+    noise: bytes = field(default_factory=new_key, repr=False)
+
+
+@dataclass
+class Run:
+    """What one start of a run writes to, held by one process; ``new_run`` and ``resumed_run`` make it."""
+
+    config: RunConfig
+    plan: DPPlan
+    store: Store
+    lineage: Lineage
+    """Of the weights that the run starts from."""
+    folder: RunFolder
+    ledger: Ledger
+
+    @property
+    def behind(self) -> tuple[Part, ...]:
+        """The private runs on this store that the weights come from."""
+        return runs_on(self.lineage, self.store.store_id)
+
+    def save(
+        self,
+        tensors: dict[str, Tensor],
+        *,
+        updates: int,
+        ema: dict[str, Tensor] | None = None,
+        optimizer: dict[str, Tensor] | None = None,
+        start: Iterable[str] = (),
+        config: RunConfig | None = None,
+        files: Mapping[str, bytes] | None = None,
+        **more: Any,
+    ) -> Path:
+        """Write a checkpoint, remember whose weights it holds where there is no guarantee, and copy the ledger beside it.
+
+        Args:
+            tensors: the model's.
+            updates: steps whose update is in them.
+            start: digests (``weights.contents``) of the weights that a run without a guarantee started from.
+            config: instead of the run's own, where a private selection chose one.
+            files: further files of the checkpoint, by name.
+            more: further fields of the manifest.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: it cannot be written; earlier ones are untouched.
+        """
+        steps, run_id = self.ledger.steps, self.folder.run_id
+        manifest = {
+            "run_id": run_id,
+            "ledger_steps": steps,
+            "updates": updates,
+            "config": to_dict(config or self.config),
+            "plan": self.plan.to_dict(),
+            "ledger_digest": self.ledger.digest,
+            "lineage": [*self.lineage, own_entry(self.plan, self.store, run_id, steps, self.lineage)],
+            **more,
+            "versions": code_versions(),
+        }
+        if self.plan.guarantee != "dp":
+            remember_weights(self.store, run_id, [*tensors.values(), *(ema or {}).values()], start)
+        path = self.folder.checkpoints / f"step-{steps:08d}"
+        save_checkpoint(path, manifest, tensors, ema=ema, optimizer=optimizer, files=dict(files or {}))
+        keep_newest(self.folder.base, self.config.hardware.keep_checkpoints)
+        self.folder.copy_ledger(self.ledger.path)
+        return path
+
+
+@contextlib.contextmanager
+def new_run(
+    root: Path,
+    config: RunConfig,
+    plan: DPPlan,
+    store: Store,
+    lineage: Lineage,
+    *,
+    num_bytes: int,
+    secluded: bool,
+    files: Mapping[str, Any] | None = None,
+) -> Iterator[Run]:
+    """A new run in folder ``root``, open as long as the block lasts; one that is refused leaves nothing behind.
+
+    Args:
+        lineage: of the weights that it starts from.
+        num_bytes: free space without which it does not start.
+        secluded: private records shaped those weights without a guarantee: what is made of them is private too.
+        files: objects to write beside the plan, as JSON, by name.
+
+    Raises:
+        CheckpointError: the folder holds a run, or its disk is full. PrivacyError: the ledger refuses the plan.
+    """
+    require_space(root, num_bytes)
+    about = {
+        "store_id": store.store_id, "store_visibility": store.visibility, "results_visibility": store.results_visibility,
+        "guarantee": plan.guarantee,
+    }  # fmt: skip
+    private = store.visibility == "private" or secluded
+    folder = create_run(root, config, about, wholly_confidential=plan.guarantee != "dp" and private)
+    described = {_PLAN: plan.to_dict(), **(files or {})}
+    with contextlib.ExitStack() as stack:
+        stack.callback(folder.close)
+        try:
+            for name, value in described.items():
+                write_json(folder.base / name, value)
+            ledger = stack.enter_context(Ledger.open(store.path, folder.run_id, plan, resume=False, lineage=lineage))
+        except DPVisionError:
+            discard_run(folder, described)  # refused, by the owner's cap say: the name stays free
+            raise
+        yield Run(config, plan, store, lineage, folder, ledger)
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A run as it was left: read without a lock, by every process that is to go on with it."""
+
+    root: Path
+    base: Path
+    config: RunConfig
+    plan: DPPlan
+    store_id: str
+    checkpoint: Checkpoint | None
+    """The newest; None where the run stopped before its first."""
+
+    @classmethod
+    def read(cls, root: Path, hardware: dict[str, Any] | None = None) -> Self:
+        """Read the run in folder ``root``.
+
+        Args:
+            hardware: HardwareConfig fields to change: the only settings that a resumed run may change.
+
+        Raises:
+            CheckpointError: there is no run, its files cannot be read, or its checkpoint is of another run.
+        """
+        base, config, about = read_run(root)
+        config = replace(config, hardware=replace(config.hardware, **(hardware or {})))
+        checkpoint = load_checkpoint(base) if list_checkpoints(base) else None
+        if checkpoint is not None and checkpoint.manifest["run_id"] != about["run_id"]:
+            raise CheckpointError(f"checkpoint: {checkpoint.path} is of another run. Remove it, or correct the folder.")
+        plan = read_object(base / _PLAN)
+        try:
+            return cls(root, base, config, DPPlan.from_dict(plan), about["store_id"], checkpoint)
+        except ValueError as error:
+            raise CheckpointError(f"run: {base / _PLAN} cannot be read ({error}). Restore it as the run wrote it.") from None
+
+    def require_store(self, store: Store) -> None:
+        """Refuse another store than the run's (DataError)."""
+        if store.store_id != self.store_id:
+            raise DataError(f"store: {store.path} is not the store of this run. Put the original back, or start a new run.")
+
+    @contextlib.contextmanager
+    def resumed(self, store: Store, lineage: Lineage, *, num_bytes: int) -> Iterator[Run]:
+        """The run, open again as long as the block lasts, with the ledger's count.
+
+        Args:
+            lineage: of the weights that it started from; the ledger knows it.
+            num_bytes: free space without which it does not start.
+
+        Raises:
+            CheckpointError: the run is in use, or its disk is full. PrivacyError: the ledger is not the run's, or older than its checkpoint.
+        """
+        require_space(self.root, num_bytes)
+        with contextlib.ExitStack() as stack:
+            folder = open_run(self.root)
+            stack.callback(folder.close)
+            ledger = stack.enter_context(Ledger.open(store.path, folder.run_id, self.plan, resume=True, lineage=lineage))
+            saved = 0 if self.checkpoint is None else self.checkpoint.manifest["ledger_steps"]
+            if saved > ledger.steps:
+                raise PrivacyError(
+                    f"ledger: {ledger.steps} steps, yet a checkpoint was written after {saved}; "
+                    "expected the newer ledger. Restore the LEDGERS folder that belongs to this store."
+                )
+            yield Run(self.config, self.plan, store, lineage, folder, ledger)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object that the run wrote (CheckpointError where it cannot be read)."""
+    try:
+        found = json.loads(path.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError("not an object")
+        return found
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"run: {path} cannot be read ({error}). Restore it as the run wrote it.") from None
