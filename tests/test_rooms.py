@@ -88,6 +88,8 @@ SAME_NAME = {
     "plan": {"cli", "privacy"},
     "tokenizer": {"cli", "data"},
     "verify": {"cli", "report"},
+    # a run: its settings, and itself
+    "run": {"config", "runs"},
     # the same part of both tasks, or of both kinds of evaluation
     "command": {"dense/detection", "dense/segmentation"},
     "evaluation": {"dense/detection", "dense/segmentation"},

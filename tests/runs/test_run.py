@@ -69,9 +69,9 @@ def test_what_is_refused_leaves_the_name_free(tmp_path: Path, store: Store, plan
     root = tmp_path / "runs" / "first"
     assert plan.epsilon is not None
     set_cap(store.path, plan.epsilon / 2, plan.delta)
-    with pytest.raises(PrivacyError, match="cap"):
-        with new_run(root, config, plan, store, [], num_bytes=1, secluded=False, files={"more.json": {}}):
-            pass
+    begun = new_run(root, config, plan, store, [], num_bytes=1, secluded=False, files={"more.json": {}})
+    with pytest.raises(PrivacyError, match="cap"), begun:
+        pass
     assert not root.exists()
     with pytest.raises(CheckpointError, match="MB free"), new_run(root, config, plan, store, [], num_bytes=1 << 60, secluded=False):
         pass
@@ -90,16 +90,16 @@ def test_another_store_another_runs_checkpoint_and_an_older_ledger_are_refused(
     with pytest.raises(DataError, match="not the store of this run"):
         Stopped.read(roots[0]).require_store(Store.open(tmp_path / "others"))
     manifest.write_text(manifest.read_text().replace('"ledger_steps": 2', '"ledger_steps": 3'))
-    with pytest.raises(PrivacyError, match="2 steps, yet a checkpoint was written after 3"):
-        with Stopped.read(roots[1]).resumed(store, [], num_bytes=1):
-            pass
+    resumed = Stopped.read(roots[1]).resumed(store, [], num_bytes=1)
+    with pytest.raises(PrivacyError, match="2 steps, yet a checkpoint was written after 3"), resumed:
+        pass
     shutil.rmtree(roots[0] / "checkpoints")
     shutil.copytree(roots[1] / "checkpoints", roots[0] / "checkpoints")
     with pytest.raises(CheckpointError, match="of another run"):
         Stopped.read(roots[0])
 
 
-def test_without_a_guarantee_the_weights_are_remembered_except_those_it_started_from(tmp_path: Path, store: Store, config: RunConfig) -> None:
+def test_without_a_guarantee_new_weights_are_remembered(tmp_path: Path, store: Store, config: RunConfig) -> None:
     start, made = torch.arange(4096.0).view(64, 64), torch.arange(4096.0).view(64, 64).sin()
     free = make_plan(replace(PRIVACY, guarantee="none", noise_multiplier=0.0))
     root = tmp_path / "runs" / "free"

@@ -191,7 +191,8 @@ class Stopped:
             num_bytes: free space without which it does not start.
 
         Raises:
-            CheckpointError: the run is in use, or its disk is full. PrivacyError: the ledger is not the run's, or older than its checkpoint.
+            CheckpointError: the run is in use, or its disk is full. PrivacyError: the ledger is not the run's, or older
+                than its checkpoint.
         """
         require_space(self.root, num_bytes)
         with contextlib.ExitStack() as stack:
