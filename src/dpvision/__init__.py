@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dpvision.adapt.predict import load_classifier as load_classifier
     from dpvision.config import PrivacyConfig as PrivacyConfig
-    from dpvision.data.store import Store as Store
+    from dpvision.data.open import open_store as open_store
     from dpvision.dp.clip import clipped_sum as clipped_sum
     from dpvision.dp.noise import privatize as privatize
     from dpvision.eval.probes.suite import evaluate as evaluate
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 _HOME = {
     "PrivacyConfig": "dpvision.config",
-    "Store": "dpvision.data.store",
     "clipped_sum": "dpvision.dp.clip",
     "evaluate": "dpvision.eval.probes.suite",
     "load": "dpvision.features",
     "load_classifier": "dpvision.adapt.predict",
     "make_plan": "dpvision.privacy.plan",
     "make_statement": "dpvision.report.statement",
+    "open_store": "dpvision.data.open",
     "privatize": "dpvision.dp.noise",
 }
 """Public name -> module that defines it. Imported late, so that ``import dpvision.privacy`` needs no torch."""
 
 __all__ = [
-    "PrivacyConfig", "Store", "clipped_sum", "evaluate", "load", "load_classifier", "make_plan", "make_statement", "privatize",
+    "PrivacyConfig", "clipped_sum", "evaluate", "load", "load_classifier", "make_plan", "make_statement", "open_store", "privatize",
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import DataConfig, ModelConfig, RunConfig, from_dict
 from dpvision.data.decode import BadPicture, decode
 from dpvision.data.loader import pictures
+from dpvision.data.open import is_store, open_store
 from dpvision.data.sources import open_source
 from dpvision.data.store import Store
 from dpvision.data.transform import Preprocess, preprocess_of
@@ -270,7 +271,7 @@ def write_embeddings(
     checkpoint = load_checkpoint(run_or_checkpoint)
     encoder, config = load_encoder(checkpoint, ema=ema, pooling=pooling)
     keys: list[str] | None = None
-    store = Store.open(source) if (Path(source) / "store.json").exists() else None
+    store = open_store(source) if is_store(source) else None
     private = store is None or store.results_visibility == "private" or trained_in_confidence(checkpoint.manifest)
     if private and not release_private_outputs:
         require_confidential(out, "embed", "features of private images", ", or say --release-private-outputs")

@@ -14,6 +14,7 @@ from dpvision.data.declared import count_units, has_units, rounded_up
 from dpvision.data.import_labels import ClassRule, UnknownClasses, read_classes
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.inspect import contact_sheet, inspect_store
+from dpvision.data.open import open_store
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
@@ -177,7 +178,7 @@ def inspect(
         release_private_outputs: Write a sheet of private images anywhere.
         json: Print JSON.
     """
-    opened = Store.open(store)
+    opened = open_store(store)
     result = inspect_store(opened)
     if sheet is None:
         folder = store / "confidential" if opened.results_visibility == "private" else store

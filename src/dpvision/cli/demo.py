@@ -21,6 +21,7 @@ from dpvision.data.declared import rounded_up
 from dpvision.data.decode import decode
 from dpvision.data.import_labels import ClassRule
 from dpvision.data.importer import import_source
+from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import OPERATOR_ONLY, DataError
@@ -143,7 +144,7 @@ def _classifier(config: RunConfig, stores: Path, runs: Path, test: Store, say: C
 
 def _scenes(folder: Path, num: int, first: int, size: int, *, public: bool) -> Store:
     if folder.exists():
-        store = Store.open(folder)
+        store = open_store(folder)
         if store.num_records != num:
             raise DataError(f"demo: {folder} holds {store.num_records} records; expected {num} scenes. Remove it, or use another --stores.")
         return store
@@ -152,7 +153,7 @@ def _scenes(folder: Path, num: int, first: int, size: int, *, public: bool) -> S
 
 def _imported(data: Path, stores: Path) -> Store:
     folder = stores / f"demo-{data.resolve().stem}"
-    return Store.open(folder) if folder.exists() else import_source(data, folder, classes=ClassRule(unknown="unlabelled"))
+    return open_store(folder) if folder.exists() else import_source(data, folder, classes=ClassRule(unknown="unlabelled"))
 
 
 def _fitted(config: RunConfig, store: Store) -> RunConfig:

@@ -11,7 +11,7 @@ from rich.console import Console
 from dpvision.checkpoint import load_checkpoint
 from dpvision.cli.output import parse
 from dpvision.cli.scores import Encoders, check_out, emit_scores, names_of, scores_table
-from dpvision.data.store import Store
+from dpvision.data.open import open_store
 from dpvision.encoders.open import open_encoder, recognised
 from dpvision.errors import ConfigError
 from dpvision.eval.any_of_labels import load_any_of_labels
@@ -122,7 +122,7 @@ def evaluate(
     asked = make_protocols(names_of(protocols), shots=shots, few_shot_probe=few_shot_probe, fine_tune=fine_tune, lars=lars)
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
     measure = checked_metric(metric) if metric is not None else None
-    train_store, test_store = Store.open(train), Store.open(test) if test is not None else None
+    train_store, test_store = open_store(train), open_store(test) if test is not None else None
     if labels is not None and measure not in (None, "accuracy"):
         raise ConfigError(f"evaluate: labels={str(labels)!r} with metric={metric}; expected accuracy, which is by them. Drop --metric.")
     any_of = load_any_of_labels(labels, test_store or train_store) if labels is not None else None
@@ -169,7 +169,7 @@ def _own_heads(
         raise ConfigError(
             f"evaluate: {what}; expected --test STORE for runs of classifiers and heads, --train STORE for all others. Name one."
         )
-    store = Store.open(test)
+    store = open_store(test)
     any_of = load_any_of_labels(labels, store) if labels is not None else None
     if out is not None:
         tainted = any(trained_in_confidence(load_checkpoint(spec).manifest) for spec in specs)

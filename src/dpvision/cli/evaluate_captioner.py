@@ -8,7 +8,7 @@ from rich.console import Console
 
 from dpvision.cli.output import RunPath, table
 from dpvision.cli.scores import check_out, emit_scores, names_of
-from dpvision.data.store import Store
+from dpvision.data.open import open_store
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.any_of_labels import load_any_of_labels
 from dpvision.eval.captions.aro import aro_tests
@@ -102,7 +102,7 @@ def evaluate_captioner(
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
     how_fit = checked_fit(fit)
     ready = open_captioner(run, ema=ema)  # a run that is none is said before anything is read
-    opened = Store.open(store) if store is not None else None
+    opened = open_store(store) if store is not None else None
     for asked_for, flag, what in (
         (order, "--order", "captions"), (captions, "--captions", "captions"), (zero_shot is not None, "--zero-shot", "labels"),
     ):  # fmt: skip

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.cli.output import emit, pairs
+from dpvision.data.open import open_store
 from dpvision.data.overlap import HOWS, RADIUS, check_out, find_matches, signatures, write_pairs, write_without
 from dpvision.data.perceptual import SECOND_RADIUS
 from dpvision.data.store import Store
@@ -64,7 +65,7 @@ def overlap(
         raise ConfigError(f"overlap: threshold={threshold} without an encoder; expected --encoder. Name one, or leave it out.")
     if exact and (encoder is not None or radius != RADIUS):
         raise ConfigError("overlap: --exact with --encoder or --radius, which find what is near; expected one or the other. Drop --exact.")
-    ours, theirs = Store.open(public), Store.open(private)
+    ours, theirs = open_store(public), open_store(private)
     if ours.visibility != "public":
         raise ConfigError(f"overlap: {public} is private; expected the public store first. Swap them, or import it with --public.")
     if out is not None:

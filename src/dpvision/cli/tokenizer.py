@@ -11,7 +11,7 @@ from rich.console import Console
 from dpvision.cli.output import emit, pairs
 from dpvision.data.caption_text import file_captions, scene_captions, store_captions
 from dpvision.data.captions import clean_caption
-from dpvision.data.store import Store
+from dpvision.data.open import open_store
 from dpvision.data.tokenizer import CaptionTokenizer, train_tokenizer
 from dpvision.errors import ConfigError, DataError
 
@@ -57,7 +57,7 @@ def tokenizer(
         raise ConfigError(f"data tokenizer: num_tokens={num_tokens}; expected at least 2, for BOS and EOS. DP-Cap has 40.")
     if out.exists():
         raise DataError(f"data tokenizer: {out} exists; expected a new file: runs may depend on it. Choose another name.")
-    opened = None if store is None else Store.open(store)
+    opened = None if store is None else open_store(store)
 
     def captions() -> Iterator[str]:
         return chain(

@@ -6,7 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from dpvision.data.store import Store
+from dpvision.data.open import open_store
 from dpvision.errors import PrivacyError
 from dpvision.eval.score import is_of_the_run, is_share
 from dpvision.files import write_json
@@ -49,7 +49,7 @@ def make_report(
     statement = statement_of(evidence, tuning)
     pictures = alike = None
     if public_store is not None:
-        store = Store.open(public_store)
+        store = open_store(public_store)
         if store.results_visibility != "public":
             what = (
                 "is private" if store.visibility == "private" else "was cleared of private twins, so that its choice of images is private"
