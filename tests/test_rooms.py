@@ -10,7 +10,7 @@ SRC = Path(__file__).parent.parent / "src" / "dpvision"
 
 # Rooms on one line do not import each other; each may import the lines above it.
 ORDER = [
-    {"errors", "mixing", "precision"},
+    {"errors", "mixing", "openmp", "precision"},
     {"config", "weights", "files"},
     {"privacy", "models", "synthetic", "checkpoint"},
     {"data"},

@@ -9,6 +9,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dpvision.openmp import set_wait_policy
+
 if TYPE_CHECKING:
     from dpvision.adapt.predict import load_classifier as load_classifier
     from dpvision.config import PrivacyConfig as PrivacyConfig
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from dpvision.features import load as load
     from dpvision.privacy.plan import make_plan as make_plan
     from dpvision.report.statement import make_statement as make_statement
+
+set_wait_policy()
 
 _HOME = {
     "PrivacyConfig": "dpvision.config",
