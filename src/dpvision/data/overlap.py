@@ -21,7 +21,7 @@ from dpvision.data.decode import BadPicture, decode
 from dpvision.data.importer import new_store_folder
 from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
-from dpvision.data.perceptual import nearest_within, perceptual_hashes
+from dpvision.data.perceptual import RADIUS, nearest_within, perceptual_hashes
 from dpvision.data.store import Store, write_description
 from dpvision.data.store_key import copy_key
 from dpvision.errors import DataError
@@ -29,7 +29,6 @@ from dpvision.errors import DataError
 How = Literal["bytes", "pixels", "perceptual", "features"]
 HOWS: tuple[How, ...] = get_args(How)
 """Strongest first: of several reasons for a match the first stands."""
-RADIUS = 6
 _CHUNK = 64
 
 

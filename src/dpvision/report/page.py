@@ -16,8 +16,8 @@ from dpvision.report import figures
 from dpvision.report.gallery import Gallery
 from dpvision.report.html import render, setting_rows, write_page
 from dpvision.report.neighbours import neighbours_of_run
-from dpvision.report.phrases import Tuning
 from dpvision.report.reconstructions import reconstruct_some
+from dpvision.report.schema import Tuning
 from dpvision.report.statement import Evidence, read_evidence, statement_of
 from dpvision.train.lineage import runs_on
 

@@ -17,16 +17,14 @@ from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import CheckpointError, ConfigError, DataError
-from dpvision.eval.probes.few_shot_probe import FewShotProbeSettings
-from dpvision.eval.probes.fine_tune import FineTuneSettings
 from dpvision.eval.probes.knn import KNN
-from dpvision.eval.probes.lars_probe import LarsSettings
 from dpvision.eval.probes.linear_probe import Linear
 from dpvision.eval.probes.own_head import OwnHead
 from dpvision.eval.probes.protocol import score_features
 from dpvision.eval.probes.protocols import PROTOCOLS, make_protocols
 from dpvision.eval.probes.records import LabelledFeatures, check_labels, evaluation_rows, units
 from dpvision.eval.probes.ridge import Ridge
+from dpvision.eval.probes.settings import FewShotProbeSettings, FineTuneSettings, LarsSettings
 from dpvision.eval.probes.suite import evaluate
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import read_scores, write_scores

@@ -23,8 +23,8 @@ from dpvision.data.sources import file_sample, open_source
 from dpvision.data.store import Store
 from dpvision.data.transform import centre_box, cut, normalise
 from dpvision.errors import DataError
-from dpvision.eval.captions.image_source import Fit
 from dpvision.eval.captions.open_captioner import OpenCaptioner
+from dpvision.eval.captions.settings import Fit
 from dpvision.eval.score import Visibility
 from dpvision.models.generate import GenerateSettings, generate
 
