@@ -17,7 +17,7 @@ from pathlib import Path
 
 from common import row, write_result
 
-from dpvision.data.store import Store
+from dpvision.data.open import open_store
 from dpvision.data.tokenizer import CaptionTokenizer
 
 _SMALL = [
@@ -31,7 +31,7 @@ def one_step(batch: int, args: argparse.Namespace) -> tuple[float, float, int]:
     """Peak resident memory in MB, seconds, and sample-gradients of one private step."""
     root = args.work / f"memory-{batch}"
     shutil.rmtree(root, ignore_errors=True)
-    records = Store.open(args.scenes).num_records
+    records = open_store(args.scenes).num_records
     line = ["dpcap.micro", "--data", str(args.scenes), "--init-from", "None", "--data.tokenizer", str(args.tokenizer), *_SMALL]
     line += ["--model.vocab-size", str(CaptionTokenizer.load(args.tokenizer).vocab_size), "--privacy.dataset-size", str(records)]
     line += ["--privacy.expected-batch-size", str(batch), "--privacy.steps", "1", "--privacy.target-epsilon", "None"]

@@ -16,14 +16,14 @@ import numpy as np
 from common import row, write_result
 from runs import trained
 
-from dpvision.data.store import Store
+from dpvision.data.open import open_store
 from dpvision.runs.folder import run_base
 
 
 def losses(batch: int, args: argparse.Namespace) -> np.ndarray:
     """Smoothed loss of every step."""
     line = ["dpcap.micro", "--data", str(args.scenes), "--init-from", str(args.warm)]
-    line += ["--data.tokenizer", str(args.tokenizer), "--privacy.dataset-size", str(Store.open(args.scenes).num_records)]
+    line += ["--data.tokenizer", str(args.tokenizer), "--privacy.dataset-size", str(open_store(args.scenes).num_records)]
     line += ["--privacy.guarantee", "simulated", "--privacy.target-epsilon", "None"]
     line += ["--privacy.expected-batch-size", str(batch), "--privacy.noise-multiplier", str(args.ratio * batch)]
     line += ["--privacy.steps", str(args.steps), "--optim.warmup-steps", str(max(1, args.steps // 10)), *args.set]

@@ -34,6 +34,7 @@ from scene_probes import FIRST_FIT, FIRST_TEST, attribute_probes, pixels, scenes
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.data.importer import import_samples
+from dpvision.data.open import open_store
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.encoders.pooled import pooled_network
@@ -59,7 +60,7 @@ def command(arm: str, args: argparse.Namespace) -> list[str]:
     common = ["--hardware.workers", "1", *args.set]
     if arm == "warm":
         return ["synthetic.dpcap_micro", *common]
-    store = ["--data", str(args.scenes), "--privacy.dataset-size", str(Store.open(args.scenes).num_records)]
+    store = ["--data", str(args.scenes), "--privacy.dataset-size", str(open_store(args.scenes).num_records)]
     store += ["--init-from", str(train("warm", args))]
     words = ["--data.tokenizer", str(args.tokenizer)]
     size = [] if args.batch is None else ["--privacy.expected-batch-size", str(args.batch)]
@@ -88,7 +89,7 @@ def single_objects(args: argparse.Namespace) -> Store:
     """Public store of scenes of one object, labelled with colour and shape."""
     folder = args.work / f"single-{args.num_test}"
     if folder.exists():
-        return Store.open(folder)
+        return open_store(folder)
     pairs = [(colour, shape) for colour in COLOURS for shape in SHAPES]
 
     def samples() -> list[Sample]:

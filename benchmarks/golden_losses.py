@@ -22,7 +22,6 @@ from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from dpvision.runs.run import Secrets
 from safetensors.torch import save as tensor_bytes
 
 from dpvision.adapt.session import adapt, new_head_session
@@ -42,6 +41,7 @@ from dpvision.config import (
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.data.tokenizer import train_tokenizer
 from dpvision.recipes import RECIPES
+from dpvision.runs.run import Secrets
 from dpvision.synthetic.scenes import make_scene
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session

@@ -21,13 +21,12 @@ from pathlib import Path
 
 import torch
 from common import row, write_result
+from dpvision.features import load_model
 from runs import trained
 from scene_probes import FIRST_FIT, FIRST_TEST, attribute_probes, pixels, scenes
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.data.store import Store
-from dpvision.encoders.pooled import pooled_network
-from dpvision.encoders.trained import load_model
+from dpvision.data.open import open_store
 from dpvision.models import make_model
 from dpvision.models.mae import MAE, losses
 from dpvision.synthetic.scenes import Scene
@@ -57,7 +56,7 @@ def warm_start(size: str, seed: int, args: argparse.Namespace) -> Path:
 
 def private(start: str, size: str, seed: int, args: argparse.Namespace) -> Path:
     recipe = "vip.micro" if start == "warm" else "vip.micro_random_start"
-    store = ["--data", str(args.scenes), "--privacy.dataset-size", str(Store.open(args.scenes).num_records)]
+    store = ["--data", str(args.scenes), "--privacy.dataset-size", str(open_store(args.scenes).num_records)]
     parent = ["--init-from", str(warm_start(size, seed, args)) if start == "warm" else "None"]
     line = [recipe, *store, *parent, *network(size), *steps(args.gradients, args.steps), "--seed", str(seed), *args.set]
     return trained(args.work / f"{start}-{size}-{seed}", line)

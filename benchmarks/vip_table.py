@@ -26,7 +26,7 @@ from pathlib import Path
 from common import row, write_result
 from runs import trained
 
-from dpvision.data.store import Store
+from dpvision.data.open import open_store
 from dpvision.eval.probes.few_shot_probe import FewShotProbe
 from dpvision.eval.probes.ridge import Ridge
 from dpvision.eval.probes.suite import evaluate
@@ -51,9 +51,9 @@ def command(arm: str, seed: int, args: argparse.Namespace) -> list[str]:
         count = args.warm if arm == "warm" else args.gradients
         start = [] if arm == "warm" else ["--init-from", warm]
         if args.textures is not None:
-            start += ["--data", str(args.textures), "--privacy.dataset-size", str(Store.open(args.textures).num_records)]
+            start += ["--data", str(args.textures), "--privacy.dataset-size", str(open_store(args.textures).num_records)]
         return ["synthetic.vip_micro", *start, *steps(count, WARM_BATCH), *warmup(count, WARM_BATCH), *common]
-    data = ["--data", str(args.train), "--privacy.dataset-size", str(Store.open(args.train).num_records)]
+    data = ["--data", str(args.train), "--privacy.dataset-size", str(open_store(args.train).num_records)]
     start = ["--init-from", "None" if arm.startswith("random_eps") else warm]
     private = "vip.micro_random_start" if arm.startswith("random_eps") else "vip.micro"
     if arm == "pictures":
@@ -87,8 +87,8 @@ def scores(arm: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
         spec = f"random:{train('warm', seed, args)}" if arm == "random" else str(train(arm, seed, args))
         found = evaluate(
             spec,
-            Store.open(args.probe),
-            Store.open(args.test),
+            open_store(args.probe),
+            open_store(args.test),
             protocols=(Ridge(), FewShotProbe(SHOTS)),
             against=(),
             workers=1,

@@ -1,7 +1,10 @@
 """What ``import dpvision`` offers, and that it stays cheap."""
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 import dpvision
 
@@ -14,6 +17,27 @@ def test_every_public_name_is_listed_and_can_be_imported() -> None:
 def test_import_and_plan_need_no_torch() -> None:
     code = "import sys, dpvision; dir(dpvision); dpvision.make_plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "policy"),
+    [
+        ({}, "", "PASSIVE"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "", "ACTIVE"),
+        ({"GOMP_SPINCOUNT": "500"}, "", None),
+        ({"KMP_BLOCKTIME": "10"}, "", None),
+        ({}, "sys.modules['torch'] = None", None),
+    ],
+    ids=["unset", "policy", "spin count", "block time", "torch is imported"],
+)
+def test_threads_wait_without_work_unless_the_user_chose(given: dict[str, str], first: str, policy: str | None) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in WAITING} | given
+    code = f"import os, sys; {first or 'pass'}; import dpvision; print({{name: os.environ.get(name) for name in {WAITING}}})"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(dict.fromkeys(WAITING) | given | {"OMP_WAIT_POLICY": policy})
 
 
 def test_the_version_is_that_of_the_distribution() -> None:

@@ -1,6 +1,7 @@
 """Imports go one way only (docs/tour.md); this walks the syntax trees and holds it."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ SRC = Path(__file__).parent.parent / "src" / "dpvision"
 
 # Rooms on one line do not import each other; each may import the lines above it.
 ORDER = [
-    {"errors", "mixing", "precision"},
+    {"errors", "mixing", "openmp", "precision"},
     {"config", "weights", "files"},
     {"privacy", "models", "synthetic", "checkpoint"},
     {"data"},
@@ -30,8 +31,8 @@ def _room(path: Path) -> str:
     return path.relative_to(SRC).parts[0].removesuffix(".py")
 
 
-def _imports(path: Path) -> set[str]:
-    """Rooms of dpvision that a file imports at run time (imports for type checking only do not count)."""
+def _import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Import statements that run, those inside functions included; imports for type checking only do not count."""
     tree = ast.parse(path.read_text())
     skipped = {
         id(inner)
@@ -39,16 +40,39 @@ def _imports(path: Path) -> set[str]:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in skipped]
+
+
+def _imports(path: Path) -> set[str]:
+    """Rooms of dpvision that a file imports at run time."""
     rooms = set()
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "dpvision":
+    for node in _import_statements(path):
+        if isinstance(node, ast.Import):
+            rooms |= {a.name.split(".")[1] for a in node.names if a.name.startswith("dpvision.")}
+        elif node.module and node.module.split(".")[0] == "dpvision":
             parts = node.module.split(".")
             rooms |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            rooms |= {a.name.split(".")[1] for a in node.names if a.name.startswith("dpvision.")}
     return rooms
+
+
+def _module(path: Path) -> str:
+    return ".".join(("dpvision", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {_module(path): path for path in SRC.rglob("*.py")}
+
+
+def _imported_modules(path: Path) -> set[str]:
+    """Modules of dpvision that a file imports at run time; of ``from package import name`` the module of that name, if there is one."""
+    names = set()
+    for node in _import_statements(path):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        else:
+            assert node.module and not node.level, f"{path}: relative import"
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in MODULES else node.module for name in full}
+    return names & set(MODULES)
 
 
 FILES = sorted(p for p in SRC.rglob("*.py") if p.parent != SRC or _room(p) not in ("__init__", "__main__"))
@@ -64,6 +88,13 @@ def test_a_file_imports_only_rooms_above_its_own(path: Path) -> None:
             assert room == "cli", "recipes are imported by cli only"
         else:
             assert RANK[other] < RANK[room] or (room, other) in ALLOWED, f"{room} imports {other}"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Imports inside functions count, too: a late import may spare start-up time, but not hide a cycle."""
+    graph = {name: _imported_modules(path) for name, path in MODULES.items()}
+    assert sum(map(len, graph.values())) > len(graph), "the walk finds no imports"
+    TopologicalSorter(graph).prepare()  # raises CycleError, which lists the cycle
 
 
 def test_nothing_imports_the_optional_package_dense() -> None:

@@ -9,9 +9,11 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dpvision.openmp import set_wait_policy
+
 if TYPE_CHECKING:
     from dpvision.config import PrivacyConfig as PrivacyConfig
-    from dpvision.data.store import Store as Store
+    from dpvision.data.open import open_store as open_store
     from dpvision.dp.clip import clipped_sum as clipped_sum
     from dpvision.dp.noise import privatize as privatize
     from dpvision.encoders.headed import load_classifier as load_classifier
@@ -20,22 +22,24 @@ if TYPE_CHECKING:
     from dpvision.privacy.plan import make_plan as make_plan
     from dpvision.report.statement import make_statement as make_statement
 
+set_wait_policy()
+
 _HOME = {
     "PrivacyConfig": "dpvision.config",
-    "Store": "dpvision.data.store",
     "clipped_sum": "dpvision.dp.clip",
     "evaluate": "dpvision.eval.probes.suite",
     "load": "dpvision.encoders.open:open_encoder",
     "load_classifier": "dpvision.encoders.headed",
     "make_plan": "dpvision.privacy.plan",
     "make_statement": "dpvision.report.statement",
+    "open_store": "dpvision.data.open",
     "privatize": "dpvision.dp.noise",
 }
 """Public name -> module that defines it, with its name there after a colon where that differs. Imported late, so that
 ``import dpvision.privacy`` needs no torch."""
 
 __all__ = [
-    "PrivacyConfig", "Store", "clipped_sum", "evaluate", "load", "load_classifier", "make_plan", "make_statement", "privatize",
+    "PrivacyConfig", "clipped_sum", "evaluate", "load", "load_classifier", "make_plan", "make_statement", "open_store", "privatize",
 ]  # fmt: skip
 
 

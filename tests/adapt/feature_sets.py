@@ -26,14 +26,14 @@ def clusters(count: int, width: int = 12, num_classes: int = 4, *, seed: int = 0
     return (centres[label] + spread * rng.normal(size=(count, width))).astype(np.float32), label
 
 
-def several_labels(count: int, num_classes: int = 4, seed: int = 1) -> np.ndarray:
+def multi_label(count: int, num_classes: int = 4, seed: int = 1) -> np.ndarray:
     """Zeros and ones (N, K), some rows without any one."""
     return (np.random.default_rng(seed).random((count, num_classes)) < 0.4).astype(np.uint8)
 
 
 def stream_of(count: int = 60, *, multi: bool = False, seed: int = 0, num_classes: int = 4, **settings: object) -> FeatureStream:
     x, label = clusters(count, num_classes=num_classes, seed=seed)
-    return FeatureStream(x, several_labels(count, num_classes) if multi else label, num_classes, **settings)  # type: ignore[arg-type]
+    return FeatureStream(x, multi_label(count, num_classes) if multi else label, num_classes, **settings)  # type: ignore[arg-type]
 
 
 def joined(stream: FeatureStream, x_D: np.ndarray, label: object) -> FeatureStream:

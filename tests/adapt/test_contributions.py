@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from feature_sets import flat, gradient_of, integer_rows, joined, no_noise, several_labels, stream_of
+from feature_sets import flat, gradient_of, integer_rows, joined, multi_label, no_noise, stream_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -103,7 +103,7 @@ def test_one_record_moves_the_sum_by_at_most_c(name: str, stream_kind: str) -> N
     stream = stream_of(multi=multi, unit=stream_kind == "unit", constant=1.0)
     before, largest = total_of(stream, name), 0.0
     for make in ADVERSARIES:
-        for label in several_labels(4) | np.eye(4, dtype=np.uint8) if multi else range(4):
+        for label in multi_label(4) | np.eye(4, dtype=np.uint8) if multi else range(4):
             moved = float(np.linalg.norm(total_of(joined(stream, make(rng), label), name) - before))
             # The sum itself is rounded: its in-block products are float32.
             assert moved <= C + 3e-5

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from feature_sets import flat, gradient_of, integer_rows, joined, releases_of, several_labels, stream_of
+from feature_sets import flat, gradient_of, integer_rows, joined, multi_label, releases_of, stream_of
 from torch.nn import functional as F
 
 from dpvision.adapt import integer_rows as module
@@ -31,7 +31,7 @@ def weight_of(scale: float = 1.0, width: int = WIDTH) -> torch.Tensor:
 def wide(count: int, *, multi: bool = False, constant: float = 0.1, seed: int = 0) -> FeatureStream:
     rng = np.random.default_rng(seed)
     x_ND = rng.standard_t(3, size=(count, WIDTH)).astype(np.float32)
-    label = several_labels(count, CLASSES) if multi else rng.integers(0, CLASSES, count)
+    label = multi_label(count, CLASSES) if multi else rng.integers(0, CLASSES, count)
     return FeatureStream(x_ND, label, CLASSES, unit=True, constant=constant)
 
 

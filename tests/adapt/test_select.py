@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from feature_sets import joined, several_labels, stream_of
+from feature_sets import joined, multi_label, stream_of
 
 from dpvision.adapt import select as select_module
 from dpvision.adapt.descent import many_steps, one_step
@@ -108,7 +108,7 @@ def test_a_record_of_several_classes_is_right_with_any_of_them() -> None:
     stream = stream_of(50, multi=True)
     head = Head(torch.zeros(4, 12), torch.tensor([0.0, 0.0, 1.0, 0.0]))
     counted = float(hits(stream.blocks(), head, plan_of(50).run_plans()[1]).grads["hits"])
-    assert counted == pytest.approx(several_labels(50)[:, 2].sum(), rel=1e-4)
+    assert counted == pytest.approx(multi_label(50)[:, 2].sum(), rel=1e-4)
 
 
 def test_it_is_charged_once_before_a_record_is_read() -> None:

@@ -24,6 +24,7 @@ from dpvision.checkpoint import load_checkpoint
 from dpvision.config import DataConfig, HeadConfig, OptimConfig, RunConfig
 from dpvision.config.head_presets import PRESETS, HeadName
 from dpvision.data.loader import pictures
+from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient
@@ -174,7 +175,7 @@ def test_a_record_that_does_not_decode_stays_and_contributes_nothing(tmp_path: P
     with open(store.shard_paths[0], "r+b") as shard:
         shard.seek(int(store.index["offset"][7]))
         shard.write(b"\0" * int(store.index["size"][7]))
-    config = head_config(Store.open(store.path), "prototypes")
+    config = head_config(open_store(store.path), "prototypes")
     root = _run(config, tmp_path / "run")
     assert json.loads((root / "confidential" / "head.json").read_text())["without_features"] == 1
     outside = [f for f in root.rglob("*") if f.is_file() and "confidential" not in f.relative_to(root).parts]

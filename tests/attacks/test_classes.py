@@ -8,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from dpvision.runs.store_checks import check_labels
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
@@ -20,11 +19,13 @@ from dpvision.data.import_labels import ClassRule, read_classes
 from dpvision.data.importer import import_source
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches, pictures
+from dpvision.data.open import open_store
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.dp.clip import clipped_sum
 from dpvision.errors import DataError
 from dpvision.models import make_model
+from dpvision.runs.store_checks import check_labels
 from dpvision.train.objectives import classification_losses
 
 C, NUM, CLASSES = 0.1, 105, ("beech", "birch", "oak")
@@ -159,7 +160,7 @@ def test_the_list_is_a_file_on_the_command_line(tmp_path: Path, capsys: pytest.C
     assert "--classes FILE" in capsys.readouterr().err
     names.write_text("\n".join(CLASSES) + "\n\n")
     assert main(["data", "import", str(folder), str(tmp_path / "s"), "--classes", str(names)]) == 0
-    assert Store.open(tmp_path / "s").label_names == list(CLASSES)
+    assert open_store(tmp_path / "s").label_names == list(CLASSES)
     (tmp_path / "classes.json").write_text(json.dumps(CLASSES))
     assert read_classes(tmp_path / "classes.json") == CLASSES
     for bad in ("", "[1, 2]", "oak\noak", "[\n"):

@@ -14,7 +14,6 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting import dp_event, pld, rdp
-from dpvision.runs.epsilon_meter import EpsilonMeter
 
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli.ledger import _text, _with_runs_before
@@ -26,6 +25,7 @@ from dpvision.privacy.composition import check_total, curve, parts_of, total, to
 from dpvision.privacy.plan import MAX_EPSILON, DPPlan, ask_selection, make_plan
 from dpvision.report.compared_run import read_compared
 from dpvision.report.statement import make_statement
+from dpvision.runs.epsilon_meter import EpsilonMeter
 from dpvision.runs.lineage import own_entry, runs_on
 
 from ..report.runs import make_run, make_store

@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dpvision.runs.store_checks import check_store
 
 from dpvision.cli import main
 from dpvision.cli.data import _suggested
 from dpvision.config import PrivacyConfig
 from dpvision.data.declared import TOLERANCE, fits, rounded_up
-from dpvision.data.store import Store
+from dpvision.data.open import open_store
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, PrivacyError
 from dpvision.privacy import plan as plans
 from dpvision.privacy.plan import DPPlan, draft_plan, make_plan, refusal
 from dpvision.privacy.planner import what_if
 from dpvision.report.lineage_phrases import PROCEDURAL, entry_text
+from dpvision.runs.store_checks import check_store
 
 from ..data.pictures import png
 
@@ -136,7 +136,7 @@ def test_import_prints_a_command_that_works_and_the_guarantee_is_a_persons(
     assert main(shlex.split(command)) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("Private: epsilon 8 for a person (one image of each) at delta 0.001") or "for a person" in printed
-    store = Store.open("mine")
+    store = open_store("mine")
     for declared in _suggested(store):
         # Any of the numbers that import and inspect show fit, and the person's epsilon is what --epsilon asks for.
         options = [f"--privacy.{name.replace('_', '-')}={value}" for name, value in declared.items() if name != "dataset_size"]
@@ -150,7 +150,7 @@ def test_import_prints_a_command_that_works_and_the_guarantee_is_a_persons(
 
 def test_a_store_that_knows_people_is_not_trained_on_without_declaring_them(patients: Path, tmp_path: Path) -> None:
     assert main(["data", "import", str(patients / "images"), str(tmp_path / "mine"), "--unit-from", "parent"]) == 0
-    store = Store.open(tmp_path / "mine")
+    store = open_store(tmp_path / "mine")
     rows = store.eligible_rows(1, 0)
     record = PrivacyConfig(dataset_size=303, expected_batch_size=30, steps=2, noise_multiplier=5.0)
     with pytest.raises(DataError, match=r"knows the unit \(parent\) of each record.*--privacy.num-units M"):

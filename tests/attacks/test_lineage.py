@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from dpvision.runs.run import Secrets
 from safetensors.torch import load_file, save_file
 
 from dpvision.adapt.prepare import prepare
@@ -32,7 +31,7 @@ from dpvision.config import (
     TimmConfig,
 )
 from dpvision.config.head_presets import with_head
-from dpvision.data.store import Store
+from dpvision.data.open import open_store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dense.training_state import FILE, open_checkpoint
 from dpvision.encoders.open import open_encoder, recognised
@@ -43,6 +42,7 @@ from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.recipes import transfer_heads
 from dpvision.report.statement import make_statement
 from dpvision.runs.lineage import own_entry, runs_on
+from dpvision.runs.run import Secrets
 from dpvision.train.loop import fit
 from dpvision.train.start import check_run, new_session, resumed_session
 from dpvision.weights import contents
@@ -172,9 +172,9 @@ def test_evaluate_writes_no_score_of_such_weights_outside_confidential(root: Pat
 def test_an_encoder_saved_again_is_marked_by_the_store_it_was_trained_on(root: Path, tmp_path: Path) -> None:
     opened = open_encoder(f"timm:{NAME}@{saved_again(weights_of(root / 'nonprivate'), tmp_path)}")
     assert not opened.confidential
-    assert recognised(opened, Store.open(root / "public")).confidential, "its folder is the private store's"
+    assert recognised(opened, open_store(root / "public")).confidential, "its folder is the private store's"
     write_scenes(tmp_path / "elsewhere", 2, 16, first=2000)
-    assert not recognised(opened, Store.open(tmp_path / "elsewhere")).confidential
+    assert not recognised(opened, open_store(tmp_path / "elsewhere")).confidential
 
 
 def test_a_run_on_public_images_from_such_weights_lies_under_confidential(root: Path, tmp_path: Path) -> None:

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dpvision.runs.store_checks import check_store
 
 from dpvision.cli import main
 from dpvision.config import PrivacyConfig, to_dict
+from dpvision.data.open import open_store
 from dpvision.data.overlap import write_without
 from dpvision.data.split import split_store
-from dpvision.data.store import Store
 from dpvision.data.store_key import KEY_FILE, keyed_hash, read_key
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.files import write_json
 from dpvision.privacy.plan import make_plan
 from dpvision.recipes import RECIPES
 from dpvision.report.compared_run import made_of_public_pictures
+from dpvision.runs.store_checks import check_store
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session
 
@@ -61,7 +61,7 @@ def test_scores_on_a_cleared_store_which_show_its_size_stay_confidential(
 
 def test_the_number_that_a_run_on_a_cleared_store_declares_is_the_public_one(stores: Path) -> None:
     """Within 1% of what is left it was a coarse count of the twins: 7 of 40 are 17%."""
-    clean = Store.open(stores / "clean")
+    clean = open_store(stores / "clean")
     plan = make_plan(PrivacyConfig(40, 8, 2, max_grad_norm=None, guarantee="none"))
     check_store(plan, clean, np.arange(clean.num_records))
     said = {name: value for name, value in clean.meta["deduplicated"].items() if name != "against"}  # random ids of stores
@@ -70,7 +70,7 @@ def test_the_number_that_a_run_on_a_cleared_store_declares_is_the_public_one(sto
 
 def test_halves_of_a_cleared_store_and_a_store_cleared_twice_are_cleared_stores(stores: Path) -> None:
     """A half forgot it: its scores were public again, and so was the store in the lineage."""
-    clean, private = Store.open(stores / "clean"), Store.open(stores / "mine")
+    clean, private = open_store(stores / "clean"), open_store(stores / "mine")
     for half in split_store(clean.path, stores / "clean-a", stores / "clean-b", 0.5):
         assert half.results_visibility == "private" and half.meta["deduplicated"] == clean.meta["deduplicated"]
     twice = write_without(clean, stores / "twice", np.arange(3), private, ["identical pixels"])
@@ -112,10 +112,10 @@ def test_no_record_id_is_in_what_leaves_a_run(stores: Path, tmp_path: Path) -> N
 
 def test_the_published_id_of_a_store_is_no_key_of_its_hashes(stores: Path, tmp_path: Path) -> None:
     """With the id from a statement and a leaked list of record ids, membership was decided for 40 of 40 images without a mistake."""
-    store = Store.open(stores / "mine")
+    store = open_store(stores / "mine")
     ids = set(store.index["id"].tolist())
     inside = [store.read(row) for row in range(40)]
-    outside = [Store.open(stores / "train").read(row) for row in range(40)]
+    outside = [open_store(stores / "train").read(row) for row in range(40)]
 
     def guess(image: bytes) -> bool:
         hashed = blake2b(image, key=bytes.fromhex(store.store_id), digest_size=8).digest()

@@ -22,7 +22,7 @@ from zoo import KEY, GradientIsPicture, TokenSums, make_batch, picture_losses, t
 from dpvision.config import HardwareConfig, MAEConfig, PrivacyConfig, RunConfig, ViTConfig
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
-from dpvision.data.store import Store
+from dpvision.data.open import open_store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp.buckets import blocks, num_buckets, passes
 from dpvision.dp.clip import ClippedSum, clipped_sum
@@ -103,7 +103,7 @@ def bucket_sums(config: RunConfig, rows: np.ndarray, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(step_module, "clipped_sum", noted)
     monkeypatch.setattr(DPPlan, "draw", lambda self, step, num_records, rng: np.arange(num_records))
-    plan, store = make_plan(config.privacy), Store.open(config.data.store or "")
+    plan, store = make_plan(config.privacy), open_store(config.data.store or "")
     step_sum(0, Training(config, plan, store, rows, None, make_model(config.model, 0), loss_function(config), ALONE), b"d" * 32)
     return found
 

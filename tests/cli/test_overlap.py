@@ -7,7 +7,7 @@ import pytest
 
 from dpvision.cli import main
 from dpvision.config import PrivacyConfig
-from dpvision.data.store import Store
+from dpvision.data.open import open_store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.privacy.plan import make_plan
 from dpvision.runs.lineage import own_entry
@@ -37,7 +37,7 @@ def test_it_says_what_matches_and_keeps_it_where_it_must_stay(root: Path, capsys
     assert folder.stat().st_mode & 0o077 == 0
     page = (folder / "overlap.html").read_text()
     assert "Confidential" in page and page.count("<figure>") == found["public_pictures_with_a_match"]
-    clean = Store.open(root / "clean")
+    clean = open_store(root / "clean")
     assert clean.num_records == 30 - found["public_pictures_with_a_match"] <= 25
     assert str(root) not in json.dumps(clean.meta["deduplicated"]) and "hog" in clean.meta["deduplicated"]["methods"][-1].lower()
     assert all(path.stat().st_mtime_ns == time for path, time in before.items()), "the private store is never changed"
@@ -49,9 +49,9 @@ def test_it_says_what_matches_and_keeps_it_where_it_must_stay(root: Path, capsys
 def test_what_is_trained_on_a_cleared_store_names_it_in_its_lineage(root: Path) -> None:
     assert main(["data", "overlap", str(root / "public"), str(root / "mine"), "--exact", "--out", str(root / "exact")]) == 0
     plan = make_plan(PrivacyConfig(30, 10, 2, max_grad_norm=None, guarantee="none"))
-    entry = own_entry(plan, Store.open(root / "exact"), "r", 2)
-    assert entry["deduplicated"]["against"] == [Store.open(root / "mine").store_id]
-    assert "deduplicated" not in own_entry(plan, Store.open(root / "public"), "r", 2)
+    entry = own_entry(plan, open_store(root / "exact"), "r", 2)
+    assert entry["deduplicated"]["against"] == [open_store(root / "mine").store_id]
+    assert "deduplicated" not in own_entry(plan, open_store(root / "public"), "r", 2)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-SLOW = ("torch", "timm", "scipy", "dp_accounting", "matplotlib")
+from dpvision.cli import COMMANDS
+
+SLOW = ("torch", "torchvision", "timm", "scipy", "sklearn", "dp_accounting", "matplotlib", "pyarrow")
 RUN = f"""
 import json, sys
 from dpvision.cli import main
@@ -27,7 +29,15 @@ def _started(argv: list[str], folder: Path) -> tuple[int, list[str], str]:
     return code, slow, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("argv", [["plan"], ["train", "vip.micro"], ["adapt"]], ids=" ".join)
+WITHIN = {
+    "data": ["import", "inspect", "split", "scenes", "tokenizer", "overlap"],
+    "evaluate": ["captioner", "detection", "segmentation"],
+    "train": ["vip.micro"],
+}
+"""Commands with help of their own below others."""
+
+
+@pytest.mark.parametrize("argv", [[name] for name in COMMANDS] + [[name, word] for name in WITHIN for word in WITHIN[name]], ids=" ".join)
 def test_help_imports_nothing_slow(argv: list[str], tmp_path: Path) -> None:
     code, slow, said = _started([*argv, "--help"], tmp_path)
     assert code == 0 and not slow and "--help" in said, said
@@ -44,6 +54,32 @@ def test_help_imports_nothing_slow(argv: list[str], tmp_path: Path) -> None:
         (["adapt", "--data", "none", "--num-classes", "3", "--dataset-size", "100"], "dpvision data import SOURCE STORE"),
         (["adapt", "--data", "none", "--num-classes", "3", "--dataset-size", "100", "--name", "taken"], "holds a run already"),
         (["adapt", "--head", "two_steps"], "two_steps"),
+        (["data", "inspect", "none"], "dpvision data import SOURCE STORE"),
+        (["data", "split", "none", "a", "b"], "dpvision data import SOURCE STORE"),
+        (["data", "tokenizer", "new.json"], "expected --text, --store or --scenes"),
+        (["data", "overlap", "none", "none", "--threshold", "3", "--encoder", "hog"], "expected a cosine from -1 to 1"),
+        (["data", "overlap", "none", "none"], "dpvision data import SOURCE STORE"),
+        (["synth"], "nothing to make"),
+        (["evaluate"], "no encoder"),
+        (["evaluate", "hog", "--train", "none"], "dpvision data import SOURCE STORE"),
+        (["evaluate", "hog", "--train", ".", "--protocols", "kn"], "expected some of knn"),
+        (["evaluate", "hog", "--train", ".", "--against", "noise"], "expected random, pixels"),
+        (["evaluate", "hog", "--train", ".", "--lars.epochs", "0"], "epochs=0; expected at least 1"),
+        (["evaluate", "captioner", ".", "--fit", "wide"], "expected squash or crop"),
+        (["evaluate", "captioner", ".", "--order"], "Name one with --store"),
+        (["evaluate", "detection", "vip:none"], "no --train"),
+        (["evaluate", "segmentation", "vip:none", "--num-shown", "0"], "expected at least 1"),
+        (["embed", "none", "none", "out.npz"], "none: no such folder; expected a run"),
+        (["caption", "none", "photo.jpg"], "none: no such folder; expected a run"),
+        (["caption", ".", "photo.jpg", "--out", "words.txt"], "ends in .jsonl or .csv"),
+        (["ledger", "none"], "dpvision data import SOURCE STORE"),
+        (["ledger", ".", "--set-cap", "8"], "expected both or neither"),
+        (["report", "none"], "none: no such folder; expected a run"),
+        (["report", ".", "--beside", "."], "Add --gallery STORE"),
+        (["verify", "none.json"], "expected a statement.json"),
+        (["compare", "none"], "none: no such folder; expected a run"),
+        (["doctor", "vip.micro", "--max-minutes", "0"], "expected a positive number"),
+        (["demo", "--data", "none"], "Correct the path"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

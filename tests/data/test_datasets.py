@@ -15,9 +15,9 @@ from PIL import Image
 from dpvision.cli import main
 from dpvision.data.datasets import DATASETS, dataset_source
 from dpvision.data.importer import import_samples
+from dpvision.data.open import open_store
 from dpvision.data.sources import Sample
 from dpvision.data.split import split_store
-from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
 
@@ -239,7 +239,7 @@ def test_the_command_makes_stores_with_the_classes_in_order(roots, tmp_path, cap
         assert main(["data", "import", root, store, "--split", split, *common]) == 0
         said = json.loads(capsys.readouterr().out)
         assert said["metric"] == "mean_per_class" and said["pictures_published"] == DATASETS["aircraft"].splits[split]
-    train, test = Store.open(tmp_path / "trainval"), Store.open(tmp_path / "test")
+    train, test = open_store(tmp_path / "trainval"), open_store(tmp_path / "test")
     assert train.label_names == test.label_names and test.label_names[3] == "DC-3 mk 3"
     assert test.meta["licence"] == "non-commercial research" and test.visibility == "public"
 

@@ -11,6 +11,7 @@ from dpvision.data.caption_reader import CaptionReader, check_captions
 from dpvision.data.importer import import_samples
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches, pictures
+from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
@@ -52,7 +53,7 @@ def test_a_record_looks_the_same_at_any_place_of_any_store_with_its_id(store, tm
     before = tensors(store, np.arange(40))
     index = np.array(store.index)
     np.save(store.path / "index.npy", index[::-1])
-    after = tensors(Store.open(store.path), np.arange(40))
+    after = tensors(open_store(store.path), np.arange(40))
     assert list(after) == list(before)[::-1]
     assert all(torch.equal(x, before[record]) for record, x in after.items())
 
@@ -203,7 +204,7 @@ def test_a_records_captions_are_drawn_by_its_id_not_its_place(tmp_path):
     store = captioned(tmp_path, *[[f"{i} of {j}" for j in range(6)] for i in range(20)])
     before = spoken(store, np.arange(20))
     np.save(store.path / "index.npy", np.array(store.index)[::-1])
-    after = spoken(Store.open(store.path), np.arange(20))
+    after = spoken(open_store(store.path), np.arange(20))
     assert after == before and list(after) == list(before)[::-1]
 
 

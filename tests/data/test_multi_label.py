@@ -17,6 +17,7 @@ from dpvision.data.inspect import contact_sheet, inspect_store
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches, pictures
 from dpvision.data.multi_label import NOT_KNOWN
+from dpvision.data.open import open_store
 from dpvision.data.overlap import write_without
 from dpvision.data.sources import Sample
 from dpvision.data.split import split_store
@@ -113,7 +114,7 @@ def test_shards_that_were_written_give_the_same_labels_again(tmp_path: Path) -> 
 
 def test_a_store_gives_back_every_set(several: Store) -> None:
     sets = drawn_sets()
-    again = Store.open(several.path)
+    again = open_store(several.path)
     assert again.multi_label and isinstance(again.label_sets.flat, np.memmap)
     assert again.labelled.tolist() == [classes is not None for classes in sets]
     assert [again.record(row).labels for row in range(NUM)] == [tuple(sorted(classes or [])) for classes in sets]
@@ -273,4 +274,4 @@ def test_damaged_labels_are_found_when_the_store_is_opened(several: Store, damag
     assert several.index.dtype == ROW
     damage(several.path / "labels.npy")
     with pytest.raises(DataError, match=words):
-        Store.open(several.path)
+        open_store(several.path)

@@ -9,6 +9,7 @@ from PIL import Image
 
 from dpvision.data import perceptual
 from dpvision.data.importer import import_samples
+from dpvision.data.open import open_store
 from dpvision.data.overlap import HOWS, find_matches, signatures, write_pairs, write_without
 from dpvision.data.perceptual import nearest_within, perceptual_hashes
 from dpvision.data.sources import Sample
@@ -153,7 +154,7 @@ def test_a_picture_that_cannot_be_decoded_is_compared_by_its_bytes(tmp_path: Pat
         at = int(store.index["offset"][0])
         data[at : at + 8] = b"\0" * 8
         shard.write_bytes(bytes(data))
-        made.append(Store.open(tmp_path / name))
+        made.append(open_store(tmp_path / name))
     signed = signatures(made[0], workers=1)
     assert signed.readable_N.tolist() == [False, True]
     found = find_matches(signed, signatures(made[1], workers=1))
@@ -169,7 +170,7 @@ def test_the_cleared_store_says_what_was_done_and_no_count(stores: tuple[Store, 
     assert "p0" not in kept and "p2" not in kept and clean.read(kept.index("p7")) == public.read(7)
     assert clean.meta["deduplicated"] == {"against": [private.store_id], "methods": ["identical bytes"]}
     assert out.stat().st_mode & 0o077 == 0, "what is missing from it tells who is in the private store"
-    assert "deduplicated" not in Store.open(public.path).meta and Store.open(private.path).num_records == private.num_records
+    assert "deduplicated" not in open_store(public.path).meta and open_store(private.path).num_records == private.num_records
     other = make_store(tmp_path / "other", {"z": encode(scene(77))}, public=False)
     twice = write_without(clean, public.path.parent / "cleaner", np.array([0]), other, ["identical bytes", "identical pixels"])
     assert twice.meta["deduplicated"] == {

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from dpvision.data.importer import import_samples
+from dpvision.data.open import open_store
 from dpvision.data.sources import Sample
 from dpvision.data.split import split_store
-from dpvision.data.store import Store
 from dpvision.errors import DataError
 
 from .pictures import png
@@ -62,4 +62,4 @@ def test_bad_splits_are_refused_and_leave_nothing(store):
     with pytest.raises(DataError, match="exists"):
         split_store(store.path, home / "a", home / "a", 0.5)
     assert sorted(home.iterdir()) == before
-    assert Store.open(store.path).num_records == 40
+    assert open_store(store.path).num_records == 40

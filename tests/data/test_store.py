@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
+from dpvision.data.open import open_store
 from dpvision.data.store import ROW, Store, _Shard
 from dpvision.data.store_key import keyed_hash, read_key
 from dpvision.data.synthetic_store import write_scenes
@@ -79,7 +80,7 @@ def test_eligible_rows_depend_on_the_units_own_records_only(store):
     of_gone = set(ids[np.array(store.index["unit"]) == gone])
     edit_index(store, lambda index: np.random.default_rng(0).permutation(index[index["unit"] != gone]))
     edit_meta(store, num_records=40 - len(of_gone))
-    smaller = Store.open(store.path)
+    smaller = open_store(store.path)
     assert set(np.array(smaller.index["id"])[smaller.eligible_rows(1, seed=1)]) == before[1] - of_gone
 
 
@@ -95,7 +96,7 @@ def test_which_records_of_a_unit_stay_is_uniform_over_seeds(store):
 def test_a_moved_store_still_opens(store, tmp_path):
     image = store.read(3)
     shutil.move(store.path, tmp_path / "elsewhere")
-    assert Store.open(tmp_path / "elsewhere").read(3) == image
+    assert open_store(tmp_path / "elsewhere").read(3) == image
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_a_moved_store_still_opens(store, tmp_path):
 def test_a_store_that_does_not_fit_together_is_refused(store, damage):
     damage(store)
     with pytest.raises(DataError, match=r"expected .*\. (Import|Make)"):
-        Store.open(store.path)
+        open_store(store.path)
 
 
 def set_field(index: np.ndarray, name: str, row: int, value: int) -> np.ndarray:
@@ -147,7 +148,7 @@ def test_a_shard_that_shrinks_while_the_store_is_open_raises_a_data_error(store)
 
 def test_what_is_no_store_says_how_to_make_one(tmp_path):
     with pytest.raises(DataError, match="dpvision data import"):
-        Store.open(tmp_path)
+        open_store(tmp_path)
 
 
 def test_no_more_than_a_few_hundred_shards_are_held_open(store, monkeypatch):
@@ -158,7 +159,7 @@ def test_no_more_than_a_few_hundred_shards_are_held_open(store, monkeypatch):
         shutil.copy(store.shard_paths[0], shard)
     edit_index(store, lambda x: set_shards(x))
     edit_meta(store, shards=[{"path": s.name, "bytes": s.stat().st_size} for s in shards])
-    many = Store.open(store.path)
+    many = open_store(store.path)
     monkeypatch.setattr("os.close", lambda fd, close=os.close: (closed.append(fd), close(fd)))
     assert many.read_many(np.arange(40)) == expected
     assert len(closed) >= 38  # rows go round the five shards, two at a time

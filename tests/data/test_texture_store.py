@@ -13,6 +13,7 @@ from dpvision.config import DataConfig
 from dpvision.data.inspect import contact_sheet, inspect_store, texture_sheet
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import _texture_batches, physical_batches, pictures
+from dpvision.data.open import open_store
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_textures
@@ -29,7 +30,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def test_records_are_the_numbered_textures(store: Store) -> None:
-    again = Store.open(store.path)
+    again = open_store(store.path)
     assert again.store_id == store.store_id and again.visibility == "public" and again.num_records == 500
     image = np.asarray(Image.open(io.BytesIO(again.read(7))))
     assert np.array_equal(image, textures(torch.tensor([1007]), 24)[0].permute(1, 2, 0).numpy())
@@ -95,4 +96,4 @@ def test_textures_of_another_generator_are_refused(store: Store, tmp_path: Path)
     text = (store.path / "store.json").read_text()
     (tmp_path / "old" / "store.json").write_text(text.replace(f'"generator_version": {VERSION}', '"generator_version": 0'))
     with pytest.raises(DataError, match="anew"):
-        Store.open(tmp_path / "old")
+        open_store(tmp_path / "old")

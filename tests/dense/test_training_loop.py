@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpvision.dense.training_loop import DenseHardware, DenseTrainSettings, checked_steps, fit, rate_factor, seconds_a_step
+from dpvision.dense.training_loop import checked_steps, fit, rate_factor, seconds_a_step
+from dpvision.dense.training_settings import DenseHardware, DenseTrainSettings
 from dpvision.errors import CheckpointError, ConfigError
 
 from .dense_numbers import Numbers, groups_of, loss, make_model
@@ -28,7 +29,9 @@ from pathlib import Path
 import torch
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from dense_numbers import Numbers, groups_of, loss, make_model
-from dpvision.dense.training_loop import DenseHardware, DenseTrainSettings, fit
+from dpvision.dense.training_settings import DenseTrainSettings
+from dpvision.dense.training_settings import DenseHardware
+from dpvision.dense.training_loop import fit
 from dpvision.train.distributed import join, leave
 torch.set_num_threads(1)
 """

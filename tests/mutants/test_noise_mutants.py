@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-from dpvision.runs.run import Secrets
 from zoo import GradientIsPicture, picture_losses
 
 from dpvision.checkpoint import state_tensors
@@ -21,6 +20,7 @@ from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.noise import DPGradient, privatize
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.stream import Keystream, new_key, subkey
+from dpvision.runs.run import Secrets
 from dpvision.train import loop, step
 from dpvision.train.distributed import Group
 from dpvision.train.loop import fit

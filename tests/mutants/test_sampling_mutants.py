@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from dpvision.runs.run import Secrets
 
 from dpvision.config import RunConfig
 from dpvision.dp.buckets import passes
@@ -14,6 +13,7 @@ from dpvision.dp.noise import DPGradient
 from dpvision.privacy import sampling
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.sampling import derive_rng, draw_poisson
+from dpvision.runs.run import Secrets
 from dpvision.train import loop, step
 from dpvision.train.distributed import Group
 from dpvision.train.loop import fit

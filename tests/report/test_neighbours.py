@@ -17,6 +17,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from dpvision.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint
 from dpvision.config import PrivacyConfig, RunConfig, from_dict
+from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.encoders.encoder import Encoder
@@ -39,7 +40,7 @@ MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Store:
     folder = tmp_path_factory.mktemp("scenes") / "public"
     write_scenes(folder, NUM, 32, workers=1)
-    return Store.open(folder)
+    return open_store(folder)
 
 
 def flat(name: str = "pixels") -> Encoder:
@@ -91,8 +92,8 @@ def test_the_grid_shows_the_pictures_that_are_nearest(scenes: Store) -> None:
 def test_a_store_of_one_picture_has_no_neighbours_and_one_of_three_has_two(tmp_path: Path) -> None:
     write_scenes(tmp_path / "one", 1, 32, workers=1)
     write_scenes(tmp_path / "three", 3, 32, workers=1)
-    assert find_neighbours({"a": flat()}, Store.open(tmp_path / "one")) is None
-    made = find_neighbours({"a": flat()}, Store.open(tmp_path / "three"))
+    assert find_neighbours({"a": flat()}, open_store(tmp_path / "one")) is None
+    made = find_neighbours({"a": flat()}, open_store(tmp_path / "three"))
     assert made is not None and made.k == 2 and len(made.rows) <= 3
 
 

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from dpvision.config import PrivacyConfig
-from dpvision.data.store import Store
+from dpvision.data.open import open_store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import CheckpointError, PrivacyError
 from dpvision.files import write_json
@@ -204,7 +204,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_reconstruction_keeps_what_the_model_saw(finished_run: Path, scenes: Path) -> None:
-    made = reconstruct_some(finished_run, Store.open(scenes), 5)
+    made = reconstruct_some(finished_run, open_store(scenes), 5)
     seen, filled, original = (np.asarray(Image.open(io.BytesIO(base64.b64decode(strip.split(",")[1])))) for strip in
                               (made.seen, made.filled, made.original))  # fmt: skip
     assert made.count == 5 and seen.shape == filled.shape == original.shape == (32, 5 * 32 + 4 * 2, 4)

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from dpvision.runs.run import Secrets
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import RunConfig, to_dict
 from dpvision.privacy.ledger_format import read_ledger
+from dpvision.runs.run import Secrets
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session
 

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from dpvision.runs.run import Secrets
 
 from dpvision import checkpoint
 from dpvision.checkpoint import load_checkpoint
@@ -23,6 +22,7 @@ from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyErro
 from dpvision.models import make_model
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.runs import folder
+from dpvision.runs.run import Secrets
 from dpvision.train import loop
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session, resumed_session

@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dpvision.runs.run import Secrets
-from dpvision.runs.store_checks import check_labels
 from PIL import Image
 from sklearn.metrics import average_precision_score
 
@@ -18,6 +16,7 @@ from dpvision.data.importer import import_samples
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches, pictures
 from dpvision.data.multi_label import NOT_KNOWN
+from dpvision.data.open import open_store
 from dpvision.data.sources import Sample
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
@@ -31,6 +30,8 @@ from dpvision.eval.probes.suite import evaluate
 from dpvision.models import make_model
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.sampling import derive_rng
+from dpvision.runs.run import Secrets
+from dpvision.runs.store_checks import check_labels
 from dpvision.synthetic.scenes import LABELS
 from dpvision.train import start
 from dpvision.train.loop import fit
@@ -203,7 +204,7 @@ def test_scores_that_would_mean_nothing_are_refused(config: RunConfig, halves: t
     test = halves[1]
     single = write_scenes(tmp_path / "single", 40, 16, first=500, public=False)
     for name, asked in (("several", config), ("one", one_label(config, single))):
-        asked = replace(asked, privacy=replace(asked.privacy, dataset_size=Store.open(asked.data.store or "").num_records))
+        asked = replace(asked, privacy=replace(asked.privacy, dataset_size=open_store(asked.data.store or "").num_records))
         with new_session(asked, tmp_path / name) as session:
             fit(session, secrets=KEYS, quiet=True)
     with pytest.raises(DataError, match="has one label a record; expected several"):

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dpvision.runs.run import Secrets
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
@@ -34,6 +33,7 @@ from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.plan import draft_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.recipes import RECIPES
+from dpvision.runs.run import Secrets
 from dpvision.train import loop, start
 from dpvision.train.loop import fit
 from dpvision.train.parent import start_from

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from dpvision.runs.run import Secrets
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import checkpoint_filter_fn
 
@@ -19,6 +18,7 @@ from dpvision.encoders.trained import run_encoder
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models import make_model
 from dpvision.recipes import RECIPES
+from dpvision.runs.run import Secrets
 from dpvision.train import loop
 from dpvision.train.loop import fit
 from dpvision.train.start import check_run, new_session, resumed_session

@@ -23,6 +23,7 @@ from dpvision.checkpoint import load_checkpoint
 from dpvision.config import FrozenEncoderConfig, HeadConfig, ModelConfig, PrivacyConfig, RunConfig
 from dpvision.config.head_presets import with_candidate, with_head
 from dpvision.data.declared import count_units, has_units, rounded_up
+from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.identity import check_alone
@@ -81,7 +82,7 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     """
     model = _check_asked(config)
     assert config.data.store is not None and model.num_classes is not None and model.encoder.spec is not None
-    store = Store.open(config.data.store)
+    store = open_store(config.data.store)
     row_N = store.eligible_rows(config.privacy.max_records_per_unit, config.seed)
     _check_declared(config.privacy, store, row_N)
     device = distributed.join(config.hardware.device).device

@@ -254,21 +254,21 @@ def _features_line(args: AdaptArgs, made: "Prepared") -> Iterator[Callable[[int]
 
 def _check_test(args: AdaptArgs, config: RunConfig) -> None:
     """A test that cannot be made is said before the budget is spent."""
-    from dpvision.data.store import Store
+    from dpvision.data.open import open_store
     from dpvision.eval.probes.own_head import check_scorable
 
     if args.test is not None:
-        check_scorable(config, Store.open(args.test))
+        check_scorable(config, open_store(args.test))
 
 
 def _score(args: AdaptArgs, root: Path) -> "list[Score]":
-    from dpvision.data.store import Store
+    from dpvision.data.open import open_store
     from dpvision.eval.probes.own_head import score_own_head
     from dpvision.eval.score_file import NOTHING_FITTED, write_scores
 
     if args.test is None:
         return []
-    store = Store.open(args.test)
+    store = open_store(args.test)
     with Console(stderr=True, quiet=args.quiet).status("test pictures") as status:
         scores = score_own_head(root, store, progress=lambda n: status.update(f"test pictures: {n:,} of {store.num_records:,}"))
     write_scores(root, scores, train_data=NOTHING_FITTED, test_data=args.test.name)

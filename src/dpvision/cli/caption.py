@@ -6,20 +6,20 @@ import json as json_module
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import tyro
 from rich.console import Console
 
 from dpvision.cli.output import RunPath, emit, parse
+from dpvision.cli.paths import check_run
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
-from dpvision.eval.captions.caption_images import Captioned, caption_pictures, find_pictures, prompt_ids
-from dpvision.eval.captions.image_source import Fit
-from dpvision.eval.captions.open_captioner import open_captioner
+from dpvision.eval.captions.settings import Fit
 from dpvision.files import replacing
-from dpvision.models.generate import GenerateSettings
 from dpvision.runs.folder import require_confidential
+
+if TYPE_CHECKING:
+    from dpvision.eval.captions.caption_images import Captioned
 
 Places = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PICTURES [PICTURES ...]")]
 _NAMED_AT_MOST = 20
@@ -92,6 +92,13 @@ def caption(
         raise ConfigError(f"caption: seed={seed}; expected 0 to 2^31 - 1. Use a small integer.")
     if out is not None:
         _check_out(out)
+    check_run(run)
+    import torch
+
+    from dpvision.eval.captions.caption_images import caption_pictures, find_pictures, prompt_ids
+    from dpvision.eval.captions.open_captioner import open_captioner
+    from dpvision.models.generate import GenerateSettings
+
     captioner = open_captioner(run, ema=ema, device="cuda" if torch.cuda.is_available() else "cpu")
     settings = GenerateSettings(
         method=method, num=num, beams=beams, length_penalty=length_penalty, temperature=temperature, top_k=top_k, top_p=top_p,
@@ -134,18 +141,18 @@ def caption(
         emit({}, False, text + ("\nThese are captions of private pictures: keep the file where the pictures are kept." if private else ""))
 
 
-def _plain(one: Captioned) -> dict[str, Any]:
+def _plain(one: "Captioned") -> dict[str, Any]:
     if one.problem is not None:
         return {"picture": one.name, "problem": one.problem}
     return {"picture": one.name, "captions": [{"text": c.text, "log_probability": c.log_probability} for c in one.captions]}
 
 
-def _print_lines(one: Captioned) -> None:
+def _print_lines(one: "Captioned") -> None:
     for said in one.captions:
         print(f"{one.name}: {said.text}", flush=True)
 
 
-def _unreadable_text(unreadable: list[Captioned]) -> str:
+def _unreadable_text(unreadable: "list[Captioned]") -> str:
     if not unreadable:
         return ""
     named = ", ".join(f"{one.name} ({one.problem})" for one in unreadable[:_NAMED_AT_MOST])
@@ -161,7 +168,7 @@ def _check_out(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def _writer(out: Path) -> Iterator[Callable[[Captioned], None]]:
+def _writer(out: Path) -> Iterator[Callable[["Captioned"], None]]:
     """Writes captions to a file that takes its name when all are there; it is gone when the block fails."""
     try:
         with replacing(out) as partial, partial.open("w", encoding="utf-8", newline="") as file:
@@ -172,11 +179,11 @@ def _writer(out: Path) -> Iterator[Callable[[Captioned], None]]:
         ) from None
 
 
-def _jsonl_writer(file: IO[str]) -> Callable[[Captioned], None]:
+def _jsonl_writer(file: IO[str]) -> Callable[["Captioned"], None]:
     return lambda one: print(json_module.dumps(_plain(one), ensure_ascii=False), file=file)
 
 
-def _csv_writer(file: IO[str]) -> Callable[[Captioned], None]:
+def _csv_writer(file: IO[str]) -> Callable[["Captioned"], None]:
     rows = csv.writer(file)
     rows.writerow(("picture", "caption", "log_probability"))
     return lambda one: rows.writerows((one.name, said.text, f"{said.log_probability:.6g}") for said in one.captions)

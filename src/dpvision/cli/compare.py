@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from dpvision.cli.output import emit, parse
-from dpvision.report.compare_page import make_compare_page
+from dpvision.cli.paths import check_run
 
 
 def run(argv: Sequence[str]) -> None:
@@ -33,5 +33,8 @@ def compare(
         out: File to write (.html).
         json: Print JSON.
     """
+    check_run(*runs)
+    from dpvision.report.compare_page import make_compare_page
+
     page = make_compare_page(runs, out)
     emit({"page": str(page), "runs": [str(run) for run in runs]}, json, f"page  {page}")

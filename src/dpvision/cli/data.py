@@ -2,23 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
 
 from dpvision.cli.output import CONFIG, SourcePath, StorePath, emit, pairs
+from dpvision.cli.overlap import overlap
+from dpvision.cli.paths import check_store
 from dpvision.cli.tokenizer import tokenizer
-from dpvision.data.datasets import DATASETS, dataset_source, find_dataset
-from dpvision.data.declared import count_units, has_units, rounded_up
 from dpvision.data.import_labels import ClassRule, UnknownClasses, read_classes
-from dpvision.data.importer import import_samples, import_source
-from dpvision.data.inspect import contact_sheet, inspect_store
-from dpvision.data.split import split_store
-from dpvision.data.store import Store
-from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.runs.folder import require_confidential
+
+if TYPE_CHECKING:
+    from dpvision.data.store import Store
 
 _RECIPE_RECORDS = 50_000
 """Records that the suggested recipes are made for; smaller stores need a smaller batch."""
@@ -33,11 +31,8 @@ def run(argv: Sequence[str]) -> None:
         "split": split,
         "scenes": scenes,
         "tokenizer": tokenizer,
+        "overlap": overlap,
     }
-    if not argv or argv[0] in ("overlap", "-h", "--help"):
-        from dpvision.cli.overlap import overlap  # it brings torch along, which the others start without
-
-        commands["overlap"] = overlap
     tyro.extras.subcommand_cli_from_dict(
         commands,
         prog="dpvision data",
@@ -100,6 +95,8 @@ def import_(
             raise DataError("data import: --classes with --dataset, which fixes its classes; expected none. Leave one of them out.")
         return _import_dataset(source, store, dataset, split, public, licence, workers, json, [unit_from, label_from, label_separator])
     rule = ClassRule(None if classes is None else read_classes(classes), unknown_classes)
+    from dpvision.data.importer import import_source
+
     with Console(stderr=True).status("importing") as status:
         made = import_source(
             source, store, public=public, unit_from=unit_from, label_from=label_from, label_separator=label_separator, classes=rule,
@@ -120,6 +117,8 @@ def _import_dataset(
     json: bool,
     fields: list[str | None],
 ) -> None:
+    from dpvision.data.datasets import DATASETS, dataset_source, find_dataset
+
     if name is None:
         raise DataError(f"data import: split={split!r} without a data set; expected --dataset, one of {', '.join(DATASETS)}. Add it.")
     dataset = find_dataset(name)
@@ -130,6 +129,8 @@ def _import_dataset(
             f"data import: --unit-from or an option on labels with --dataset {name}, which fixes both; expected neither. Leave them out."
         )
     found = dataset_source(name, split, root)
+    from dpvision.data.importer import import_samples
+
     with Console(stderr=True).status("importing") as status:
         made = import_samples(
             found.samples, store, public=public, label_names=found.label_names, licence=licence or dataset.licence, metric=dataset.metric,
@@ -161,6 +162,8 @@ def scenes(
         workers: Processes that draw.
         json: Print JSON.
     """
+    from dpvision.data.synthetic_store import write_scenes
+
     _said(write_scenes(store, num, size_px, first=first, multi_label=multi_label, workers=workers, public=public), json)
 
 
@@ -177,7 +180,12 @@ def inspect(
         release_private_outputs: Write a sheet of private images anywhere.
         json: Print JSON.
     """
-    opened = Store.open(store)
+    check_store(store)
+    from dpvision.data.declared import has_units
+    from dpvision.data.inspect import contact_sheet, inspect_store
+    from dpvision.data.open import open_store
+
+    opened = open_store(store)
     result = inspect_store(opened)
     if sheet is None:
         folder = store / "confidential" if opened.results_visibility == "private" else store
@@ -209,12 +217,15 @@ def split(
         seed: Seed of the split.
         json: Print JSON.
     """
+    check_store(store)
+    from dpvision.data.split import split_store
+
     made = split_store(store, first, second, fraction, seed)
     result = {str(s.path): s.num_records for s in made}
     emit(result, json, f"{_label(made[0])}records\n{pairs(result)}")
 
 
-def _left_out_lines(store: Store, summary: dict[str, Any]) -> list[str]:
+def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
     """Where the files that were left out are named, and what can be done about those of a format that is not read."""
     left_out = summary.get("left_out")
     if not left_out:
@@ -225,7 +236,9 @@ def _left_out_lines(store: Store, summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _said(store: Store, as_json: bool, more: dict[str, Any] | None = None) -> None:
+def _said(store: "Store", as_json: bool, more: dict[str, Any] | None = None) -> None:
+    from dpvision.data.declared import has_units
+
     summary = store.import_summary()
     result = {
         "store": str(store.path),
@@ -257,12 +270,14 @@ def _said(store: Store, as_json: bool, more: dict[str, Any] | None = None) -> No
     emit(result, as_json, "\n".join(lines))
 
 
-def _label(store: Store) -> str:
+def _label(store: "Store") -> str:
     return OPERATOR_ONLY if store.visibility == "private" else ""
 
 
-def _suggested(store: Store) -> list[dict[str, int]]:
+def _suggested(store: "Store") -> list[dict[str, int]]:
     """Numbers that fit the store, rounded, for one to eight records of a unit; of a store without units the records alone."""
+    from dpvision.data.declared import count_units, has_units, rounded_up
+
     if not has_units(store):
         return [{"dataset_size": rounded_up(store.num_records)}]
     found: list[dict[str, int]] = []
@@ -276,7 +291,7 @@ def _suggested(store: Store) -> list[dict[str, int]]:
     return found
 
 
-def _unit_lines(store: Store) -> list[str]:
+def _unit_lines(store: "Store") -> list[str]:
     field = store.meta["unit_field"]
     lines = [f"{_label(store)}The guarantee will be for a {field} with all its images. Declare one of these (see docs/data.md, persons):"]
     for one in _suggested(store):

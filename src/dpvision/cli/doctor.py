@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from dpvision.cli.doctor_look import Look, look
-from dpvision.cli.doctor_measure import measure as run_measure
-from dpvision.cli.doctor_model import Subject, find_subject
 from dpvision.cli.output import emit, parse, shown
 from dpvision.config import HardwareConfig, OptimConfig
-from dpvision.dp.one_pass import trained
-from dpvision.dp.per_record import default_chunk
 from dpvision.errors import ConfigError, DPVisionError, PrivacyError
+
+if TYPE_CHECKING:
+    from dpvision.cli.doctor_look import Look
+    from dpvision.cli.doctor_model import Subject
 
 _NAMED = 4
 """Names that the text shows before it says how many more there are; JSON has all."""
@@ -55,10 +54,16 @@ def doctor(
         image_size: Pixels, for a model that does not say it (left out: timm's, or 224).
         json: Print JSON.
     """
-    subject = find_subject(model, image_size)
-    hardware = _hardware(subject, device, precision, physical_batch_size)
     if not 0 < max_minutes < float("inf"):
         raise ConfigError(f"doctor: --max-minutes={max_minutes}; expected a positive number. Use 5.")
+    from dpvision.cli.doctor_look import look
+    from dpvision.cli.doctor_measure import measure as run_measure
+    from dpvision.cli.doctor_model import find_subject
+    from dpvision.dp.one_pass import trained
+    from dpvision.dp.per_record import default_chunk
+
+    subject = find_subject(model, image_size)
+    hardware = _hardware(subject, device, precision, physical_batch_size)
     built = subject.make(True)
     params = trained(built.model)
     sizes = {name: parameter.numel() for name, parameter in built.model.named_parameters()}
@@ -88,13 +93,13 @@ def doctor(
     emit(result, json, f"{text}\n{_measured_text(result['measured'])}")
 
 
-def _hardware(subject: Subject, device: str | None, precision: str | None, physical_batch_size: int | None) -> HardwareConfig:
+def _hardware(subject: "Subject", device: str | None, precision: str | None, physical_batch_size: int | None) -> HardwareConfig:
     given = {"device": device, "precision": precision, "physical_batch_size": physical_batch_size}
     default = subject.config.hardware if subject.config is not None else HardwareConfig()
     return replace(default, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
-def _result(subject: Subject, seen: Look, sizes: dict[str, int], total: int) -> dict[str, Any]:
+def _result(subject: "Subject", seen: "Look", sizes: dict[str, int], total: int) -> dict[str, Any]:
     """What JSON prints."""
     parts: dict[str, int] = {}
     for name, size in sizes.items():
@@ -123,7 +128,7 @@ def _result(subject: Subject, seen: Look, sizes: dict[str, int], total: int) -> 
     }
 
 
-def _text(result: dict[str, Any], seen: Look, sizes: dict[str, int], slow_chunk: int, measured: bool) -> str:
+def _text(result: dict[str, Any], seen: "Look", sizes: dict[str, int], slow_chunk: int, measured: bool) -> str:
     total = result["num_parameters"]
     tensors = len(sizes) - len(seen.frozen)
     lines = [f"{result['model']} ({result['kind']}): {total:,} trained parameters in {tensors:,} tensors"]

@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 
 from dpvision.cli.output import RunPath, SourcePath, emit, parse
-from dpvision.encoders.embeddings import write_embeddings
+from dpvision.cli.paths import check_run
 from dpvision.errors import OPERATOR_ONLY
 
 
@@ -44,6 +44,9 @@ def embed(
         release_private_outputs: Write features of private images anywhere. You decide this for the people in them: no epsilon covers it.
         json: Print JSON.
     """
+    check_run(run)
+    from dpvision.encoders.embeddings import write_embeddings
+
     with Console(stderr=True).status("features") as status:
         made = write_embeddings(
             run, source, out, ema=ema, pooling=pooling, batch_size=batch_size, workers=workers,

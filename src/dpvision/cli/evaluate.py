@@ -5,28 +5,16 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
-from dpvision.checkpoint import load_checkpoint
 from dpvision.cli.output import parse
+from dpvision.cli.paths import check_store
 from dpvision.cli.scores import Encoders, check_out, emit_scores, names_of, scores_table
-from dpvision.data.store import Store
-from dpvision.encoders.open import open_encoder, recognised
 from dpvision.errors import ConfigError
-from dpvision.eval.any_of_labels import load_any_of_labels
-from dpvision.eval.metric import checked_metric
-from dpvision.eval.probes.few_shot_probe import FewShotProbeSettings
-from dpvision.eval.probes.fine_tune import FineTuneSettings
-from dpvision.eval.probes.lars_probe import LarsSettings
-from dpvision.eval.probes.own_head import has_own_head, score_own_head
-from dpvision.eval.probes.protocol import is_run
-from dpvision.eval.probes.protocols import checked_controls, make_protocols
-from dpvision.eval.probes.suite import evaluate as run_suite
+from dpvision.eval.probes.settings import FewShotProbeSettings, FineTuneSettings, LarsSettings, checked_controls, checked_protocols
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, write_scores
 from dpvision.runs.folder import run_base
-from dpvision.runs.lineage import shaped_in_confidence
 
 _LARS, _FINE_TUNE, _FEW_SHOT_PROBE = LarsSettings(), FineTuneSettings(), FewShotProbeSettings()
 _OWN = {
@@ -117,12 +105,25 @@ def evaluate(
     if not encoders:
         raise ConfigError("evaluate: no encoder; expected one or more. E.g. dpvision evaluate runs/first --train STORE.")
     if train is None:
+        check_store(test)
         _own_heads(encoders, test, labels, ema, out, batch_size, workers, show_confidential, json)
         return
-    asked = make_protocols(names_of(protocols), shots=shots, few_shot_probe=few_shot_probe, fine_tune=fine_tune, lars=lars)
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
+    names = checked_protocols(names_of(protocols))
+    check_store(train, test)
+    import torch
+
+    from dpvision.data.open import open_store
+    from dpvision.encoders.open import open_encoder, recognised
+    from dpvision.eval.any_of_labels import load_any_of_labels
+    from dpvision.eval.metric import checked_metric
+    from dpvision.eval.probes.protocol import is_run
+    from dpvision.eval.probes.protocols import make_protocols
+    from dpvision.eval.probes.suite import evaluate as run_suite
+
+    asked = make_protocols(names, shots=shots, few_shot_probe=few_shot_probe, fine_tune=fine_tune, lars=lars)
     measure = checked_metric(metric) if metric is not None else None
-    train_store, test_store = Store.open(train), Store.open(test) if test is not None else None
+    train_store, test_store = open_store(train), open_store(test) if test is not None else None
     if labels is not None and measure not in (None, "accuracy"):
         raise ConfigError(f"evaluate: labels={str(labels)!r} with metric={metric}; expected accuracy, which is by them. Drop --metric.")
     any_of = load_any_of_labels(labels, test_store or train_store) if labels is not None else None
@@ -163,13 +164,22 @@ def _own_heads(
     json: bool,
 ) -> None:
     """Runs that classify by themselves need no store to learn the classes from."""
+    import torch
+
+    from dpvision.checkpoint import load_checkpoint
+    from dpvision.data.open import open_store
+    from dpvision.eval.any_of_labels import load_any_of_labels
+    from dpvision.eval.probes.own_head import has_own_head, score_own_head
+    from dpvision.eval.probes.protocol import is_run
+    from dpvision.runs.lineage import shaped_in_confidence
+
     lacks = next((spec for spec in specs if not is_run(spec) or not has_own_head(spec)), None)
     if lacks is not None or test is None:
         what = "no --test" if lacks is None else f"{lacks} has no head of its own and there is no --train"
         raise ConfigError(
             f"evaluate: {what}; expected --test STORE for runs of classifiers and heads, --train STORE for all others. Name one."
         )
-    store = Store.open(test)
+    store = open_store(test)
     any_of = load_any_of_labels(labels, store) if labels is not None else None
     if out is not None:
         tainted = any(shaped_in_confidence(load_checkpoint(spec).manifest["lineage"]) for spec in specs)

@@ -2,30 +2,23 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 
 from dpvision.cli.output import RunPath, table
+from dpvision.cli.paths import check_run, check_store
 from dpvision.cli.scores import check_out, emit_scores, names_of
-from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.any_of_labels import load_any_of_labels
-from dpvision.eval.captions.aro import aro_tests
-from dpvision.eval.captions.choice import ChoiceTest
-from dpvision.eval.captions.cider_scores import Cider
-from dpvision.eval.captions.label_sets import PROMPT, load_label_set
-from dpvision.eval.captions.open_captioner import open_captioner
-from dpvision.eval.captions.order import order_test
-from dpvision.eval.captions.protocol import Asking, CaptionProtocol
-from dpvision.eval.captions.scene_choices import scene_compositional
-from dpvision.eval.captions.sugarcrepe import negclip_test, sugarcrepe_test
-from dpvision.eval.captions.suite import ScoredOn, checked_controls, checked_fit, score_captioner
-from dpvision.eval.captions.zero_shot import ZeroShot, ZeroShotSettings, checked_methods
+from dpvision.eval.captions.settings import PROMPT, checked_controls, checked_fit
 from dpvision.eval.score import Visibility, printed
 from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, write_scores
-from dpvision.models.generate import GenerateSettings
 from dpvision.runs.folder import run_base
+
+if TYPE_CHECKING:
+    from dpvision.eval.captions.choice import ChoiceTest
+    from dpvision.eval.captions.protocol import CaptionProtocol
+    from dpvision.eval.captions.suite import ScoredOn
 
 
 def evaluate_captioner(
@@ -101,15 +94,31 @@ def evaluate_captioner(
             raise ConfigError(f"evaluate: {name}={value}; expected at least 1. Leave it out.")
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
     how_fit = checked_fit(fit)
-    ready = open_captioner(run, ema=ema)  # a run that is none is said before anything is read
-    opened = Store.open(store) if store is not None else None
     for asked_for, flag, what in (
         (order, "--order", "captions"), (captions, "--captions", "captions"), (zero_shot is not None, "--zero-shot", "labels"),
     ):  # fmt: skip
-        if asked_for and opened is None:
+        if asked_for and store is None:
             raise ConfigError(f"evaluate: no store; expected pictures with {what} for {flag}. Name one with --store.")
     if labels is not None and zero_shot is None:
         raise ConfigError(f"evaluate: labels={str(labels)!r} without zero-shot classes; expected --zero-shot too. Name a label set.")
+    check_run(run)
+    check_store(store)
+    import torch
+
+    from dpvision.data.open import open_store
+    from dpvision.eval.any_of_labels import load_any_of_labels
+    from dpvision.eval.captions.cider_scores import Cider
+    from dpvision.eval.captions.label_sets import load_label_set
+    from dpvision.eval.captions.open_captioner import open_captioner
+    from dpvision.eval.captions.order import order_test
+    from dpvision.eval.captions.protocol import Asking
+    from dpvision.eval.captions.scene_choices import scene_compositional
+    from dpvision.eval.captions.suite import score_captioner
+    from dpvision.eval.captions.zero_shot import ZeroShot, ZeroShotSettings, checked_methods
+    from dpvision.models.generate import GenerateSettings
+
+    ready = open_captioner(run, ema=ema)  # a run that is none is said before anything is read
+    opened = open_store(store) if store is not None else None
     visibility: Visibility = "public" if public else "private"
     tests, notes = _benchmark_tests(sugarcrepe, negclip, images, aro, aro_leave_out, visibility, allow_missing), list[str]()
     if scenes is not None:
@@ -149,7 +158,7 @@ def evaluate_captioner(
     emit_scores(scores, text, written, show_confidential, json, scores=entries, notes=notes)
 
 
-def captioner_table(part: ScoredOn) -> str:
+def captioner_table(part: "ScoredOn") -> str:
     """Scores of one test as a table, chance beside each."""
     rows = [
         (s.protocol, s.name, printed(s.protocol, s.value), printed(s.protocol, s.low, s.high), printed(s.protocol, s.chance), s.n)
@@ -166,7 +175,10 @@ def _benchmark_tests(
     aro_leave_out: Path | None,
     visibility: Visibility,
     allow_missing: bool,
-) -> list[ChoiceTest]:
+) -> "list[ChoiceTest]":
+    from dpvision.eval.captions.aro import aro_tests
+    from dpvision.eval.captions.sugarcrepe import negclip_test, sugarcrepe_test
+
     tests: list[ChoiceTest] = []
     for path, make, name in ((sugarcrepe, sugarcrepe_test, "sugarcrepe"), (negclip, negclip_test, "negclip")):
         if path is not None:

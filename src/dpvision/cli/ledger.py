@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from dpvision.cli.output import StorePath, emit, parse, table
+from dpvision.cli.paths import check_store
 from dpvision.errors import ConfigError
-from dpvision.privacy.account import StoreAccount, declare_moved, restore_marks, set_cap, store_account
-from dpvision.privacy.composition import parts_of, total_epsilon
-from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.runs.lineage import runs_on
+
+if TYPE_CHECKING:
+    from dpvision.privacy.account import StoreAccount
 
 
 def run(argv: Sequence[str]) -> None:
@@ -46,6 +46,9 @@ def ledger(
     """
     if (cap is None) != (cap_delta is None):
         raise ConfigError("ledger: --set-cap and --cap-delta; expected both or neither. E.g. --set-cap 8 --cap-delta 1e-6.")
+    check_store(store)
+    from dpvision.privacy.account import declare_moved, restore_marks, set_cap, store_account
+
     if moved:
         declare_moved(store)
     if restore:
@@ -58,6 +61,10 @@ def ledger(
 
 def _with_runs_before(store: Path) -> dict[str, float]:
     """By id of the runs that started from weights of others on this store: epsilon of all of them together, at the smallest delta."""
+    from dpvision.privacy.composition import parts_of, total_epsilon
+    from dpvision.privacy.store_marks import StoreLedgers
+    from dpvision.runs.lineage import runs_on
+
     found = {}
     for run_id, contents in StoreLedgers.of(store).read_all().items():
         before = runs_on(contents.lineage, contents.store_id) if contents.plan.guarantee == "dp" else ()
@@ -66,7 +73,7 @@ def _with_runs_before(store: Path) -> dict[str, float]:
     return found
 
 
-def _text(account: StoreAccount, behind: dict[str, float]) -> str:
+def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
     people = any(run.spent.unit_epsilon is not None for run in account.runs)
     rows = [
         (

@@ -2,23 +2,21 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import tyro
 from rich.console import Console
 
-from dpvision.checkpoint import load_checkpoint
 from dpvision.cli.output import emit, pairs
-from dpvision.data.overlap import HOWS, RADIUS, check_out, find_matches, signatures, write_pairs, write_without
-from dpvision.data.perceptual import SECOND_RADIUS
-from dpvision.data.store import Store
-from dpvision.encoders.encoder import Encoder
-from dpvision.encoders.feature_matches import find_feature_matches, measure_threshold
-from dpvision.encoders.open import open_encoder, recognised
+from dpvision.cli.paths import check_store
+from dpvision.data.perceptual import RADIUS, SECOND_RADIUS
 from dpvision.errors import OPERATOR_ONLY, ConfigError, PrivacyError
 from dpvision.files import write_json
-from dpvision.report.overlap_page import write_overlap_page
+
+if TYPE_CHECKING:
+    from dpvision.data.store import Store
+    from dpvision.encoders.encoder import Encoder
 
 PublicPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PUBLIC")]
 PrivatePath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PRIVATE")]
@@ -64,13 +62,20 @@ def overlap(
         raise ConfigError(f"overlap: threshold={threshold} without an encoder; expected --encoder. Name one, or leave it out.")
     if exact and (encoder is not None or radius != RADIUS):
         raise ConfigError("overlap: --exact with --encoder or --radius, which find what is near; expected one or the other. Drop --exact.")
-    ours, theirs = Store.open(public), Store.open(private)
+    if threshold is not None and not -1 <= threshold < 1:
+        raise ConfigError(f"overlap: threshold={threshold}; expected a cosine from -1 to 1. Leave it out: it is then measured.")
+    check_store(public, private)
+    from dpvision.data.open import open_store
+    from dpvision.data.overlap import HOWS, check_out, find_matches, signatures, write_pairs, write_without
+    from dpvision.encoders.feature_matches import find_feature_matches, measure_threshold
+    from dpvision.encoders.open import open_encoder, recognised
+    from dpvision.report.overlap_page import write_overlap_page
+
+    ours, theirs = open_store(public), open_store(private)
     if ours.visibility != "public":
         raise ConfigError(f"overlap: {public} is private; expected the public store first. Swap them, or import it with --public.")
     if out is not None:
         check_out(ours, out)
-    if threshold is not None and not -1 <= threshold < 1:
-        raise ConfigError(f"overlap: threshold={threshold}; expected a cosine from -1 to 1. Leave it out: it is then measured.")
     opened = recognised(open_encoder(encoder), ours, theirs) if encoder is not None else None
     if out is not None and opened is not None and opened.confidential:
         raise PrivacyError(
@@ -115,14 +120,16 @@ def overlap(
     emit(result, json, _text(result, ours, out))
 
 
-def _named(spec: str | None, opened: Encoder) -> str:
+def _named(spec: str | None, opened: "Encoder") -> str:
     """An encoder as a statement may name it: without a path of this machine."""
+    from dpvision.checkpoint import load_checkpoint
+
     if spec is None or not Path(spec).is_dir():
         return opened.name
     return f"run {load_checkpoint(spec).manifest['run_id'][:8]}"
 
 
-def _text(result: dict[str, Any], public: Store, out: Path | None) -> str:
+def _text(result: dict[str, Any], public: "Store", out: Path | None) -> str:
     count = result["public_pictures_with_a_match"]
     lines = [f"{OPERATOR_ONLY}{count:,} of {public.num_records:,} public pictures have a match among the private ones."]
     lines.append(pairs({f"by {how}": number for how, number in result["by"].items()}))

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dpvision.cli.output import RunPath, emit, parse
+from dpvision.cli.paths import check_run, check_store
 from dpvision.errors import ConfigError
-from dpvision.report.gallery import Gallery, gallery_of_run
-from dpvision.report.operator_page import make_operator_page
-from dpvision.report.page import make_report
-from dpvision.report.phrases import Tuning
+from dpvision.report.schema import Tuning
+
+if TYPE_CHECKING:
+    from dpvision.report.gallery import Gallery
 
 
 def run(argv: Sequence[str]) -> None:
@@ -48,6 +50,12 @@ def report(
         raise ConfigError(f"report: gallery_num={gallery_num}; expected at least 1. Leave it out for 8.")
     if beside and gallery is None:
         raise ConfigError("report: --beside without --gallery; expected a store with captions to show them on. Add --gallery STORE.")
+    check_run(run, *beside)
+    check_store(store, public_store, gallery)
+    from dpvision.report.gallery import gallery_of_run
+    from dpvision.report.operator_page import make_operator_page
+    from dpvision.report.page import make_report
+
     made = None if gallery is None else gallery_of_run(run, gallery, beside, count=gallery_num)
     operator = make_operator_page(run, store, gallery=made)
     page = make_report(run, public_store, store_dir=store, tuning=tuning, gallery=None if made is None else made.public_part())
@@ -58,7 +66,7 @@ def report(
     emit({name: str(path) for name, path in written.items()}, json, text)
 
 
-def gallery_places(gallery: Gallery) -> str:
+def gallery_places(gallery: "Gallery") -> str:
     """Where a gallery stands, in words."""
     part = gallery.public_part()
     if part is None:

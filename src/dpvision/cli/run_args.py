@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from dpvision.cli.paths import check_store
 from dpvision.config import RunConfig
-from dpvision.errors import ConfigError, DataError
+from dpvision.errors import ConfigError
 
 if TYPE_CHECKING:
     from dpvision.privacy.composition import Part
@@ -75,9 +76,8 @@ def check_places(root: Path, config: RunConfig, *, dry_run: bool) -> None:
 
     if not dry_run:
         require_new(root)
-    store = config.data.store
-    if store is not None and not Path(store).exists():
-        raise DataError(f"store: {store}: no such folder; expected a store. Make one with `dpvision data import SOURCE STORE`.")
+    if config.data.store is not None:
+        check_store(Path(config.data.store))
 
 
 def resumed_hardware(command: str, root: Path, asked: RunConfig, saved: RunConfig) -> dict[str, Any]:

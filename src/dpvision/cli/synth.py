@@ -6,13 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from PIL import Image
 from rich.console import Console
 
 from dpvision.cli.output import emit, pairs, parse
-from dpvision.data.inspect import texture_sheet
-from dpvision.data.synthetic_store import write_textures
-from dpvision.data.texture_store import write_texture_store
 from dpvision.errors import ConfigError
 
 OutPath = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="STORE")]
@@ -58,9 +54,13 @@ def synth(
     """
     if store is None and sheet is None:
         raise ConfigError("synth: nothing to make; expected a store, --sheet, or both. Say e.g. --sheet textures.png.")
+    from dpvision.data.inspect import texture_sheet
+    from dpvision.data.synthetic_store import write_textures
+    from dpvision.data.texture_store import write_texture_store
+
     start, result = time.monotonic(), dict[str, Any]()
     if sheet is not None:
-        image: Image.Image = texture_sheet(sheet_num, size_px, first=first, instance=instance)
+        image = texture_sheet(sheet_num, size_px, first=first, instance=instance)
         sheet.parent.mkdir(parents=True, exist_ok=True)
         image.save(sheet)
         result["sheet"] = str(sheet)

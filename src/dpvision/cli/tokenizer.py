@@ -3,17 +3,17 @@
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
 
 from dpvision.cli.output import emit, pairs
-from dpvision.data.caption_text import file_captions, scene_captions, store_captions
-from dpvision.data.captions import clean_caption
-from dpvision.data.store import Store
-from dpvision.data.tokenizer import CaptionTokenizer, train_tokenizer
+from dpvision.cli.paths import check_store
 from dpvision.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from dpvision.data.tokenizer import CaptionTokenizer
 
 MEASURED = 100_000
 """Captions, from the beginning of the text, on which lengths are measured."""
@@ -57,7 +57,12 @@ def tokenizer(
         raise ConfigError(f"data tokenizer: num_tokens={num_tokens}; expected at least 2, for BOS and EOS. DP-Cap has 40.")
     if out.exists():
         raise DataError(f"data tokenizer: {out} exists; expected a new file: runs may depend on it. Choose another name.")
-    opened = None if store is None else Store.open(store)
+    check_store(store)
+    from dpvision.data.caption_text import file_captions, scene_captions, store_captions
+    from dpvision.data.open import open_store
+    from dpvision.data.tokenizer import train_tokenizer
+
+    opened = None if store is None else open_store(store)
 
     def captions() -> Iterator[str]:
         return chain(
@@ -79,8 +84,10 @@ def tokenizer(
     emit(result, json, "\n".join(lines))
 
 
-def _measured(made: CaptionTokenizer, captions: Iterator[str], num_tokens: int) -> dict[str, Any]:
+def _measured(made: "CaptionTokenizer", captions: Iterator[str], num_tokens: int) -> dict[str, Any]:
     """Lengths with BOS and EOS over the first captions, and how the first distinct ones are split."""
+    from dpvision.data.captions import clean_caption
+
     clean = [caption for caption in map(clean_caption, islice(captions, MEASURED)) if caption]
     lengths = [len(made.words(caption)) + 2 for caption in clean]
     return {

@@ -4,13 +4,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from dpvision.cli.output import emit, parse
-from dpvision.report.recompute import Check
-from dpvision.report.verify import verify_statement
+from dpvision.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dpvision.report.recompute import Check
 
 
 def run(argv: Sequence[str]) -> None:
@@ -38,6 +40,10 @@ def verify(
         store: The store that the run was trained on, with its LEDGERS folder beside it.
         json: Print JSON.
     """
+    if not statement.exists():
+        raise ConfigError(f"verify: {statement}: no such file; expected a statement.json. Correct the path.")
+    from dpvision.report.verify import verify_statement
+
     checks = verify_statement(statement, run, store)
     bad = sum(check.status == "failed" for check in checks)
     emit({"statement": str(statement), "failed": bad, "checks": [asdict(check) for check in checks]}, json, _text(checks, bad))
@@ -45,7 +51,7 @@ def verify(
         sys.exit(1)
 
 
-def _text(checks: list[Check], bad: int) -> str:
+def _text(checks: "list[Check]", bad: int) -> str:
     width = max(len(check.name) for check in checks)
     lines = [f"{check.status:11}  {check.name:{width}}  {check.detail}" for check in checks]
     unknown = sum(check.status == "not checked" for check in checks)

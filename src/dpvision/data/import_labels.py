@@ -8,13 +8,15 @@ numbers; only those of a public store are numbered by the names found.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from dpvision.data.multi_label import LABELS_FILE, LabelSetWriter
-from dpvision.data.sources import Sample
 from dpvision.errors import DataError
+
+if TYPE_CHECKING:
+    from dpvision.data.sources import Sample
 
 UnknownClasses = Literal["refuse", "unlabelled"]
 _SHOWN = 100
@@ -76,7 +78,7 @@ class ImportedLabels:
         self._classes: dict[str, int] = {}
         self._numbers = False
 
-    def value(self, sample: Sample) -> Any:
+    def value(self, sample: "Sample") -> Any:
         """What the field says, with a text cut at the separator; None where it says nothing."""
         value = sample.fields.get(self.field)
         if self._separator is not None and isinstance(value, str):

@@ -19,6 +19,7 @@ from dpvision.data.captions import Captions, find_captions
 from dpvision.data.decode import BadPicture, decode, extension
 from dpvision.data.import_labels import ClassRule, ImportedLabels
 from dpvision.data.merge import merge_duplicates
+from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
 from dpvision.data.record_lines import append_line, have_captions
 from dpvision.data.sources import Sample, open_source
@@ -131,7 +132,7 @@ def import_samples(
             if progress is not None:
                 progress(done)
         build.finish("public" if public else "private", done, {} if caption_file is None else caption_file.summary())
-    return Store.open(target)
+    return open_store(target)
 
 
 def _require_new(target: Path) -> None:

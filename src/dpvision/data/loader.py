@@ -13,18 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from dpvision.config import DataConfig
 from dpvision.data.batch import Batch
 from dpvision.data.caption_reader import CaptionReader
-from dpvision.data.decode import BadPicture, decode
 from dpvision.data.keys import StepKey
 from dpvision.data.ordered import ordered_map
 from dpvision.data.store import Store
-from dpvision.data.texture_store import TextureStore
-from dpvision.data.transform import CROP_NUMBERS, cut, evaluation_view, normalise, normalised_canvas, training_box
+from dpvision.data.transform import decoded, evaluation_view, normalise, normalised_canvas
 from dpvision.errors import DataError
 
 _CHUNK = 64
@@ -71,7 +68,7 @@ def physical_batches(
     rows = _checked_rows(store, rows)
     parts = _sliced(rows, physical_batch_size)
     device = torch.device(device)
-    if isinstance(store, TextureStore) and device.type != "cpu" and captions is None:
+    if store.generated and device.type != "cpu" and captions is None:
         yield from _texture_batches(store, parts, key, data, image_size, device)
         return
     has_labels = bool(store.labelled.any()) if len(rows) else False
@@ -122,13 +119,12 @@ def pictures(
 
 
 def _texture_batches(
-    store: TextureStore, parts: list[np.ndarray], key: StepKey, data: DataConfig, image_size: int, device: torch.device
+    store: Store, parts: list[np.ndarray], key: StepKey, data: DataConfig, image_size: int, device: torch.device
 ) -> Iterator[Batch]:
     """Looks at textures, made on ``device``: a GPU makes them faster than threads could hand them over."""
     mean, std = (torch.tensor(v, device=device)[:, None, None] for v in (data.mean, data.std))
     for part in parts:
-        x_BVCHW = store.looks(part, key, data.views, image_size, device)
-        valid_B = torch.ones(len(part), dtype=torch.bool, device=device)
+        x_BVCHW, valid_B = store.views(part, key, data, image_size, device)
         record_id_B = torch.from_numpy(store.index["id"][part].astype(np.int64)).to(device)
         yield Batch(record_id_B=record_id_B, valid_B=valid_B, image_BVCHW=(x_BVCHW.float() / 255 - mean) / std)
 
@@ -161,17 +157,10 @@ def _batched(work: Callable[[np.ndarray], _Arrays], parts: list[np.ndarray], wor
             yield part, tuple(map(np.concatenate, zip(*pieces, strict=True)))
 
 
-def _decoded(store: Store, rows: np.ndarray) -> Iterator[Image.Image | None]:
-    for data in store.read_many(rows):
-        try:
-            yield Image.fromarray(decode(data))
-        except BadPicture:
-            yield None
-
-
 def _augment(store: Store, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, captions: CaptionReader | None) -> _Arrays:
     record_id = store.index["id"][rows].astype(np.int64)
-    pixels, valid = _views(store, rows, record_id, key, data, image_size)
+    image_BVCHW, valid_B = store.views(rows, key, data, image_size)
+    pixels, valid = image_BVCHW.permute(0, 1, 3, 4, 2).numpy(), valid_B.numpy()
     if captions is None:
         return record_id, valid, _normalised(pixels, valid, data)
     token_BVL, has_caption = captions.read(store, rows, key, data.views)
@@ -179,31 +168,10 @@ def _augment(store: Store, rows: np.ndarray, key: StepKey, data: DataConfig, ima
     return record_id, valid, _normalised(pixels, valid, data), token_BVL
 
 
-def _views(
-    store: Store, rows: np.ndarray, record_id: np.ndarray, key: StepKey, data: DataConfig, image_size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """uint8 pixels (B, V, H, W, C), and valid (B,)."""
-    if isinstance(store, TextureStore):  # a look is a crop already
-        pixels = store.looks(rows, key, data.views, image_size).permute(0, 1, 3, 4, 2).numpy()
-        return pixels, np.ones(len(rows), dtype=bool)
-    views = range(data.views)
-    crops = [key.uniform_numpy(record_id, f"crop.{v}", CROP_NUMBERS).tolist() for v in views]
-    flips = [(key.uniform_numpy(record_id, f"flip.{v}", 1)[:, 0] < 0.5 if data.horizontal_flip else [False] * len(rows)) for v in views]
-    pixels = np.zeros((len(rows), data.views, image_size, image_size, 3), dtype=np.uint8)
-    valid = np.zeros(len(rows), dtype=bool)
-    for b, image in enumerate(_decoded(store, rows)):
-        if image is not None:
-            valid[b] = True
-            for v in views:
-                box = training_box(image.width, image.height, image_size, data, crops[v][b])
-                pixels[b, v] = cut(image, box, image_size, flips[v][b])
-    return pixels, valid
-
-
 def _centre(store: Store, rows: np.ndarray, data: DataConfig, image_size: int) -> _Arrays:
     pixels = np.zeros((len(rows), image_size, image_size, 3), dtype=np.uint8)
     valid, side = np.zeros(len(rows), dtype=bool), np.full(len(rows), image_size)
-    for b, image in enumerate(_decoded(store, rows)):
+    for b, image in enumerate(decoded(store.read_many(rows))):
         if image is not None:
             valid[b] = True
             pixels[b], side[b] = evaluation_view(image, image_size, data)

@@ -19,17 +19,16 @@ import numpy as np
 
 from dpvision.data.decode import BadPicture, decode
 from dpvision.data.importer import new_store_folder
+from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
-from dpvision.data.perceptual import nearest_within, perceptual_hashes
+from dpvision.data.perceptual import RADIUS, nearest_within, perceptual_hashes
 from dpvision.data.store import Store, write_description
 from dpvision.data.store_key import copy_key
-from dpvision.data.texture_store import TextureStore
 from dpvision.errors import DataError
 
 How = Literal["bytes", "pixels", "perceptual", "features"]
 HOWS: tuple[How, ...] = get_args(How)
 """Strongest first: of several reasons for a match the first stands."""
-RADIUS = 6
 _CHUNK = 64
 
 
@@ -88,7 +87,7 @@ def signatures(store: Store, *, workers: int = 2, progress: Callable[[int], None
 
 
 def _check_pictures(store: Store) -> None:
-    if isinstance(store, TextureStore):
+    if store.generated:
         raise DataError(f"overlap: {store.path} holds textures, which no picture is like; expected pictures. Leave it out.")
 
 
@@ -213,4 +212,4 @@ def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Sto
             cleared={"deduplicated": record, "cleared_from": public.meta.get("cleared_from", public.num_records)},
             labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),
         )
-    return Store.open(target)
+    return open_store(target)

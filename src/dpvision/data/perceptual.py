@@ -24,6 +24,8 @@ from dpvision.errors import ConfigError
 NUM_BITS = 64
 LARGEST_RADIUS = 11
 """Beyond it a search opens thousands of drawers, and pictures of nothing in common begin to meet."""
+RADIUS = 6
+"""Bits by which hashes of like images may differ, unless asked otherwise."""
 SECOND_RADIUS = 10
 """Of the second hash."""
 _PIECES, _PIECE_BITS = 4, 16

@@ -7,9 +7,9 @@ import numpy as np
 
 from dpvision.data.importer import new_store_folder
 from dpvision.data.keys import StepKey
+from dpvision.data.open import open_store
 from dpvision.data.store import Store, write_description
 from dpvision.data.store_key import copy_key
-from dpvision.data.texture_store import TextureStore
 from dpvision.errors import DataError
 
 
@@ -31,8 +31,8 @@ def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fra
     """
     if not 0 < fraction < 1:
         raise DataError(f"data split: fraction={fraction}; expected strictly between 0 and 1. E.g. 0.8.")
-    store = Store.open(store_dir)
-    if isinstance(store, TextureStore):
+    store = open_store(store_dir)
+    if store.generated:
         raise DataError(f"data split: {store_dir} holds textures; expected pictures. Make a second store with `dpvision synth --first`.")
     home = store.path.resolve()
     targets = [Path(out).resolve() for out in (out_a, out_b)]
@@ -52,7 +52,7 @@ def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fra
         for target in made:
             shutil.rmtree(target, ignore_errors=True)
         raise
-    return Store.open(targets[0]), Store.open(targets[1])
+    return open_store(targets[0]), open_store(targets[1])
 
 
 def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> None:

@@ -10,7 +10,7 @@ A store is a folder::
     shards/*.tar        WebDataset shards; tars that were already in that form stay where they are and shards names their paths
     confidential/       what the import left out and why; the key of the ids (store_key.py)
 
-Legend: B rows asked for, N records of the store, M labels of all rows asked for, K classes.
+Legend: B rows asked for, V views, C channels, H height, W width, N records of the store, M labels of all rows asked for, K classes.
 """
 
 import functools
@@ -19,14 +19,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from dpvision.config import DataConfig
 from dpvision.data.keys import StepKey
 from dpvision.data.multi_label import LabelSets, zero_one
 from dpvision.data.record_lines import captions_of, have_captions
 from dpvision.data.tarindex import BLOCK, member_size
+from dpvision.data.transform import random_views
 from dpvision.errors import DataError
 from dpvision.privacy.store_marks import StoreLedgers
 
@@ -52,7 +56,7 @@ label is the place of the record's set (multi_label.py)."""
 
 _OPEN_SHARDS = 256
 _CHECK_ROWS = 1 << 20
-_REMEDY = "Import the source again, or restore the file."
+REMEDY = "Import the source again, or restore the file."
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class _Shard:
             self.fd = os.open(path, os.O_RDONLY)
         except OSError as error:
             self.fd = -1
-            raise DataError(f"store: {path}: {error.strerror}; expected a readable shard. {_REMEDY}") from None
+            raise DataError(f"store: {path}: {error.strerror}; expected a readable shard. {REMEDY}") from None
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -86,8 +90,10 @@ class _Shard:
 
 
 class Store:
-    """Records by position, 0 ... num_records - 1. Made by ``Store.open``; safe to read from several threads."""
+    """Records by position, 0 ... num_records - 1. Opened by ``data.open.open_store``; safe to read from several threads."""
 
+    generated: ClassVar[bool] = False
+    """Whether a generator makes the images, rather than files that were imported."""
     label_sets: LabelSets | None = None
     """Of a store whose records may have several labels."""
 
@@ -113,48 +119,24 @@ class Store:
         operator alone: its images are public, but which and how many of them are left depends on the private store."""
         return "private" if "deduplicated" in self.meta else self.visibility
 
-    @classmethod
-    def open(cls, path: str | Path) -> "Store":
-        """Open a store and check it: every shard is there with its recorded size, every row lies inside its shard, and the last row
-        of each shard sits behind a tar header of its size.
-
-        Raises:
-            DataError: not a store, written by another version, or files and index do not fit together.
-        """
-        path = Path(path)
-        meta = _read_meta(path)
-        if meta["format"] == TEXTURES_FORMAT:
-            from dpvision.data.texture_store import TextureStore  # it is a Store itself
-
-            return TextureStore(path, meta)
-        try:
-            index = np.load(path / "index.npy", mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"store: {path / 'index.npy'}: {error}; expected the index of the store. {_REMEDY}") from None
-        if index.dtype != ROW or index.shape != (meta["num_records"],):
-            got = f"{index.dtype} of shape {index.shape}"
-            raise DataError(f"store: {path}: index is {got}; expected {meta['num_records']} rows of {FORMAT}. {_REMEDY}")
-        sets = LabelSets.open(path / meta["labels"]["path"], meta["labels"]["bytes"]) if meta["format"] == SEVERAL_FORMAT else None
-        store = cls(path, meta, index, sets)
-        store._check()
-        return store
-
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Check that every file has its recorded size, that every row lies inside its file, and that the last row of each shard sits
+        behind a tar header of its size. Raises DataError where it does not."""
         files = [*zip(self.shard_paths, (s["bytes"] for s in self.meta["shards"]), strict=True)]
         text = self.meta["text"]
         for file, size in [*files, (self.path / text["path"], text["bytes"])]:
             try:
                 found = file.stat().st_size
             except OSError as error:
-                raise DataError(f"store: {file}: {error.strerror}; expected a file of {size} bytes. {_REMEDY}") from None
+                raise DataError(f"store: {file}: {error.strerror}; expected a file of {size} bytes. {REMEDY}") from None
             if found != size:
-                raise DataError(f"store: {file}: {found} bytes; expected {size}, as when it was indexed. {_REMEDY}")
+                raise DataError(f"store: {file}: {found} bytes; expected {size}, as when it was indexed. {REMEDY}")
         shard_bytes = np.array([size for _, size in files], dtype=np.uint64)
         last = np.full(len(files), -1, dtype=np.int64)
         for start in range(0, self.num_records, _CHECK_ROWS):
             rows = self.index[start : start + _CHECK_ROWS]
             if rows["shard"].max() >= len(files):
-                raise DataError(f"store: {self.path}: index names shard {rows['shard'].max()}; expected {len(files)} shards. {_REMEDY}")
+                raise DataError(f"store: {self.path}: index names shard {rows['shard'].max()}; expected {len(files)} shards. {REMEDY}")
             limit = shard_bytes[rows["shard"]]
             outside = (rows["offset"] < BLOCK) | (rows["offset"] > limit) | (rows["offset"] + rows["size"] > limit)
             outside |= rows["caption_offset"] + rows["caption_size"] > text["bytes"]
@@ -162,7 +144,7 @@ class Store:
                 self.label_sets.check(rows["label"])
             if outside.any():
                 row = start + int(outside.argmax())
-                raise DataError(f"store: {self.path}: index row {row} lies outside its file; expected it inside. {_REMEDY}")
+                raise DataError(f"store: {self.path}: index row {row} lies outside its file; expected it inside. {REMEDY}")
             last[rows["shard"]] = np.arange(start, start + len(rows))
         for row in last[last >= 0].tolist():
             entry = self.index[row]
@@ -173,7 +155,7 @@ class Store:
                 size = -1
             if size != entry["size"]:
                 file = self.shard_paths[entry["shard"]]
-                raise DataError(f"store: index row {row} does not match {file}; expected the member it was made from. {_REMEDY}")
+                raise DataError(f"store: index row {row} does not match {file}; expected the member it was made from. {REMEDY}")
 
     def read(self, row: int) -> bytes:
         """Bytes of one picture file. Raises DataError when the shard cannot be read."""
@@ -198,10 +180,20 @@ class Store:
         try:
             read = list(map(os.pread, map(fd_of.__getitem__, shards), sizes, offsets))
         except OSError as error:
-            raise DataError(f"store: {self.path}: {error.strerror}; expected readable shards. {_REMEDY}") from None
+            raise DataError(f"store: {self.path}: {error.strerror}; expected readable shards. {REMEDY}") from None
         if sum(map(len, read)) != sum(sizes):  # none can be longer than asked for
-            raise DataError(f"store: {self.path}: a shard ends early; expected the size it was indexed with. {_REMEDY}")
+            raise DataError(f"store: {self.path}: a shard ends early; expected the size it was indexed with. {REMEDY}")
         return read
+
+    def views(
+        self, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, device: str | torch.device = "cpu"
+    ) -> tuple[Tensor, Tensor]:
+        """This step's augmented views of int64 ``rows`` (B,): image_BVCHW uint8, and valid_B, False where a file does not decode.
+
+        Both are on the CPU whatever ``device`` is; only generated images are made on it. Raises DataError as ``read_many`` does.
+        """
+        pixels_BVHWC, valid_B = random_views(self.read_many(rows), self.index["id"][rows].astype(np.int64), key, data, image_size)
+        return torch.from_numpy(pixels_BVHWC).permute(0, 1, 4, 2, 3), torch.from_numpy(valid_B)
 
     def captions(self, row: int) -> tuple[str, ...]:
         """Captions of one record; those of all rows of the source that had the same picture."""
@@ -218,9 +210,9 @@ class Store:
         try:
             lines = [os.pread(text.fd, size, offset) for size, offset in zip(sizes, offsets, strict=True)]
         except OSError as error:
-            raise DataError(f"store: {self.path}: {error.strerror}; expected readable captions. {_REMEDY}") from None
+            raise DataError(f"store: {self.path}: {error.strerror}; expected readable captions. {REMEDY}") from None
         if sum(map(len, lines)) != sum(sizes):
-            raise DataError(f"store: {self.path}: the captions end early; expected the size they were indexed with. {_REMEDY}")
+            raise DataError(f"store: {self.path}: the captions end early; expected the size they were indexed with. {REMEDY}")
         return [captions_of(line) for line in lines]
 
     def has_captions(self, rows: np.ndarray) -> np.ndarray:
@@ -249,7 +241,7 @@ class Store:
             return json.loads(line)
         except ValueError:
             where = self.path / self.meta["text"]["path"]
-            raise DataError(f"store: {where}: row {row} is damaged; expected a line of JSON. {_REMEDY}") from None
+            raise DataError(f"store: {where}: row {row} is damaged; expected a line of JSON. {REMEDY}") from None
 
     @property
     def multi_label(self) -> bool:
@@ -308,27 +300,8 @@ class Store:
             return json.loads((self.path / "confidential" / "import.json").read_text())
         except (OSError, ValueError) as error:
             raise DataError(
-                f"store: {self.path}: no summary of the import ({error}); expected confidential/import.json. {_REMEDY}"
+                f"store: {self.path}: no summary of the import ({error}); expected confidential/import.json. {REMEDY}"
             ) from None
-
-
-def _read_meta(path: Path) -> dict[str, Any]:
-    file = path / "store.json"
-    try:
-        meta = json.loads(file.read_text())
-    except OSError as error:
-        raise DataError(f"store: {path}: {error.strerror}; expected a store. Make one with `dpvision data import SOURCE STORE`.") from None
-    except ValueError:
-        raise DataError(f"store: {file}: not JSON; expected the description of a store. {_REMEDY}") from None
-    if not isinstance(meta, dict) or meta.get("format") not in (FORMAT, SEVERAL_FORMAT, TEXTURES_FORMAT):
-        got = meta.get("format") if isinstance(meta, dict) else meta
-        raise DataError(f"store: {file}: format={got!r}; expected {FORMAT}. Import the source again with this version.")
-    files = {"first", "size_px"} if meta["format"] == TEXTURES_FORMAT else {"shards", "text"}
-    files |= {"labels"} if meta["format"] == SEVERAL_FORMAT else set()
-    missing = {"store_id", "visibility", "num_records", "label_names", *files} - set(meta)
-    if missing or meta["visibility"] not in ("private", "public"):
-        raise DataError(f"store: {file}: incomplete ({sorted(missing)}); expected every field of {FORMAT}. {_REMEDY}")
-    return meta
 
 
 def write_description(

@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from dpvision.config import DataConfig
 from dpvision.data.keys import StepKey
 from dpvision.data.store import TEXTURES_FORMAT, Record, Store
 from dpvision.errors import DataError
@@ -31,7 +32,9 @@ _MOST_RECORDS = 1 << 32
 
 
 class TextureStore(Store):
-    """Public records by position; record i is texture number ``first`` + i, which is also its id. Made by ``Store.open``."""
+    """Public records by position; record i is texture number ``first`` + i, which is also its id. Opened by ``data.open.open_store``."""
+
+    generated = True
 
     def __init__(self, path: Path, meta: dict[str, Any]) -> None:
         if meta.get("generator_version") != VERSION:
@@ -53,11 +56,15 @@ class TextureStore(Store):
         number_B = torch.from_numpy(self.index["id"][np.asarray(rows)])
         return [_png(x) for x in textures(number_B, self.size_px).permute(0, 2, 3, 1).numpy()]
 
-    def looks(self, rows: np.ndarray, key: StepKey, views: int, image_size: int, device: str | torch.device = "cpu") -> Tensor:
-        """uint8 (B, V, 3, H, W) on ``device``: this step's looks at the textures of ``rows``, functions of (seed, step, view, number)."""
+    def views(
+        self, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, device: str | torch.device = "cpu"
+    ) -> tuple[Tensor, Tensor]:
+        """This step's looks at the textures of ``rows``, functions of (seed, step, view, number): image_BVCHW uint8 and valid_B, all True,
+        both on ``device``. A look is a crop already, so ``data`` says only how many."""
         number_B = torch.from_numpy(self.index["id"][rows])
-        looks = [key.bits(number_B, f"look.{v}", 1)[:, 0] for v in range(views)]
-        return torch.stack([textures(number_B, image_size, instance_N=look_B, device=device) for look_B in looks], dim=1)
+        looks = [key.bits(number_B, f"look.{v}", 1)[:, 0] for v in range(data.views)]
+        image_BVCHW = torch.stack([textures(number_B, image_size, instance_N=look_B, device=device) for look_B in looks], dim=1)
+        return image_BVCHW, torch.ones(len(rows), dtype=torch.bool, device=device)
 
     def captions(self, row: int) -> tuple[str, ...]:
         """None."""
@@ -81,7 +88,7 @@ class TextureStore(Store):
         return {"records": self.num_records, "textures": True}
 
 
-def write_texture_store(store_dir: str | Path, num: int, *, first: int = 0, size_px: int = 64) -> Store:
+def write_texture_store(store_dir: str | Path, num: int, *, first: int = 0, size_px: int = 64) -> TextureStore:
     """Make the folder of a store of ``num`` textures; takes no time and a few hundred bytes.
 
     Args:
@@ -109,7 +116,7 @@ def write_texture_store(store_dir: str | Path, num: int, *, first: int = 0, size
             (folder / "store.json").write_text(json.dumps(meta, indent=1))
     except OSError as error:
         raise DataError(f"synth: {store_dir} ({error.strerror}); expected a folder that can be made. Choose another place.") from None
-    return Store.open(store_dir)
+    return TextureStore(store_dir, meta)
 
 
 def texture_files(numbers: Sequence[int], size_px: int) -> list[tuple[str, bytes]]:

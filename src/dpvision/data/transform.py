@@ -7,7 +7,7 @@ Legend: B records, V views, C channels, H height, W width, N random numbers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from dpvision.config import DataConfig
-from dpvision.data.decode import upright_rgb
+from dpvision.data.decode import BadPicture, decode, upright_rgb
+from dpvision.data.keys import StepKey
 from dpvision.errors import DataError
 
 CROP_RATIO = (3 / 4, 4 / 3)
@@ -89,6 +90,36 @@ def training_box(
     left, top, right, bottom = crop_box(data.resize, data.resize, uniform_N, data.crop_scale)
     x, y = width / data.resize, height / data.resize
     return left * x, top * y, right * x, bottom * y
+
+
+def random_views(
+    files: Sequence[bytes], record_id_B: np.ndarray, key: StepKey, data: DataConfig, image_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """A step's training views of image files: uint8 pixels (B, V, H, W, C), and which files decode, bool (B,); the others are zeros.
+
+    Crop (``training_box``, bicubic) and flip are drawn from ``key`` and the record's id in the streams "crop.V" and "flip.V".
+    """
+    views = range(data.views)
+    crops = [key.uniform_numpy(record_id_B, f"crop.{v}", CROP_NUMBERS).tolist() for v in views]
+    flips = [(key.uniform_numpy(record_id_B, f"flip.{v}", 1)[:, 0] < 0.5 if data.horizontal_flip else [False] * len(files)) for v in views]
+    pixels = np.zeros((len(files), data.views, image_size, image_size, 3), dtype=np.uint8)
+    valid = np.zeros(len(files), dtype=bool)
+    for b, image in enumerate(decoded(files)):
+        if image is not None:
+            valid[b] = True
+            for v in views:
+                box = training_box(image.width, image.height, image_size, data, crops[v][b])
+                pixels[b, v] = cut(image, box, image_size, flips[v][b])
+    return pixels, valid
+
+
+def decoded(files: Iterable[bytes]) -> Iterator[Image.Image | None]:
+    """Each image file as RGB; None where it does not decode."""
+    for file in files:
+        try:
+            yield Image.fromarray(decode(file))
+        except BadPicture:
+            yield None
 
 
 def evaluation_box(width: int, height: int, image_size: int, data: DataConfig) -> tuple[float, float, float, float]:

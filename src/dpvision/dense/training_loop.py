@@ -12,11 +12,9 @@ rank or physical batch. Epochs follow one another without a gap, so that every b
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dpvision.config.checks import check_choices, check_ranges
 from dpvision.data.keys import StepKey
 from dpvision.data.ordered import ordered_map
+from dpvision.dense.training_settings import DenseHardware, DenseTrainSettings
 from dpvision.dense.training_state import DenseCheckpoint, open_checkpoint
 from dpvision.errors import ConfigError
 from dpvision.train.distributed import Group
@@ -46,87 +44,6 @@ class Pictures(Protocol[Example]):
     def load(self, number: int, epoch: int) -> Example:
         """A picture and its truth, augmented by (seed, epoch, number) alone: called from several threads, so no global generator."""
         ...
-
-
-@dataclass(frozen=True)
-class DenseTrainSettings:
-    """What is learned. Rates stand in the parameter groups; the schedule multiplies them."""
-
-    epochs: float = 100.0
-    """Passes over the pictures; parts of one are allowed. Steps are epochs x pictures / batch, rounded down, at least 1."""
-    batch_size: int = 16
-    """Pictures of one step, over all ranks."""
-    warmup_steps: int = 1500
-    """Steps in which the rate rises in a line from ``warmup_start`` of its scheduled value to all of it."""
-    warmup_start: float = 1e-6
-    schedule: Literal["polynomial", "steps", "constant"] = "polynomial"
-    """"polynomial": (1 - t / T)^power; "steps": ``step_factor`` for each of ``step_at`` that t / T has passed."""
-    power: float = 1.0
-    step_at: tuple[float, ...] = (8 / 9, 0.963)
-    step_factor: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.999)
-    max_grad_norm: float = 0.0
-    """Largest norm of the whole gradient; 0: not clipped."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_ranges(
-            "training",
-            self,
-            ("epochs", 0 < self.epochs < math.inf, "more than 0"),
-            ("batch_size", self.batch_size >= 1, "at least 1"),
-            ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
-            ("warmup_start", 0 <= self.warmup_start <= 1, "0 to 1"),
-            ("power", 0 < self.power < math.inf, "more than 0"),
-            ("step_at", all(0 < at < 1 for at in self.step_at), "parts of the run, between 0 and 1"),
-            ("step_factor", 0 < self.step_factor <= 1, "0 < factor <= 1"),
-            ("betas", all(0 <= beta < 1 for beta in self.betas), "0 <= beta < 1"),
-            ("max_grad_norm", 0 <= self.max_grad_norm < math.inf, "0 or more"),
-            ("seed", 0 <= self.seed < 2**31, "between 0 and 2^31 - 1"),
-        )
-
-    def steps(self, num_pictures: int) -> int:
-        """Steps of a run over so many pictures."""
-        return max(1, int(self.epochs * num_pictures / self.batch_size + 1e-9))
-
-
-@dataclass(frozen=True)
-class DenseHardware:
-    """Where and how fast; what is learned does not depend on it beyond rounding and batch statistics."""
-
-    physical_batch_size: int = 2
-    """Pictures in one forward pass of one process; gradients of several passes are added up to the batch."""
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Autocast of the forward pass; weights, gradients and optimizer stay in float32. float16 needs a GPU."""
-    workers: int = 2
-    """Threads that read and augment pictures."""
-    checkpoint_every_s: float = 600.0
-    """Seconds between checkpoints in the work folder; one is also written at the end."""
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_ranges(
-            "hardware",
-            self,
-            ("physical_batch_size", self.physical_batch_size >= 1, "at least 1"),
-            ("workers", self.workers >= 1, "at least 1"),
-            ("checkpoint_every_s", 0 <= self.checkpoint_every_s < math.inf, "0 or more"),
-        )
-
-    def autocast(self, device: torch.device) -> Any:
-        """The context of a forward pass.
-
-        Raises:
-            ConfigError: float16 without a GPU.
-        """
-        if self.precision == "float32":
-            return nullcontext()
-        if self.precision == "float16" and device.type != "cuda":
-            raise ConfigError(
-                "hardware: precision='float16'; expected float32 or bfloat16 without a GPU. Use --hardware.precision bfloat16."
-            )
-        return torch.autocast(device.type, dtype=getattr(torch, self.precision))
 
 
 def rate_factor(settings: DenseTrainSettings, step: int, steps: int) -> float:

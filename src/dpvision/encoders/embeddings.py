@@ -16,6 +16,7 @@ import torch
 from safetensors.numpy import save
 
 from dpvision.data.decode import BadPicture, decode
+from dpvision.data.open import is_store, open_store
 from dpvision.data.sources import open_source
 from dpvision.data.store import Store
 from dpvision.encoders.collect import Progress, collect_features
@@ -73,7 +74,7 @@ def write_embeddings(
     if out.suffix not in (".npz", ".safetensors"):
         raise ConfigError(f"embed: out={str(out)!r}; expected a name that ends in .npz or .safetensors. Rename it.")
     encoder = open_encoder(spec, ema=ema)
-    store = Store.open(source) if (Path(source) / "store.json").exists() else None
+    store = open_store(source) if is_store(source) else None
     private = store is None or store.results_visibility == "private" or encoder.confidential
     if private and not release_private_outputs:
         require_confidential(out, "embed", "features of private images", ", or say --release-private-outputs")

@@ -1,17 +1,16 @@
 """Whether a run was trained on the images that it is to be scored on."""
 
-from pathlib import Path
-
 import numpy as np
 
 from dpvision.config import DataConfig
+from dpvision.data.open import is_store, open_store
 from dpvision.data.store import Store
 from dpvision.errors import DataError
 
 
 def trained_store(data: DataConfig) -> Store | None:
     """The store of the run, as far as it is still where it was."""
-    return Store.open(data.store) if data.store is not None and (Path(data.store) / "store.json").exists() else None
+    return open_store(data.store) if data.store is not None and is_store(data.store) else None
 
 
 def check_unseen(data: DataConfig, store: Store, what: str) -> None:

@@ -18,6 +18,7 @@ from PIL import Image
 
 from dpvision.data.decode import BadPicture, decode
 from dpvision.data.keys import StepKey
+from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.captions.caption_images import one_line
@@ -111,7 +112,7 @@ def gallery_of_run(run: str | Path, store_dir: str | Path, beside: Sequence[str 
     open_names = {
         name for name, path in runs.items() if not captioners[name].confidential and (name == OWN or made_of_public_pictures(path))
     }
-    return make_gallery(captioners, Store.open(store_dir), open_names, count=count)
+    return make_gallery(captioners, open_store(store_dir), open_names, count=count)
 
 
 def make_gallery(

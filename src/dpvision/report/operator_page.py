@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from dpvision.data.store import Store
+from dpvision.data.open import open_store
 from dpvision.errors import CheckpointError
 from dpvision.eval.score_file import read_scores
 from dpvision.privacy.plan import DPPlan
@@ -39,7 +39,7 @@ def make_operator_page(run_dir: str | Path, private_store: str | Path | None = N
     metrics = list(_read_metrics(root / "confidential" / "metrics.jsonl"))
     pictures = alike = None
     if private_store is not None:
-        store = Store.open(private_store)
+        store = open_store(private_store)
         pictures, alike = reconstruct_some(root, store), neighbours_of_run(root, store)
     scores = [*read_scores(root / "confidential" / "scores.json"), *([] if base != root else read_scores(base / "scores.json"))]
     html = render(

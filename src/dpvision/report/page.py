@@ -6,7 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from dpvision.data.store import Store
+from dpvision.data.open import open_store
 from dpvision.errors import PrivacyError
 from dpvision.eval.score import is_of_the_run, is_share
 from dpvision.files import write_json
@@ -16,8 +16,8 @@ from dpvision.report import figures
 from dpvision.report.gallery import Gallery
 from dpvision.report.html import render, setting_rows, write_page
 from dpvision.report.neighbours import neighbours_of_run
-from dpvision.report.phrases import Tuning
 from dpvision.report.reconstructions import reconstruct_some
+from dpvision.report.schema import Tuning
 from dpvision.report.statement import Evidence, read_evidence, statement_of
 from dpvision.runs.lineage import runs_on
 
@@ -49,7 +49,7 @@ def make_report(
     statement = statement_of(evidence, tuning)
     pictures = alike = None
     if public_store is not None:
-        store = Store.open(public_store)
+        store = open_store(public_store)
         if store.results_visibility != "public":
             what = (
                 "is private" if store.visibility == "private" else "was cleared of private twins, so that its choice of images is private"

@@ -1,6 +1,6 @@
 """The sentences of the statement, in plain English: facts that hold of every run, and those that follow from a plan."""
 
-from typing import Any, Literal
+from typing import Any
 
 from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
 from dpvision.dp.rounding import RESERVE, added_bound
@@ -8,8 +8,7 @@ from dpvision.privacy.composition import Method
 from dpvision.privacy.ledger import StoreAccount
 from dpvision.privacy.plan import MAX_DELTA, DPPlan, default_delta
 from dpvision.report.numbers import count, factor, one_in, percent_up, round_up, short
-
-Tuning = Literal["none", "public", "not_covered"]
+from dpvision.report.schema import Tuning
 
 TRUST_MODEL = (
     "Whoever runs the training is trusted with the pictures. The guarantee is towards everybody who receives what is released, also if "

@@ -4,7 +4,10 @@ import json
 import re
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
+
+Tuning = Literal["none", "public", "not_covered"]
+"""How settings and checkpoint were chosen, as ``history.tuning`` of the statement has it."""
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float), "null": type(None),

@@ -20,7 +20,7 @@ from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report import head_phrases, phrases, unit_phrases
 from dpvision.report.guarantee import guarantee_of, other_stores
 from dpvision.report.lineage_phrases import entry_text
-from dpvision.report.phrases import Tuning
+from dpvision.report.schema import Tuning
 from dpvision.runs.folder import read_run
 from dpvision.weights import lineage_digest
 

@@ -12,6 +12,7 @@ from torch import nn
 from dpvision.checkpoint import Checkpoint, load_checkpoint, state_tensors
 from dpvision.config import CaptionerConfig, ClassifierConfig, RunConfig
 from dpvision.data.keys import StepKey
+from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn
 from dpvision.dp.compiled import CompiledBlocks, compile_blocks
@@ -140,7 +141,7 @@ def _check_same(session: Session) -> None:
 def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, open_parent: OpenParent, group: distributed.Group) -> Session:
     """Store, model, optimizer and lineage, on this process's device. No collective call: any rank may be refused here."""
     assert config.data.store is not None, "_check_paths refused that"
-    store = Store.open(Path(config.data.store))
+    store = open_store(Path(config.data.store))
     rows = store.eligible_rows(plan.max_records_per_unit, config.seed)
     check_store(plan, store, rows)
     if isinstance(config.model, ClassifierConfig):
@@ -201,7 +202,7 @@ def _check_paths(config: RunConfig, open_parent: OpenParent) -> None:
     if config.data.store is None:
         raise ConfigError("data: store=None; expected a folder made by `dpvision data import`. Say --data STORE.")
     if not Path(config.data.store).exists():
-        Store.open(Path(config.data.store))  # says what is missing
+        open_store(Path(config.data.store))  # says what is missing
     if isinstance(config.model, CaptionerConfig):
         open_tokenizer(config)
     init_from = config.init_from

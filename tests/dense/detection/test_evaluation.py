@@ -12,16 +12,9 @@ from dpvision.config import ViTConfig
 from dpvision.dense.detection.coco_data import CocoPicture, load_coco
 from dpvision.dense.detection.crops import DetectionExample, fitted
 from dpvision.dense.detection.detector import Detector, detection_losses
-from dpvision.dense.detection.evaluation import (
-    DetectionSettings,
-    detect,
-    detection_scores,
-    in_picture,
-    make_detector,
-    train_detector,
-    training_crops,
-)
-from dpvision.dense.training_loop import DenseHardware
+from dpvision.dense.detection.evaluation import detect, detection_scores, in_picture, make_detector, train_detector, training_crops
+from dpvision.dense.detection.settings import DetectionSettings
+from dpvision.dense.training_settings import DenseHardware
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.pooled import pooled_network
 from dpvision.errors import ConfigError, DataError

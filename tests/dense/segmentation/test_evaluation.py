@@ -24,7 +24,7 @@ from dpvision.dense.segmentation.semantic_augment import resized
 from dpvision.dense.segmentation.semantic_data import SemanticFolder
 from dpvision.dense.segmentation.settings import SegmentationSettings
 from dpvision.dense.segmentation.upernet import Segmenter
-from dpvision.dense.training_loop import DenseHardware
+from dpvision.dense.training_settings import DenseHardware
 from dpvision.encoders.fixed import fixed_encoder
 from dpvision.errors import ConfigError
 from dpvision.train.distributed import Group
@@ -148,7 +148,7 @@ import numpy as np
 import torch
 sys.path.insert(0, {root!r})
 from tests.dense.segmentation.semantic_shapes import CLASSES, tiny_encoder
-from dpvision.dense.training_loop import DenseHardware
+from dpvision.dense.training_settings import DenseHardware
 from dpvision.dense.segmentation.evaluation import make_segmenter, pixel_counts, train_segmenter
 from dpvision.dense.segmentation.settings import SegmentationSettings
 from dpvision.dense.segmentation.semantic_data import open_folder

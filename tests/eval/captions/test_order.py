@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
@@ -110,4 +111,4 @@ def test_flickr8k_has_four_shuffles_for_nearly_every_caption(tmp_path: Path) -> 
 
 def test_store_type_is_what_the_suite_hands_over(tmp_path: Path) -> None:
     assert isinstance(write_scenes(tmp_path / "s", 5, 16, public=False), Store)
-    assert order_test(Store.open(tmp_path / "s")).test.pictures.visibility == "private"
+    assert order_test(open_store(tmp_path / "s")).test.pictures.visibility == "private"

@@ -9,10 +9,11 @@ from dpvision.data.keys import StepKey
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.probes import fine_tune as module
-from dpvision.eval.probes.few_shot_probe import FewShotProbeSettings, few_shot_probe
-from dpvision.eval.probes.fine_tune import FineTuneSettings, Tuned, augmented, fine_tune, make_optimizer
+from dpvision.eval.probes.few_shot_probe import few_shot_probe
+from dpvision.eval.probes.fine_tune import Tuned, augmented, fine_tune, make_optimizer
 from dpvision.eval.probes.linear_probe import fit_linear_probe
 from dpvision.eval.probes.records import draw_shots, units
+from dpvision.eval.probes.settings import FewShotProbeSettings, FineTuneSettings
 
 from ..labelled import MEAN, STD, conv_encoder, vit_encoder, write_colours
 

@@ -10,9 +10,10 @@ from dpvision.data.store import Store
 from dpvision.encoders.collect import collect_features
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.probes.epochs import warmup_cosine
-from dpvision.eval.probes.lars_probe import LarsHeads, LarsResult, LarsSettings, LarsTrainer, lars_probe, token_features
+from dpvision.eval.probes.lars_probe import LarsHeads, LarsResult, LarsTrainer, lars_probe, token_features
 from dpvision.eval.probes.linear_probe import fit_linear_probe
 from dpvision.eval.probes.records import units
+from dpvision.eval.probes.settings import LarsSettings
 
 from ..labelled import MEAN, STD, conv_encoder, vit_encoder, write_digits
 

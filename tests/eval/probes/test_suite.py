@@ -11,21 +11,20 @@ import torch
 from PIL import Image
 
 from dpvision.data.importer import import_samples
+from dpvision.data.open import open_store
 from dpvision.data.sources import Sample
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import CheckpointError, ConfigError, DataError
-from dpvision.eval.probes.few_shot_probe import FewShotProbeSettings
-from dpvision.eval.probes.fine_tune import FineTuneSettings
 from dpvision.eval.probes.knn import KNN
-from dpvision.eval.probes.lars_probe import LarsSettings
 from dpvision.eval.probes.linear_probe import Linear
 from dpvision.eval.probes.own_head import OwnHead
 from dpvision.eval.probes.protocol import score_features
 from dpvision.eval.probes.protocols import PROTOCOLS, make_protocols
 from dpvision.eval.probes.records import LabelledFeatures, check_labels, evaluation_rows, units
 from dpvision.eval.probes.ridge import Ridge
+from dpvision.eval.probes.settings import FewShotProbeSettings, FineTuneSettings, LarsSettings
 from dpvision.eval.probes.suite import evaluate
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import read_scores, write_scores
@@ -224,7 +223,7 @@ def test_a_declared_metric_is_used_and_an_asked_one_wins(make_run: MakeRun, trai
     declared = write_scenes(tmp_path / "declared", 240, 16)
     meta = json.loads((declared.path / "store.json").read_text())
     (declared.path / "store.json").write_text(json.dumps(meta | {"metric": "mean_per_class"}))
-    declared = Store.open(declared.path)
+    declared = open_store(declared.path)
     assert evaluate(run, declared, test_store, protocols=(KNN(),), against=(), workers=1) == per_class
     assert evaluate(run, declared, test_store, protocols=(KNN(),), against=(), metric="accuracy", workers=1) == plain
 
@@ -253,7 +252,7 @@ def test_persons_on_both_sides_are_refused(tmp_path: Path) -> None:
         np.save(tmp_path / name / "index.npy", parent.index[rows])
         meta = json.loads((tmp_path / name / "store.json").read_text())
         (tmp_path / name / "store.json").write_text(json.dumps(meta | {"num_records": len(parent.index[rows])}))
-        halves.append(Store.open(tmp_path / name))
+        halves.append(open_store(tmp_path / name))
     with pytest.raises(DataError, match=r"shares records \(or persons: 1\)"):
         evaluation_rows(*halves)
 
@@ -263,7 +262,7 @@ def test_a_label_without_a_name_is_refused(tmp_path: Path) -> None:
     meta = json.loads((store.path / "store.json").read_text())
     (store.path / "store.json").write_text(json.dumps(meta | {"label_names": ["c0", "c1"]}))
     with pytest.raises(DataError, match=r"has label 2 \(10 pictures\) but 2 class names; expected labels 0 to 1"):
-        evaluation_rows(Store.open(store.path), None)
+        evaluation_rows(open_store(store.path), None)
 
 
 def test_a_class_that_training_lacks_is_named_with_its_count() -> None:

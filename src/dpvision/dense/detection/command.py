@@ -1,39 +1,19 @@
 """``dpvision evaluate detection``: how good is a detector that starts from an encoder?"""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from dpvision.cli.output import emit, pairs, table
+from dpvision.cli.output import emit, pairs
 from dpvision.cli.scores import Encoders, emit_scores
-from dpvision.data.ordered import ordered_map
-from dpvision.dense.detection.coco_data import CocoSet, check_apart, load_coco
-from dpvision.dense.detection.detector import Detector, detection_loss
-from dpvision.dense.detection.evaluation import (
-    DetectionSettings,
-    Say,
-    Visibility,
-    detect,
-    detection_scores,
-    make_detector,
-    train_detector,
-    training_crops,
-)
-from dpvision.dense.detection.sheet import detection_sheet
-from dpvision.dense.output_places import check_places, folder_name
-from dpvision.dense.sheet_file import save_sheet
-from dpvision.dense.training_loop import DenseHardware, checked_steps, seconds_a_step
-from dpvision.encoders.encoder import Encoder
-from dpvision.encoders.open import open_encoder, trained_on
+from dpvision.dense.detection.settings import DetectionSettings
+from dpvision.dense.output_places import check_places
+from dpvision.dense.training_settings import DenseHardware
 from dpvision.errors import ConfigError
-from dpvision.eval.probes.protocol import is_run
-from dpvision.eval.score import Score
+from dpvision.eval.score import Score, Visibility
 from dpvision.eval.score_file import merge_entries, write_scores
 from dpvision.runs.folder import run_base
-from dpvision.runs.lineage import image_files
-from dpvision.train.distributed import Group, join, leave
 
 _DEFAULTS, _HARDWARE = DetectionSettings(), DenseHardware()
 
@@ -100,6 +80,15 @@ def evaluate_detection(
                 "`dpvision evaluate detection --help`."
             )
     assert train is not None and train_images is not None and test is not None and test_images is not None
+    from dpvision.dense.detection.coco_data import check_apart, load_coco
+    from dpvision.dense.detection.evaluation import make_detector, training_crops
+    from dpvision.dense.detection.job import DetectionData, DetectionJob, scores_table
+    from dpvision.dense.training_loop import checked_steps
+    from dpvision.encoders.open import open_encoder, trained_on
+    from dpvision.eval.probes.protocol import is_run
+    from dpvision.runs.lineage import image_files
+    from dpvision.train.distributed import join, leave
+
     # Each is opened before the first is trained: a name that is wrong is said at once, and so is a place that is.
     images = image_files(train.name, public=public)
     opened = [trained_on(open_encoder(spec, ema=ema and is_run(spec)), images) for spec in encoders]
@@ -110,11 +99,11 @@ def evaluate_detection(
     group = join("auto")
     try:
         with Console(stderr=True, quiet=not group.is_main).status("reading") as status:
-            data = _Data(
+            data = DetectionData(
                 load_coco(train, train_images, allow_missing=allow_missing), load_coco(test, test_images, allow_missing=allow_missing)
             )
             check_apart(data.train, data.test)
-            job = _Job(data, detection, hardware, group, work, recompute, picture, status.update)
+            job = DetectionJob(data, detection, hardware, group, work, recompute, picture, status.update)
             checked_steps(detection.training(), len(training_crops(data.train, opened[0], detection)), group.world_size)
             if dry_run:
                 facts = job.dry(list(encoders), opened)
@@ -140,100 +129,5 @@ def evaluate_detection(
     if out is not None:
         stores = {"train_data": data.train.name, "test_data": data.test.name}
         written.append(merge_entries(out, [score.to_dict() | stores for score in found]))
-    text = "\n".join([_table(found, data), *data.notes])
+    text = "\n".join([scores_table(found, data), *data.notes])
     emit_scores(found, text, written, show_confidential, json, notes=list(data.notes))
-
-
-@dataclass(frozen=True)
-class _Data:
-    train: CocoSet
-    test: CocoSet
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What counts for less than all, or for nothing."""
-        made = [f"{part.name}: {note}" for part in (self.train, self.test) for note in part.notes]
-        idle = sum(not picture.learned for picture in self.train.pictures)
-        bare = sum(thing.outline is None for picture in self.train.pictures for thing in picture.learned)
-        short = sum(not picture.has_masks for picture in self.test.pictures)
-        for count, text in (
-            (idle, f"{self.train.name}: {idle:,} pictures without objects are not trained on"),
-            (bare, f"{self.train.name}: {bare:,} objects have a box and no mask: they teach boxes only"),
-            (short, f"{self.test.name}: {short:,} pictures have objects without mask and do not count for AP mask"),
-        ):
-            if count:
-                made.append(text)
-        return tuple(made)
-
-
-@dataclass(frozen=True)
-class _Job:
-    data: _Data
-    settings: DetectionSettings
-    hardware: DenseHardware
-    group: Group
-    work: Path | None
-    recompute: bool
-    picture: Path | None
-    say: Say
-
-    def model(self, encoder: Encoder) -> Detector:
-        classes = len(self.data.train.classes)
-        return make_detector(encoder, self.settings, classes, recompute=self.recompute, device=self.group.device)
-
-    def run(self, spec: str, encoder: Encoder, visibility: Visibility, number: int) -> list[Score]:
-        """Scores of one encoder's detector; on every rank, with intervals on rank 0 only."""
-
-        def say(text: str) -> None:
-            self.say(f"{spec}: {text}")
-
-        model = self.model(encoder)
-        work = None if self.work is None else self.work / folder_name(spec)
-        train_detector(model, encoder, self.data.train, self.settings, self.hardware, work=work, group=self.group, progress=say)
-        test = self.data.test
-        found = detect(model, encoder, test.pictures, self.settings, self.hardware, group=self.group, progress=say)
-        if not self.group.is_main:
-            return []
-        if self.picture is not None:
-            name = self.picture if not number else self.picture.with_stem(f"{self.picture.stem}-{number}")
-            save_sheet(detection_sheet(test, found), name)
-        return detection_scores(encoder.name, test, found, self.settings, self.hardware, visibility=visibility, progress=say)
-
-    def dry(self, specs: Sequence[str], opened: Sequence[Encoder]) -> dict[str, object]:
-        """What a run would do; every picture is read once."""
-        everything = [*self.data.train.pictures, *self.data.test.pictures]
-        read = ordered_map(lambda p: p.read().shape, everything, workers=self.hardware.workers, ahead=4 * self.hardware.workers)
-        for done, _ in enumerate(read):
-            if done % 100 == 0:
-                self.say(f"read {done:,} of {len(everything):,} pictures")
-        crops = training_crops(self.data.train, opened[0], self.settings)
-        training = self.settings.training()
-        self.say("timing a step")
-        model = self.model(opened[0])
-        seconds = seconds_a_step(model, crops, detection_loss, training, self.hardware) / self.group.world_size
-        steps = training.steps(len(crops))
-        return {
-            "encoders": ", ".join(specs),
-            "training pictures with objects": len(crops),
-            "test pictures": len(self.data.test.pictures),
-            "classes": len(self.data.train.classes),
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "steps for each encoder": steps,
-            "seconds a step here": seconds,
-            "steps a day": 86_400 / seconds,
-            "days for each encoder": steps * seconds / 86_400,
-            "settings": self.settings.words(self.hardware),
-        }
-
-
-def _table(scores: Sequence[Score], data: _Data) -> str:
-    rows = []
-    for score in scores:
-        rows.append((score.name, score.protocol.rpartition(", ")[2], f"{100 * score.value:.1f}", _interval(score), score.n))
-    title = f"{data.test.name}, trained on {data.train.name}, {scores[0].visibility}" if scores else data.test.name
-    words = scores[0].protocol.rpartition(", ")[0] if scores else ""
-    return table(title, ("encoder", "measure", "score", "95% over test pictures", "pictures"), rows) + f"\n{words}"
-
-
-def _interval(score: Score) -> str:
-    return f"{100 * score.low:.1f} to {100 * score.high:.1f}" if score.low < score.high else "-"

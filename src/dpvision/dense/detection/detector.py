@@ -11,7 +11,6 @@ Legend: B pictures, N objects or detections, C channels, S side of the square, M
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,28 +27,11 @@ from torchvision.ops import MultiScaleRoIAlign
 
 from dpvision.dense.detection.crops import DetectionExample
 from dpvision.dense.detection.feature_pyramid import LEVELS, FeaturePyramid
+from dpvision.dense.detection.settings import HeadSizes
 
 _RATIOS = (0.5, 1.0, 2.0)
 _ANCHOR_STRIDES = 8
 _BOX_SIDE, _MASK_SIDE = 7, 14
-
-
-@dataclass(frozen=True)
-class HeadSizes:
-    """What may be made smaller; the defaults are ViTDet's."""
-
-    channels: int = 256
-    """Of the pyramid and of every convolution of the heads."""
-    hidden: int = 1024
-    """Width of the box head's linear layer."""
-    anchors: int = 256
-    """Anchors a picture that the proposals' loss is taken from."""
-    proposals: int = 1000
-    """Proposals a picture after non-maximum suppression; twice as many before it, in training, at each scale."""
-    regions: int = 512
-    """Regions a picture that the box loss is taken from."""
-    detections: int = 100
-    """Detections of a picture, at most."""
 
 
 class Detector(GeneralizedRCNN):

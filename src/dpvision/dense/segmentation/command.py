@@ -1,41 +1,14 @@
 """``dpvision evaluate segmentation``: an encoder trained on to name every pixel, scored by mIoU."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from rich.console import Console
 
-from dpvision.cli.output import emit, shown, table
-from dpvision.cli.scores import Encoders, emit_scores
-from dpvision.dense.output_places import check_places, folder_name
-from dpvision.dense.segmentation.evaluation import (
-    Visibility,
-    answers,
-    checked_fit,
-    make_segmenter,
-    pixel_counts,
-    segmentation_scores,
-    step_seconds,
-    train_segmenter,
-)
-from dpvision.dense.segmentation.mean_iou import class_iou
-from dpvision.dense.segmentation.semantic_data import SemanticFolder, load_classes, open_ade20k, open_folder
+from dpvision.cli.scores import Encoders
+from dpvision.dense.output_places import check_places
 from dpvision.dense.segmentation.settings import SegmentationSettings
-from dpvision.dense.segmentation.sheet import SheetRow, render_sheet
-from dpvision.dense.sheet_file import save_sheet
-from dpvision.dense.training_loop import DenseHardware, Say
-from dpvision.encoders.encoder import Encoder
-from dpvision.encoders.open import open_encoder, trained_on
+from dpvision.dense.training_settings import DenseHardware
 from dpvision.errors import ConfigError
-from dpvision.eval.probes.protocol import is_run
-from dpvision.eval.score import Score
-from dpvision.eval.score_file import merge_entries, write_scores
-from dpvision.runs.folder import run_base
-from dpvision.runs.lineage import image_files
-from dpvision.train.distributed import Group, join, leave
 
 _SETTINGS, _HARDWARE = SegmentationSettings(), DenseHardware()
 
@@ -102,6 +75,13 @@ def evaluate_segmentation(
         raise ConfigError("evaluate: no encoder; expected one or more. E.g. dpvision evaluate segmentation mae:FILE --ade20k FOLDER.")
     if not num_shown >= 1:
         raise ConfigError(f"evaluate: num_shown={num_shown}; expected at least 1. Leave it out.")
+    from dpvision.dense.segmentation.evaluation import checked_fit
+    from dpvision.dense.segmentation.job import SegmentationJob, open_folders, tell_plan, tell_scores
+    from dpvision.encoders.open import open_encoder, trained_on
+    from dpvision.eval.probes.protocol import is_run
+    from dpvision.runs.lineage import image_files
+    from dpvision.train.distributed import join, leave
+
     images = image_files((ade20k or train or Path()).name, public=public)
     opened = [trained_on(open_encoder(spec, ema=ema and is_run(spec)), images) for spec in encoders]
     private = not public or any(encoder.confidential for encoder in opened)
@@ -109,152 +89,15 @@ def evaluate_segmentation(
     group = join("auto")
     try:
         with Console(stderr=True, quiet=not group.is_main).status("reading") as status:
-            folders = _folders(ade20k, train, train_masks, test, test_masks, classes, ignore_ids, hardware.workers, status.update)
+            folders = open_folders(ade20k, train, train_masks, test, test_masks, classes, ignore_ids, hardware.workers, status.update)
             steps = [checked_fit(encoder, segmentation, hardware, len(folders[0]), group) for encoder in opened]
-            job = _Job(*folders, segmentation, hardware, work, group, public, num_shown if picture is not None else 0)
+            job = SegmentationJob(*folders, segmentation, hardware, work, group, public, num_shown if picture is not None else 0)
             if dry_run:
-                _tell_plan(job, encoders, opened, steps, json, status.update)
+                tell_plan(job, encoders, opened, steps, json, status.update)
                 return
             for spec, encoder in zip(encoders, opened, strict=True):
                 job.run(spec, encoder, status.update)
         if group.is_main:
-            _tell(job, encoders, out, picture, show_confidential, json)
+            tell_scores(job, encoders, out, picture, show_confidential, json)
     finally:
         leave()
-
-
-@dataclass
-class _Job:
-    """What all encoders share, and what has been found of each."""
-
-    train: SemanticFolder
-    test: SemanticFolder
-    settings: SegmentationSettings
-    hardware: DenseHardware
-    work: Path | None
-    group: Group
-    public: bool
-    num_shown: int
-    scores: dict[str, list[Score]] = field(default_factory=dict)
-    iou: dict[str, dict[str, float]] = field(default_factory=dict)
-    said: dict[str, list[np.ndarray]] = field(default_factory=dict)
-
-    def run(self, spec: str, encoder: Encoder, say: Say) -> None:
-        """Train and score one encoder."""
-
-        def report(text: str) -> None:
-            say(f"{spec}: {text}")
-
-        work = None if self.work is None else self.work / folder_name(spec)
-        model = make_segmenter(encoder, self.settings, len(self.train.classes.names))
-        train_segmenter(model, encoder, self.train, self.settings, self.hardware, work=work, group=self.group, progress=report)
-        count_N3K = pixel_counts(model, encoder, self.test, self.settings, self.hardware, group=self.group, progress=report)
-        visibility: Visibility = "public" if self.public and not encoder.confidential else "private"
-        self.scores[spec] = segmentation_scores(encoder.name, count_N3K, self.settings.words(self.hardware), visibility)
-        iou_K = class_iou(count_N3K.sum(axis=0))
-        self.iou[spec] = {name: float(v) for name, v in zip(self.test.classes.names, iou_K, strict=True) if np.isfinite(v)}
-        if self.num_shown and self.group.is_main:
-            self.said[spec] = [said for _, said in answers(model, encoder, self.test, self.shown, self.settings)]
-
-    @property
-    def shown(self) -> list[int]:
-        """Test pictures of the contact sheet, evenly spread over the folder: nobody chooses them by looking."""
-        num = min(self.num_shown, len(self.test))
-        return [i * len(self.test) // num for i in range(num)]
-
-
-def _folders(
-    ade20k: Path | None,
-    train: Path | None,
-    train_masks: Path | None,
-    test: Path | None,
-    test_masks: Path | None,
-    classes: Path | None,
-    ignore_ids: Sequence[int],
-    workers: int,
-    say: Say,
-) -> tuple[SemanticFolder, SemanticFolder]:
-    given = {"train": train, "train-masks": train_masks, "test": test, "test-masks": test_masks, "classes": classes}
-    if ade20k is not None:
-        extra = [f"--{name}" for name, value in given.items() if value is not None]
-        if extra:
-            raise ConfigError(f"evaluate: --ade20k with {', '.join(extra)}; expected one or the other. Leave one out.")
-        return open_ade20k(ade20k, workers=workers, progress=say)
-    if train is None or train_masks is None or test is None or test_masks is None or classes is None:
-        missing = ", ".join(f"--{name}" for name, value in given.items() if value is None)
-        raise ConfigError(
-            f"evaluate: {missing} missing; expected --ade20k FOLDER, or pictures, masks and classes of both parts. Name them."
-        )
-    known = load_classes(classes, ignore_ids)
-    parts = ((train, train_masks), (test, test_masks))
-    first, second = (open_folder(*part, known, workers=workers, progress=say) for part in parts)
-    shared = {picture.resolve() for picture, _ in first.files} & {picture.resolve() for picture, _ in second.files}
-    if shared:
-        got = f"{len(shared):,} pictures are in training and test, {sorted(shared)[0]} among them"
-        raise ConfigError(f"evaluate: {got}; expected different ones. Divide the folders.")
-    return first, second
-
-
-def _tell_plan(job: _Job, specs: Sequence[str], opened: Sequence[Encoder], steps: Sequence[int], json: bool, say: Say) -> None:
-    """What would be done, and how long it would take at the speed of one pass here."""
-    plans: list[dict[str, Any]] = []
-    for spec, encoder, num_steps in zip(specs, opened, steps, strict=True):
-        say(f"{spec}: measuring one pass")
-        model = make_segmenter(encoder, job.settings, len(job.train.classes.names))
-        parameters = sum(p.numel() for p in model.parameters())
-        seconds = step_seconds(model, encoder, job.train, job.settings, job.hardware, job.group)
-        plans.append(
-            {
-                "encoder": spec, "parameters": parameters, "steps": num_steps, "seconds_per_step": seconds,
-                "steps_per_day": 86400 / seconds, "days": seconds * num_steps / 86400,
-            }
-        )  # fmt: skip
-    data = {
-        part: {"name": folder.name, "pictures": len(folder), "classes": len(folder.classes.names)}
-        for part, folder in (("train", job.train), ("test", job.test))
-    }
-    rows = [
-        [p["encoder"], p["parameters"], p["steps"], f"{p['seconds_per_step']:.2f} s", round(p["steps_per_day"]), f"{p['days']:.2f}"]
-        for p in plans
-    ]
-    title = (
-        f"{len(job.train):,} training and {len(job.test):,} test pictures, {len(job.train.classes.names)} classes; on {job.group.device}"
-    )
-    columns = ("encoder", "parameters", "steps", "a step", "steps a day", "days")
-    notes = [note for note in [job.train.classes.note()] if note]
-    text = "\n".join([table(title, columns, rows), f"settings: {job.settings.words(job.hardware)}", *notes, "Nothing was trained."])
-    if job.group.is_main:
-        emit({"data": data, "plans": plans, "settings": job.settings.words(job.hardware), "notes": notes}, json, text)
-
-
-def _tell(job: _Job, specs: Sequence[str], out: Path | None, picture: Path | None, show_confidential: bool, json: bool) -> None:
-    """Print the scores and write them where they belong."""
-    stores = {"train_data": job.train.name, "test_data": job.test.name}
-    written: list[Path] = []
-    for spec in specs:
-        if run_base(Path(spec)) is not None:
-            written += write_scores(spec, job.scores[spec], **stores)
-    several = len(specs) > 1
-    named = [
-        replace(score, name=spec if several and score.name.startswith("encoder") else score.name)
-        for spec in specs
-        for score in job.scores[spec]
-    ]
-    if out is not None:
-        written.append(merge_entries(out, [score.to_dict() | stores for score in named]))
-    if picture is not None:
-        rows = []
-        for n, number in enumerate(job.shown):
-            labelled = job.test.read(number)
-            rows.append(SheetRow(labelled.pixels_HWC, labelled.class_HW, tuple(job.said[spec][n] for spec in specs)))
-        save_sheet(render_sheet(rows, job.test.classes.names, list(specs)), picture)
-        written.append(picture)
-    columns = ("encoder", "measure", "score", "95%", "chance")
-    body = [(s.name, s.protocol.split(",")[1].strip(), f"{s.value:.1%}", f"{s.low:.1%} to {s.high:.1%}", f"{s.chance:.1%}") for s in named]
-    title = f"{job.test.name}: {named[0].n:,} test pictures, {len(job.test.classes.names)} classes, {named[0].visibility}"
-    lines = [
-        table(title, columns, body),
-        f"trained on {job.train.name}, {shown(len(job.train))} pictures: {job.settings.words(job.hardware)}",
-    ]
-    lines += [note for note in [job.train.classes.note()] if note]
-    emit_scores(named, "\n".join(lines), written, show_confidential, json, class_iou=job.iou)

@@ -29,7 +29,8 @@ from dpvision.dense.segmentation.semantic_data import IGNORED, Labelled, Semanti
 from dpvision.dense.segmentation.settings import SegmentationSettings
 from dpvision.dense.segmentation.sliding_window import likeliest, window_probabilities
 from dpvision.dense.segmentation.upernet import Segmenter, segmentation_loss
-from dpvision.dense.training_loop import DenseHardware, Say, checked_steps, fit, seconds_a_step, synchronised
+from dpvision.dense.training_loop import Say, checked_steps, fit, seconds_a_step, synchronised
+from dpvision.dense.training_settings import DenseHardware
 from dpvision.encoders.encoder import Encoder
 from dpvision.errors import ConfigError
 from dpvision.eval.score import Score, Visibility

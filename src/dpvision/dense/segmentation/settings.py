@@ -2,12 +2,16 @@
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from dpvision.config.checks import check_choices, check_ranges
-from dpvision.dense.segmentation.semantic_augment import Augmentation
-from dpvision.dense.segmentation.upernet import NormKind
-from dpvision.dense.training_loop import DenseHardware, DenseTrainSettings
-from dpvision.encoders.encoder import Encoder
+from dpvision.dense.training_settings import DenseHardware, DenseTrainSettings
+
+if TYPE_CHECKING:
+    from dpvision.dense.segmentation.semantic_augment import Augmentation
+    from dpvision.encoders.encoder import Encoder
+
+NormKind = Literal["batch", "group"]
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,10 @@ class SegmentationSettings:
             betas=self.betas, max_grad_norm=self.max_grad_norm, seed=self.seed,
         )  # fmt: skip
 
-    def augmentation(self, encoder: Encoder) -> Augmentation:
+    def augmentation(self, encoder: "Encoder") -> "Augmentation":
         """How training views are drawn, normalised as the encoder's pictures are."""
+        from dpvision.dense.segmentation.semantic_augment import Augmentation
+
         return Augmentation(
             self.crop_size, self.scale, self.flip, self.photometric, self.max_class_share, encoder.mean, encoder.std, self.seed
         )

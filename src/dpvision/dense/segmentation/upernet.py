@@ -8,15 +8,14 @@ Legend: B records, C channels, D width, K classes, H height, W width (px); h, w 
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpvision.dense.dense_vit import DenseViT
+from dpvision.dense.segmentation.settings import NormKind
 
-NormKind = Literal["batch", "group"]
 MakeNorm = Callable[[int], nn.Module]
 POOLED = (1, 2, 3, 6)
 """Sides of pyramid pooling (Zhao et al. 2017)."""

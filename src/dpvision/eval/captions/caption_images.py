@@ -17,13 +17,14 @@ from PIL import Image
 from dpvision.data.captions import clean_caption
 from dpvision.data.decode import BadPicture, decode
 from dpvision.data.keys import StepKey
+from dpvision.data.open import is_store, open_store
 from dpvision.data.ordered import ordered_map
 from dpvision.data.sources import file_sample, open_source
 from dpvision.data.store import Store
 from dpvision.data.transform import centre_box, cut, normalise
 from dpvision.errors import DataError
-from dpvision.eval.captions.image_source import Fit
 from dpvision.eval.captions.open_captioner import OpenCaptioner
+from dpvision.eval.captions.settings import Fit
 from dpvision.eval.score import Visibility
 from dpvision.models.generate import GenerateSettings, generate
 
@@ -79,7 +80,7 @@ def find_pictures(places: Sequence[str | Path], workers: int = 2) -> Pictures:
     """
     if not places:
         raise DataError("caption: no pictures; expected one or more. Name a picture, a folder, a tar or a store.")
-    stores = [Store.open(place) if (Path(place) / "store.json").exists() else None for place in places]
+    stores = [open_store(place) if is_store(place) else None for place in places]
     parts = [_store_pictures(store) if store else _file_pictures(place, workers) for store, place in zip(stores, places, strict=True)]
     public = all(store is not None and store.results_visibility == "public" for store in stores)
     return Pictures(chain.from_iterable(parts), "public" if public else "private")

@@ -18,9 +18,10 @@ from dpvision.config import PAD_ID
 from dpvision.data.store import Store
 from dpvision.errors import DataError
 from dpvision.eval.captions.candidate_losses import best_candidate, candidate_losses
-from dpvision.eval.captions.image_source import Fit, PictureSource, StorePictures, picture_batches
+from dpvision.eval.captions.image_source import PictureSource, StorePictures, picture_batches
 from dpvision.eval.captions.open_captioner import OpenCaptioner
 from dpvision.eval.captions.protocol import Asking, CaptionProtocol
+from dpvision.eval.captions.settings import Fit
 from dpvision.eval.metric import measure
 from dpvision.eval.score import Score, Visibility, wilson_interval
 

@@ -13,9 +13,10 @@ from dpvision.data.store import Store
 from dpvision.errors import DataError
 from dpvision.eval.captions.choice import encoded_pictures
 from dpvision.eval.captions.cider import cider_d
-from dpvision.eval.captions.image_source import Fit, StorePictures
+from dpvision.eval.captions.image_source import StorePictures
 from dpvision.eval.captions.open_captioner import OpenCaptioner
 from dpvision.eval.captions.protocol import Asking, CaptionProtocol
+from dpvision.eval.captions.settings import Fit
 from dpvision.eval.score import CIDER, Z_95, Score, Visibility
 from dpvision.models.generate import GenerateSettings, generate
 

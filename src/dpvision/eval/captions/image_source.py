@@ -6,7 +6,7 @@ Legend: B pictures of a batch, C channels, H height, W width.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,11 +20,9 @@ from dpvision.data.store import Store
 from dpvision.data.transform import centre_box, cut, normalise
 from dpvision.errors import DataError
 from dpvision.eval.benchmark_files import Box
+from dpvision.eval.captions.settings import Fit
 from dpvision.eval.score import Visibility
 from dpvision.synthetic.scenes import make_scene
-
-Fit = Literal["squash", "crop"]
-"""How a picture becomes square: "squash" keeps all of it (DP-Cap's protocol), "crop" cuts the centre of the resized one."""
 
 
 class PictureSource(Protocol):

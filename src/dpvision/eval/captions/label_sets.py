@@ -5,9 +5,7 @@ from pathlib import Path
 
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
-
-PROMPT = "this is a photo of a"
-"""DP-Cap's (appendix A.3.1)."""
+from dpvision.eval.captions.settings import PROMPT
 
 _CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"
 _CIFAR100 = """

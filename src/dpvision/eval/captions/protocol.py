@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dpvision.data.store import Store
-from dpvision.eval.captions.image_source import Fit
 from dpvision.eval.captions.open_captioner import OpenCaptioner
+from dpvision.eval.captions.settings import Fit
 from dpvision.eval.score import Score
 
 

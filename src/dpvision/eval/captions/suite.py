@@ -3,20 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 import torch
 
 from dpvision.errors import ConfigError
-from dpvision.eval.captions.image_source import Fit
 from dpvision.eval.captions.open_captioner import open_captioner
 from dpvision.eval.captions.protocol import Asking, CaptionProtocol
 from dpvision.eval.score import Score
 from dpvision.eval.unseen import check_unseen
-
-Control = Literal["random", "other"]
-CONTROLS: tuple[Control, ...] = get_args(Control)
-"""The network untrained; of compositional tests, the captioner asked about another picture (what words alone give away)."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +52,3 @@ def score_captioner(
             check_unseen(ready.data, test.needs, "evaluate")
     askers = [ready, *([ready.untrained()] if untrained else [])]
     return [ScoredOn(test.test_data, tuple(test.run(askers, how or Asking()))) for test in tests]
-
-
-def checked_controls(names: Sequence[str]) -> tuple[Control, ...]:
-    """The controls of these names. Raises ConfigError for an unknown one."""
-    if set(names) - set(CONTROLS):
-        raise ConfigError(f"evaluate: against={','.join(names)!r}; expected random, other, both or none. Leave it out for both.")
-    return tuple(c for c in CONTROLS if c in names)
-
-
-def checked_fit(name: str) -> Fit:
-    """``name``, if it is a way to make pictures square. Raises ConfigError otherwise."""
-    for fit in get_args(Fit):
-        if name == fit:
-            return fit
-    raise ConfigError(f"evaluate: fit={name!r}; expected squash or crop. DP-Cap squashes.")

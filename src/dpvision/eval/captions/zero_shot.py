@@ -17,11 +17,12 @@ from dpvision.errors import ConfigError, DataError
 from dpvision.eval.any_of_labels import AnyOfLabels
 from dpvision.eval.captions.candidate_losses import best_candidate, candidate_losses
 from dpvision.eval.captions.choice import encoded_pictures
-from dpvision.eval.captions.image_source import Fit, StorePictures
-from dpvision.eval.captions.label_sets import PROMPT, LabelSet, prompted
+from dpvision.eval.captions.image_source import StorePictures
+from dpvision.eval.captions.label_sets import LabelSet, prompted
 from dpvision.eval.captions.label_trie import LabelTrie
 from dpvision.eval.captions.open_captioner import OpenCaptioner
 from dpvision.eval.captions.protocol import Asking, CaptionProtocol
+from dpvision.eval.captions.settings import PROMPT, Fit
 from dpvision.eval.metric import Metric, Scoring, checked_metric
 from dpvision.eval.score import Score
 

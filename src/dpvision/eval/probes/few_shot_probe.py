@@ -7,28 +7,15 @@ Legend: N training records, M test records, D feature dimensions, C classes, K p
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 
-from dpvision.errors import ConfigError
 from dpvision.eval.probes.linear_probe import fit_linear_probe
 from dpvision.eval.probes.protocol import FeatureProtocol
 from dpvision.eval.probes.records import check_shots, draw_shots
 from dpvision.eval.probes.ridge import fit_ridge
-
-
-@dataclass(frozen=True)
-class FewShotProbeSettings:
-    """How a few-shot probe draws and what it fits."""
-
-    draws: int = 20
-    """Independent draws of the K pictures per class."""
-    classifier: Literal["linear", "ridge"] = "linear"
-
-    def __post_init__(self) -> None:
-        if not self.draws >= 1:
-            raise ConfigError(f"few_shot_probe: draws={self.draws!r}; expected at least 1. Use 20.")
+from dpvision.eval.probes.settings import FewShotProbeSettings
 
 
 @dataclass(frozen=True)

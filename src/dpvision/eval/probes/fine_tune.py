@@ -9,7 +9,6 @@ flip; three draws.
 Legend: B pictures of a batch, N training records, M test records, C channels (or classes), H height, W width.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
-from dpvision.config.checks import check_ranges
 from dpvision.data.decode import BadPicture, decode
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import pictures
@@ -33,62 +31,8 @@ from dpvision.eval.probes.epochs import Epochs
 from dpvision.eval.probes.linear_probe import held_out
 from dpvision.eval.probes.protocol import Protocol, Say, Subject, Task
 from dpvision.eval.probes.records import check_shots, draw_shots
+from dpvision.eval.probes.settings import FineTuneSettings, middle_rate
 from dpvision.eval.score import Score
-
-
-@dataclass(frozen=True)
-class FineTuneSettings:
-    """The paper's settings, with what a small machine may shrink."""
-
-    draws: int = 3
-    """Independent draws of the K pictures per class; the interval is over them."""
-    epochs: int = 200
-    """Passes over the K pictures per class."""
-    warmup_epochs: int = 10
-    """Epochs in which the rate rises to its peak."""
-    batch_size: int = 64
-    """Largest batch; the pictures are cut into batches of nearly equal size."""
-    learning_rates: tuple[float, ...] | None = None
-    """To choose from; None: 3e-3, 3e-4, 3e-5 for transformers, 1e-2, 1e-3, 1e-4 for convnets."""
-    weight_decay: float = 0.05
-    """For transformers; convnets have none."""
-    momentum: float = 0.9
-    """For convnets."""
-    crop_scale: tuple[float, float] = (0.08, 1.0)
-    """Range of a crop's area as a part of the picture's."""
-    auto_augment: bool = True
-    """AutoAugment with its ImageNet policy."""
-
-    def __post_init__(self) -> None:
-        rates = self.learning_rates
-        check_ranges(
-            "fine_tune",
-            self,
-            ("draws", self.draws >= 1, "at least 1"),
-            ("epochs", self.epochs >= 1, "at least 1"),
-            ("warmup_epochs", 0 <= self.warmup_epochs < self.epochs, f"0 to epochs - 1 ({self.epochs - 1}), lowered together with epochs"),
-            ("batch_size", self.batch_size >= 2, "at least 2"),
-            ("learning_rates", rates is None or (len(rates) > 0 and all(0 < lr < math.inf for lr in rates)), "positive numbers"),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
-            ("momentum", 0 <= self.momentum < 1, "0 <= momentum < 1"),
-            ("crop_scale", 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1, "0 < low <= high <= 1"),
-        )
-
-    def rates(self, encoder: Encoder) -> tuple[float, ...]:
-        """The grid for this kind of network."""
-        return self.learning_rates or ((3e-3, 3e-4, 3e-5) if encoder.family == "transformer" else (1e-2, 1e-3, 1e-4))
-
-    def words(self, encoder: Encoder, k: int) -> str:
-        """The settings as scores name them."""
-        rates = self.rates(encoder)
-        grid = "/".join(f"{lr:g}" for lr in rates)
-        if len(rates) == 1:
-            chosen = f"lr {grid}"
-        else:
-            chosen = f"lr {grid} by a held-out fifth" if k >= 5 else f"lr {_middle(rates):g} (middle of {grid})"
-        how = f"AdamW, decay {self.weight_decay:g}" if encoder.family == "transformer" else f"SGD, momentum {self.momentum:g}"
-        crops = f"crops {self.crop_scale[0]:g}-{self.crop_scale[1]:g} + flip{' + AutoAugment' if self.auto_augment else ''}"
-        return f"{how}, {chosen}, {self.epochs} epochs, batch {self.batch_size}, {crops}, {self.draws} draws"
 
 
 class Tuned(nn.Module):
@@ -183,7 +127,7 @@ def fine_tune(
     shots = [draw_shots(label_N, k, draw, names=store.label_names) for draw in range(settings.draws)]
     rates, num_classes = settings.rates(encoder), int(label_N.max()) + 1
     job = _Job(encoder, store, num_classes, settings, batch_size, workers, device, say)
-    chosen = _middle(rates)
+    chosen = middle_rate(rates)
     if len(rates) > 1 and k >= 5:
         share_R = []
         for rate in rates:
@@ -293,7 +237,3 @@ def augmented(
     if found:
         normalise(np.stack(found), encoder.mean, encoder.std, x_BCHW)
     return torch.from_numpy(x_BCHW), rows[kept]
-
-
-def _middle(rates: tuple[float, ...]) -> float:
-    return sorted(rates)[len(rates) // 2]

@@ -9,7 +9,6 @@ numbers for Base); the MAE paper the class token. Neither says how blr was chose
 Legend: B records of a batch, N training records, M test records, D feature dimensions, R values of blr, C channels, H height, W width.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpvision.config import DataConfig
-from dpvision.config.checks import check_ranges
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches, pictures
 from dpvision.data.store import Store
@@ -30,58 +28,12 @@ from dpvision.errors import ConfigError, DataError
 from dpvision.eval.probes.epochs import Epochs
 from dpvision.eval.probes.linear_probe import held_out
 from dpvision.eval.probes.protocol import Protocol, Subject, Task
+from dpvision.eval.probes.settings import LarsSettings
 from dpvision.eval.score import Score
 
 Tokens = Literal["blocks", "cls"]
 FeatureOf = Callable[[Tensor], Tensor]
 _NORM_EPS, _HEAD_STD = 1e-6, 0.01
-
-
-@dataclass(frozen=True)
-class LarsSettings:
-    """The paper's settings, with what a small machine may shrink."""
-
-    blrs: tuple[float, ...] = (0.1, 0.05, 0.01)
-    """Base learning rates to choose from. The rate is blr x batch / 256: with few pictures it is small, and then takes many epochs."""
-    batch_size: int = 16_384
-    """Largest batch; fewer training pictures make one batch, and the rate follows."""
-    epochs: int = 90
-    """Passes over the training pictures."""
-    warmup_epochs: int = 10
-    """Epochs in which the rate rises to its peak."""
-    momentum: float = 0.9
-    trust: float = 1e-3
-    """LARS's trust coefficient."""
-    augment: bool = True
-    """Random resized crop and flip in each epoch: the encoder runs epochs x N times. False: features of the centre crop, once."""
-    crop_scale: tuple[float, float] = (0.08, 1.0)
-    """Range of a crop's area as a part of the picture's."""
-    eval_resize: float = 256 / 224
-    """Test pictures: shorter side resized to this multiple of the encoder's size, then the centre is cut."""
-    num_blocks: int = 12
-    """Last blocks whose mean patch tokens are joined; all if there are fewer."""
-
-    def __post_init__(self) -> None:
-        check_ranges(
-            "lars",
-            self,
-            ("blrs", bool(self.blrs) and all(0 < blr < math.inf for blr in self.blrs), "positive numbers"),
-            ("batch_size", self.batch_size >= 2, "at least 2"),
-            ("epochs", self.epochs >= 1, "at least 1"),
-            ("warmup_epochs", 0 <= self.warmup_epochs < self.epochs, f"0 to epochs - 1 ({self.epochs - 1}), lowered together with epochs"),
-            ("momentum", 0 <= self.momentum < 1, "0 <= momentum < 1"),
-            ("trust", 0 < self.trust < math.inf, "a positive number"),
-            ("crop_scale", 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1, "0 < low <= high <= 1"),
-            ("eval_resize", 1 <= self.eval_resize < 4, "1 to 4"),
-            ("num_blocks", self.num_blocks >= 1, "at least 1"),
-        )
-
-    def words(self, num_records: int) -> str:
-        """The settings as scores name them."""
-        blrs = "/".join(f"{blr:g}" for blr in self.blrs)
-        chosen = f"blr {blrs} by a held-out fifth" if len(self.blrs) > 1 else f"blr {blrs}"
-        crop = f"crops {self.crop_scale[0]:g}-{self.crop_scale[1]:g} + flip" if self.augment else "no augmentation"
-        return f"{self.epochs} epochs, batch {min(self.batch_size, num_records)}, {chosen}, {crop}"
 
 
 def token_features(encoder: Encoder, tokens: Tokens, num_blocks: int = 12) -> tuple[FeatureOf, str]:

@@ -1,24 +1,22 @@
-"""The protocols by name, and the controls that stand beside an encoder."""
+"""The protocols by name."""
 
 from collections.abc import Iterable
-from typing import Literal, get_args
 
-from dpvision.errors import ConfigError
 from dpvision.eval.probes.dpcap_probe import DPCapProbe
-from dpvision.eval.probes.few_shot_probe import FewShotProbe, FewShotProbeSettings
-from dpvision.eval.probes.fine_tune import FineTune, FineTuneSettings
+from dpvision.eval.probes.few_shot_probe import FewShotProbe
+from dpvision.eval.probes.fine_tune import FineTune
 from dpvision.eval.probes.knn import KNN
-from dpvision.eval.probes.lars_probe import LarsSettings, LinearCls, LinearLars
+from dpvision.eval.probes.lars_probe import LinearCls, LinearLars
 from dpvision.eval.probes.linear_probe import Linear
 from dpvision.eval.probes.own_head import OwnHead
 from dpvision.eval.probes.protocol import Protocol
 from dpvision.eval.probes.ridge import Ridge
+from dpvision.eval.probes.settings import PROTOCOL_NAMES, FewShotProbeSettings, FineTuneSettings, LarsSettings, checked_protocols
 
-Control = Literal["random", "pixels"]
-CONTROLS: tuple[Control, ...] = get_args(Control)
 PROTOCOLS: dict[str, type[Protocol]] = {
     kind.name: kind for kind in (KNN, Linear, Ridge, LinearLars, LinearCls, FineTune, FewShotProbe, DPCapProbe, OwnHead)
 }
+assert tuple(PROTOCOLS) == PROTOCOL_NAMES, "the command line knows all protocols"
 
 
 def make_protocols(
@@ -39,11 +37,7 @@ def make_protocols(
     Raises:
         ConfigError: an unknown name, or none; a setting out of its range.
     """
-    names = tuple(dict.fromkeys(names))
-    if not names or set(names) - set(PROTOCOLS):
-        raise ConfigError(
-            f"evaluate: protocols={','.join(names)!r}; expected some of {', '.join(PROTOCOLS)}. Leave it out for knn, linear."
-        )
+    names = checked_protocols(names)
     drawn, lars = few_shot_probe or FewShotProbeSettings(), lars or LarsSettings()
     set_up = {
         p.name: p
@@ -56,10 +50,3 @@ def make_protocols(
         )
     }
     return tuple(set_up[name] if name in set_up else PROTOCOLS[name]() for name in names)
-
-
-def checked_controls(names: Iterable[str]) -> tuple[Control, ...]:
-    """The controls of these names. Raises ConfigError for an unknown one."""
-    if set(names) - set(CONTROLS):
-        raise ConfigError(f"evaluate: against={','.join(names)!r}; expected random, pixels, both or none. Leave it out for both.")
-    return tuple(c for c in CONTROLS if c in names)

@@ -1,0 +1,61 @@
+"""Open a store of either kind: image files in tar shards (``store``), or images that a generator makes (``texture_store``)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpvision.data.multi_label import LabelSets
+from dpvision.data.store import FORMAT, REMEDY, ROW, SEVERAL_FORMAT, TEXTURES_FORMAT, Store
+from dpvision.data.texture_store import TextureStore
+from dpvision.errors import DataError
+
+
+def is_store(path: str | Path) -> bool:
+    """Whether a folder is a store, intact or not."""
+    return (Path(path) / "store.json").exists()
+
+
+def open_store(path: str | Path) -> Store:
+    """Open a store and check it: every shard is there with its recorded size, every row lies inside its shard, and the last row of each
+    shard sits behind a tar header of its size.
+
+    Raises:
+        DataError: not a store, written by another version, or files and index do not fit together.
+    """
+    path = Path(path)
+    meta = _description(path)
+    if meta["format"] == TEXTURES_FORMAT:
+        return TextureStore(path, meta)
+    try:
+        index = np.load(path / "index.npy", mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"store: {path / 'index.npy'}: {error}; expected the index of the store. {REMEDY}") from None
+    if index.dtype != ROW or index.shape != (meta["num_records"],):
+        got = f"{index.dtype} of shape {index.shape}"
+        raise DataError(f"store: {path}: index is {got}; expected {meta['num_records']} rows of {FORMAT}. {REMEDY}")
+    sets = LabelSets.open(path / meta["labels"]["path"], meta["labels"]["bytes"]) if meta["format"] == SEVERAL_FORMAT else None
+    store = Store(path, meta, index, sets)
+    store.check()
+    return store
+
+
+def _description(path: Path) -> dict[str, Any]:
+    """Content of store.json, every field present."""
+    file = path / "store.json"
+    try:
+        meta = json.loads(file.read_text())
+    except OSError as error:
+        raise DataError(f"store: {path}: {error.strerror}; expected a store. Make one with `dpvision data import SOURCE STORE`.") from None
+    except ValueError:
+        raise DataError(f"store: {file}: not JSON; expected the description of a store. {REMEDY}") from None
+    if not isinstance(meta, dict) or meta.get("format") not in (FORMAT, SEVERAL_FORMAT, TEXTURES_FORMAT):
+        got = meta.get("format") if isinstance(meta, dict) else meta
+        raise DataError(f"store: {file}: format={got!r}; expected {FORMAT}. Import the source again with this version.")
+    files = {"first", "size_px"} if meta["format"] == TEXTURES_FORMAT else {"shards", "text"}
+    files |= {"labels"} if meta["format"] == SEVERAL_FORMAT else set()
+    missing = {"store_id", "visibility", "num_records", "label_names", *files} - set(meta)
+    if missing or meta["visibility"] not in ("private", "public"):
+        raise DataError(f"store: {file}: incomplete ({sorted(missing)}); expected every field of {FORMAT}. {REMEDY}")
+    return meta

@@ -1,0 +1,155 @@
+"""Names and settings of the protocols, as the command line takes them. They need nothing slow: `--help` and errors come at once."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from dpvision.config.checks import check_ranges
+from dpvision.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dpvision.encoders.encoder import Encoder
+
+PROTOCOL_NAMES = (
+    "knn", "linear", "ridge", "linear_lars", "linear_cls", "fine_tune", "few_shot_probe", "few_shot_dpcap", "own_head",
+)  # fmt: skip
+"""The names of the classes in ``protocols.PROTOCOLS``."""
+Control = Literal["random", "pixels"]
+CONTROLS: tuple[Control, ...] = get_args(Control)
+
+
+@dataclass(frozen=True)
+class FewShotProbeSettings:
+    """How a few-shot probe draws and what it fits."""
+
+    draws: int = 20
+    """Independent draws of the K pictures per class."""
+    classifier: Literal["linear", "ridge"] = "linear"
+
+    def __post_init__(self) -> None:
+        if not self.draws >= 1:
+            raise ConfigError(f"few_shot_probe: draws={self.draws!r}; expected at least 1. Use 20.")
+
+
+@dataclass(frozen=True)
+class FineTuneSettings:
+    """The paper's settings, with what a small machine may shrink."""
+
+    draws: int = 3
+    """Independent draws of the K pictures per class; the interval is over them."""
+    epochs: int = 200
+    """Passes over the K pictures per class."""
+    warmup_epochs: int = 10
+    """Epochs in which the rate rises to its peak."""
+    batch_size: int = 64
+    """Largest batch; the pictures are cut into batches of nearly equal size."""
+    learning_rates: tuple[float, ...] | None = None
+    """To choose from; None: 3e-3, 3e-4, 3e-5 for transformers, 1e-2, 1e-3, 1e-4 for convnets."""
+    weight_decay: float = 0.05
+    """For transformers; convnets have none."""
+    momentum: float = 0.9
+    """For convnets."""
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    """Range of a crop's area as a part of the picture's."""
+    auto_augment: bool = True
+    """AutoAugment with its ImageNet policy."""
+
+    def __post_init__(self) -> None:
+        rates = self.learning_rates
+        check_ranges(
+            "fine_tune",
+            self,
+            ("draws", self.draws >= 1, "at least 1"),
+            ("epochs", self.epochs >= 1, "at least 1"),
+            ("warmup_epochs", 0 <= self.warmup_epochs < self.epochs, f"0 to epochs - 1 ({self.epochs - 1}), lowered together with epochs"),
+            ("batch_size", self.batch_size >= 2, "at least 2"),
+            ("learning_rates", rates is None or (len(rates) > 0 and all(0 < lr < math.inf for lr in rates)), "positive numbers"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
+            ("momentum", 0 <= self.momentum < 1, "0 <= momentum < 1"),
+            ("crop_scale", 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1, "0 < low <= high <= 1"),
+        )
+
+    def rates(self, encoder: "Encoder") -> tuple[float, ...]:
+        """The grid for this kind of network."""
+        return self.learning_rates or ((3e-3, 3e-4, 3e-5) if encoder.family == "transformer" else (1e-2, 1e-3, 1e-4))
+
+    def words(self, encoder: "Encoder", k: int) -> str:
+        """The settings as scores name them."""
+        rates = self.rates(encoder)
+        grid = "/".join(f"{lr:g}" for lr in rates)
+        if len(rates) == 1:
+            chosen = f"lr {grid}"
+        else:
+            chosen = f"lr {grid} by a held-out fifth" if k >= 5 else f"lr {middle_rate(rates):g} (middle of {grid})"
+        how = f"AdamW, decay {self.weight_decay:g}" if encoder.family == "transformer" else f"SGD, momentum {self.momentum:g}"
+        crops = f"crops {self.crop_scale[0]:g}-{self.crop_scale[1]:g} + flip{' + AutoAugment' if self.auto_augment else ''}"
+        return f"{how}, {chosen}, {self.epochs} epochs, batch {self.batch_size}, {crops}, {self.draws} draws"
+
+
+@dataclass(frozen=True)
+class LarsSettings:
+    """The paper's settings, with what a small machine may shrink."""
+
+    blrs: tuple[float, ...] = (0.1, 0.05, 0.01)
+    """Base learning rates to choose from. The rate is blr x batch / 256: with few pictures it is small, and then takes many epochs."""
+    batch_size: int = 16_384
+    """Largest batch; fewer training pictures make one batch, and the rate follows."""
+    epochs: int = 90
+    """Passes over the training pictures."""
+    warmup_epochs: int = 10
+    """Epochs in which the rate rises to its peak."""
+    momentum: float = 0.9
+    trust: float = 1e-3
+    """LARS's trust coefficient."""
+    augment: bool = True
+    """Random resized crop and flip in each epoch: the encoder runs epochs x N times. False: features of the centre crop, once."""
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    """Range of a crop's area as a part of the picture's."""
+    eval_resize: float = 256 / 224
+    """Test pictures: shorter side resized to this multiple of the encoder's size, then the centre is cut."""
+    num_blocks: int = 12
+    """Last blocks whose mean patch tokens are joined; all if there are fewer."""
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            "lars",
+            self,
+            ("blrs", bool(self.blrs) and all(0 < blr < math.inf for blr in self.blrs), "positive numbers"),
+            ("batch_size", self.batch_size >= 2, "at least 2"),
+            ("epochs", self.epochs >= 1, "at least 1"),
+            ("warmup_epochs", 0 <= self.warmup_epochs < self.epochs, f"0 to epochs - 1 ({self.epochs - 1}), lowered together with epochs"),
+            ("momentum", 0 <= self.momentum < 1, "0 <= momentum < 1"),
+            ("trust", 0 < self.trust < math.inf, "a positive number"),
+            ("crop_scale", 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1, "0 < low <= high <= 1"),
+            ("eval_resize", 1 <= self.eval_resize < 4, "1 to 4"),
+            ("num_blocks", self.num_blocks >= 1, "at least 1"),
+        )
+
+    def words(self, num_records: int) -> str:
+        """The settings as scores name them."""
+        blrs = "/".join(f"{blr:g}" for blr in self.blrs)
+        chosen = f"blr {blrs} by a held-out fifth" if len(self.blrs) > 1 else f"blr {blrs}"
+        crop = f"crops {self.crop_scale[0]:g}-{self.crop_scale[1]:g} + flip" if self.augment else "no augmentation"
+        return f"{self.epochs} epochs, batch {min(self.batch_size, num_records)}, {chosen}, {crop}"
+
+
+def middle_rate(rates: tuple[float, ...]) -> float:
+    return sorted(rates)[len(rates) // 2]
+
+
+def checked_protocols(names: Iterable[str]) -> tuple[str, ...]:
+    """These names of protocols, each once. Raises ConfigError for an unknown one, or none."""
+    names = tuple(dict.fromkeys(names))
+    if not names or set(names) - set(PROTOCOL_NAMES):
+        raise ConfigError(
+            f"evaluate: protocols={','.join(names)!r}; expected some of {', '.join(PROTOCOL_NAMES)}. Leave it out for knn, linear."
+        )
+    return names
+
+
+def checked_controls(names: Iterable[str]) -> tuple[Control, ...]:
+    """The controls of these names. Raises ConfigError for an unknown one."""
+    if set(names) - set(CONTROLS):
+        raise ConfigError(f"evaluate: against={','.join(names)!r}; expected random, pixels, both or none. Leave it out for both.")
+    return tuple(c for c in CONTROLS if c in names)
