@@ -18,8 +18,8 @@ from typing import Any
 
 # The order of imports (tests/test_rooms.py), the lowest first; later packages may import earlier ones.
 ORDER = (
-    "errors", "files", "mixing", "openmp", "config", "weights", "privacy", "models", "synthetic", "checkpoint", "data", "dp", "optim", "runs",
-    "train", "encoders", "eval", "adapt", "report", "cli", "dense", "recipes",
+    "errors", "files", "mixing", "openmp", "precision", "config", "weights", "privacy", "models", "synthetic", "checkpoint", "data", "dp",
+    "optim", "runs", "train", "encoders", "eval", "adapt", "report", "cli", "dense", "recipes",
 )  # fmt: skip
 
 
