@@ -21,12 +21,13 @@ from pathlib import Path
 
 import torch
 from common import row, write_result
-from dpvision.features import load_model
 from runs import trained
 from scene_probes import FIRST_FIT, FIRST_TEST, attribute_probes, pixels, scenes
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.data.open import open_store
+from dpvision.encoders.pooled import pooled_network
+from dpvision.encoders.trained import load_model
 from dpvision.models import make_model
 from dpvision.models.mae import MAE, losses
 from dpvision.synthetic.scenes import Scene
