@@ -3,7 +3,7 @@
     python benchmarks/batch_sizes.py --work DIR --scenes STORE --tokenizer F --warm RUN [--batches A,B] [--ratio R] [--steps N] [--json J]
 
 Simulated runs of dpcap.micro: expected batch B and noise multiplier R x B, so that the noise on the mean gradient is the same and only the
-number of pictures behind it differs. The loss of a step is the mean over its own batch, smoothed over a tenth of the steps here; what is
+number of images behind it differs. The loss of a step is the mean over its own batch, smoothed over a tenth of the steps here; what is
 told is each curve's loss at the end and its largest distance, after the first tenth, from the curve of the largest batch. Look at the
 curves with `dpvision compare DIR/batch-*`.
 """

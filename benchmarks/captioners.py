@@ -53,7 +53,7 @@ def plain_caption_losses(model: nn.Module, batch: Batch, key: StepKey) -> Tensor
 
 
 def make_batch(num_records: int, device: torch.device) -> Batch:
-    """Random pictures of 224 px and captions of full length, the same at every call, made on the device."""
+    """Random images of 224 px and captions of full length, the same at every call, made on the device."""
     generator = torch.Generator(device).manual_seed(0)
     ids_B = torch.arange(1, num_records + 1, device=device)
     image_BVCHW = torch.randn(num_records, 1, 3, 224, 224, device=device, generator=generator)

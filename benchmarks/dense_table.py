@@ -36,7 +36,7 @@ SMALL = {
         *("--segmentation.channels", "64", "--segmentation.scale", "0.8", "1.25", "--segmentation.no-photometric"),
     ],
 }
-"""What 64 px pictures of a few large objects and one CPU core want; everything else is the product's default."""
+"""What 64 px images of a few large objects and one CPU core want; everything else is the product's default."""
 
 
 def visible_masks(scene: Scene, size_px: int) -> list[np.ndarray]:
@@ -49,7 +49,7 @@ def visible_masks(scene: Scene, size_px: int) -> list[np.ndarray]:
 
 
 def write_part(root: Path, part: str, num: int, size_px: int) -> None:
-    """Pictures, COCO's annotations and semantic masks of one part, unless they are there."""
+    """Images, COCO's annotations and semantic masks of one part, unless they are there."""
     if (root / f"{part}.json").exists():
         return
     for folder in ("pictures", "masks"):

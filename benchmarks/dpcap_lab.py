@@ -17,7 +17,7 @@ STORE holds private scenes (`dpvision data scenes STORE`); everything is measure
     zero-shot         colour and shape of a single object among all pairs, by the trie and by the lowest loss
     composition       true sentence against one with swapped colours, objects, or relation (chance 50%)
     words             CIDEr-D of greedy captions against the scene's own sentence; share of the named coloured shapes that are in the
-                      picture, and share of the picture's that are named
+                      image, and share of the image's that are named
 """
 
 import argparse
@@ -107,7 +107,7 @@ def single_objects(args: argparse.Namespace) -> Store:
 
 
 def said(ready: OpenCaptioner, test: list[Scene]) -> dict[str, float]:
-    """Greedy captions of scenes against their own, and against what is in the picture."""
+    """Greedy captions of scenes against their own, and against what is in the image."""
     captions: list[str] = []
     with torch.inference_mode():
         for part in pixels(test).split(250):

@@ -1,4 +1,4 @@
-"""Frozen features of pictures by public encoders, kept as .npy: what benchmarks/heads.py adapts.
+"""Frozen features of images by public encoders, kept as .npy: what benchmarks/heads.py adapts.
 
 Sets: cifar10, mednist, pets_sample (parquet files of --data); scenes (ours) and digits (scikit-learn's), on which settings are chosen.
 Every set is seen as the product's evaluation sees it: shorter side to the encoder's size, centre crop, the encoder's normalisation.
@@ -6,7 +6,7 @@ Every set is seen as the product's evaluation sees it: shorter side to the encod
 The mean of the encoder's features of procedural textures, which are public, is taken off; features of more than ``WIDEST`` numbers are
 mapped on the textures' first ``WIDEST`` principal directions, so that one core can invert covariances by the hundred.
 
-Legend: N records, B pictures at once, D numbers of a feature, C channels, H height, W width.
+Legend: N records, B images at once, D numbers of a feature, C channels, H height, W width.
 """
 
 import io
@@ -48,8 +48,8 @@ class Task:
         return Task(self.train_ND[:count], self.train_N[:count], self.test_MD, self.test_M, self.num_classes)
 
 
-def pictures_of(data: Path, name: str, split: str) -> Pictures:
-    """Pictures and labels; of scenes both attributes of the largest object, shape and colour."""
+def images_of(data: Path, name: str, split: str) -> Pictures:
+    """Images and labels; of scenes both attributes of the largest object, shape and colour."""
     if name == "scenes":
         for i in SCENES[split]:
             scene = make_scene(i, 32)
@@ -100,7 +100,7 @@ class Features:
         return Task(x_ND, y_N, torch.from_numpy(x_MD), torch.from_numpy(y_M), int(y_N.max()) + 1)
 
     def _mapped(self, encoder: str, name: str, split: str) -> tuple[np.ndarray, np.ndarray]:
-        x_ND, label_N = self._kept(f"{encoder}-{name}-{split}", lambda: embed(self._encoder(encoder), pictures_of(self.data, name, split)))
+        x_ND, label_N = self._kept(f"{encoder}-{name}-{split}", lambda: embed(self._encoder(encoder), images_of(self.data, name, split)))
         if encoder not in self._maps:
             self._maps[encoder] = self._public_map(encoder)
         centre_D, map_DE = self._maps[encoder]

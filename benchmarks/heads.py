@@ -1,4 +1,4 @@
-"""Private heads on frozen features of public encoders: what each reaches, by epsilon, on pictures as if they were private.
+"""Private heads on frozen features of public encoders: what each reaches, by epsilon, on images as if they were private.
 
     python benchmarks/heads.py --data DIR --work DIR --encoder NAME=SPEC [...] [--own NAME=SET ...] [--parts A,B] [--sets A,B]
                                [--seeds N] [--quick] [--json FILE]

@@ -132,6 +132,6 @@ def make_ghost_step(model: nn.Module, loss_fn: LossFn, max_grad_norm: float) -> 
 
 def _backward(loss: "Tensor | DPTensorFastGradientClipping") -> None:
     with warnings.catch_warnings():
-        # Layers that read pictures or token ids have no input with a gradient; Opacus' hooks do not need one.
+        # Layers that read images or token ids have no input with a gradient; Opacus' hooks do not need one.
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         loss.backward()

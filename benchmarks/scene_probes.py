@@ -17,7 +17,7 @@ def scenes(first: int, num: int, size_px: int) -> list[Scene]:
 
 
 def pixels(made: list[Scene]) -> torch.Tensor:
-    """Normalised pictures, float32 (N, 3, S, S)."""
+    """Normalised images, float32 (N, 3, S, S)."""
     size = made[0].image.shape[0]
     x = np.empty((len(made), 3, size, size), dtype=np.float32)
     normalise(np.stack([scene.image for scene in made]), DataConfig().mean, DataConfig().std, x)

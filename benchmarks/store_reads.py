@@ -61,7 +61,7 @@ def measure(store: Store, case: str, num_reads: int, rounds: int) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few rounds")
-    parser.add_argument("--source", default=str(SOURCE), help="pictures to import and read")
+    parser.add_argument("--source", default=str(SOURCE), help="images to import and read")
     parser.add_argument("--json", type=Path, help="file to write")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

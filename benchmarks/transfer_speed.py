@@ -1,13 +1,13 @@
-"""Pictures a second of private training: whole model, last layer and what lies between, the paper's Table 8 on this machine.
+"""Images a second of private training: whole model, last layer and what lies between, the paper's Table 8 on this machine.
 
     python benchmarks/transfer_speed.py [--quick] [--models A,B] [--tuned A,B] [--image-size PX] [--records N] [--seconds S] [--device D]
                                         [--json FILE]
 
-One physical batch of random pictures through ``dp.clip.clipped_sum``, over and over for S seconds after one round that is not timed. The
+One physical batch of random images through ``dp.clip.clipped_sum``, over and over for S seconds after one round that is not timed. The
 paper's models have the names of their recipes (vit_b16, r50x4, ...), others those of timm. A row's metric is "pictures_per_s";
 "ratio" is that of a way to whole-model training, as in the paper's column "Speed Up". --quick: small stand-ins for a transformer and a BiT
 network at 64 px. The encoder's weights are random: they cost the same. Noise and optimizer are left out: at the paper's batches they are
-one pass over the weights for a million pictures.
+one pass over the weights for a million images.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def make_batch(size: int, records: int, num_classes: int, device: torch.device) 
 
 
 def measure(cfg: ClassifierConfig, records: int, seconds: float, device: torch.device) -> list[float]:
-    """Pictures a second of each round."""
+    """Images a second of each round."""
     model, key = make_model(cfg, 0).to(device), StepKey(0, 0)
     batch = make_batch(cfg.encoder.image_size, records, cfg.num_classes, device)
     found: list[float] = []

@@ -8,7 +8,7 @@ Runs the product itself: `dpvision train` recipes in DIR, each arm of a seed fro
     random            the network of vip.micro as its seed initialises it
     warm              synthetic.vip_micro: the warm start alone (--warm sample-gradients)
     textures          the control that matters: as many sample-gradients again on textures, without noise
-    pictures          on the private pictures without privacy (as textures: small batches)
+    images          on the private images without privacy (as textures: small batches)
     private_eps8      vip.micro, epsilon 8
     private_eps2      vip.micro, epsilon 2
     random_eps8       vip.micro_random_start, epsilon 8

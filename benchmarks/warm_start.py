@@ -1,10 +1,10 @@
-"""What a warm start on procedural pictures is worth: probes on real photographs, against controls at equal counts.
+"""What a warm start on procedural images is worth: probes on real photographs, against controls at equal counts.
 
     python benchmarks/warm_start.py --cifar DIR [--sources A,B] [--seeds N] [--pictures N] [--steps N] [--batch N] [--target T] [--probe N]
                                     [--quick] [--json FILE]
 
-A small masked autoencoder (the network of vip.micro) is trained without privacy on N pictures of one source for the same number of
-steps, under bfloat16 autocast, then its frozen encoder is probed (ridge on the mean token and on quadrants) on CIFAR-10: --probe pictures
+A small masked autoencoder (the network of vip.micro) is trained without privacy on N images of one source for the same number of
+steps, under bfloat16 autocast, then its frozen encoder is probed (ridge on the mean token and on quadrants) on CIFAR-10: --probe images
 to fit, 10,000 to test. DIR holds train.parquet and test.parquet. Sources: textures (our generator), dead_leaves (discs of power-law
 radii, one colour each), noise (1/f noise in correlated colours), cifar (the training photographs themselves, which no private run may use
 so); "random" is the untrained network. All sources see the same crops, flips, masks, batches and learning rates of a seed.
@@ -74,7 +74,7 @@ def noise(num: int, seed: int) -> Tensor:
     return torch.cat(parts)
 
 
-def make_pictures(source: str, num: int, seed: int, folder: str) -> Tensor:
+def make_images(source: str, num: int, seed: int, folder: str) -> Tensor:
     if source == "textures":
         number = torch.arange(num) + seed * 10_000_000
         return textures(number, STORED, instance_N=number)
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=640)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--target", default=MICRO.target, help="what the model predicts; default: as vip.micro")
-    parser.add_argument("--probe", type=int, default=20_000, help="training pictures of the probe")
+    parser.add_argument("--probe", type=int, default=20_000, help="training images of the probe")
     parser.add_argument("--quick", action="store_true", help="one seed, 20 steps")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -146,13 +146,13 @@ def main() -> None:
             if source == "random":
                 model = make_model(MICRO, seed)
             else:
-                model = train(make_pictures(source, args.pictures, seed, args.cifar), args.steps, args.batch, seed, args.target)
+                model = train(make_images(source, args.pictures, seed, args.cifar), args.steps, args.batch, seed, args.target)
             took = time.monotonic() - start
             fit, test = features(model, train_x), features(model, test_x)
             for pooling in fit:
                 found.setdefault((source, pooling), []).append(100 * accuracy(fit[pooling], train_y, test[pooling], test_y))
             now = {pooling: f"{found[source, pooling][-1]:.1f}" for pooling in fit}
-            print(f"seed {seed} {source}: {now} after {took:.0f} s of pictures and training", flush=True)
+            print(f"seed {seed} {source}: {now} after {took:.0f} s of images and training", flush=True)
     rows = [row(source, pooling, "ridge_accuracy_percent", values) for (source, pooling), values in found.items()]
     write_result(args.json, "warm_start", rows, packages=("torch", "numpy", "scikit-learn"))
 

@@ -27,7 +27,7 @@ DATA = DataConfig(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
 
 
 def picture(number: int, size_px: int = SIZE) -> tuple[np.ndarray, str]:
-    """Picture ``number``, a square on grey with a little noise, uint8 (H, W, 3), and its caption."""
+    """Image ``number``, a square on grey with a little noise, uint8 (H, W, 3), and its caption."""
     colour, side = list(COLOURS)[number % 4], SIDES[number // 4 % 2]
     rng = np.random.Generator(np.random.PCG64(number))
     pixels = np.full((size_px, size_px, 3), 120.0)
@@ -38,14 +38,14 @@ def picture(number: int, size_px: int = SIZE) -> tuple[np.ndarray, str]:
 
 
 def png(number: int) -> bytes:
-    """Picture ``number`` as a file."""
+    """Image ``number`` as a file."""
     file = io.BytesIO()
     Image.fromarray(picture(number)[0]).save(file, "PNG")
     return file.getvalue()
 
 
 def write_squares(path: Path, numbers: Sequence[int], *, public: bool = True) -> Store:
-    """Store of pictures with two captions each."""
+    """Store of images with two captions each."""
     samples = []
     for number in numbers:
         caption = picture(number)[1]

@@ -16,7 +16,7 @@ def test_the_index_and_the_menu_name_every_page() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_pages_pictures_and_headings_that_are_there(page: str) -> None:
+def test_links_lead_to_pages_images_and_headings_that_are_there(page: str) -> None:
     here = DOCS / page
     for target, anchor in re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)", here.read_text()):
         there = (here.parent / target).resolve() if target else here

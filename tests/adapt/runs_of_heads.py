@@ -1,4 +1,4 @@
-"""Handwritten digits as private pictures, and configs of heads on encoders that need no file."""
+"""Handwritten digits as private images, and configs of heads on encoders that need no file."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from ..eval.labelled import write_store
 
 
 def write_digits(path: Path, start: int, stop: int, *, public: bool = False) -> Store:
-    """scikit-learn's handwritten digits of 8 px as grey pictures."""
+    """scikit-learn's handwritten digits of 8 px as grey images."""
     pixels, labels = load_digits(return_X_y=True)
     grey = (pixels[start:stop].reshape(-1, 8, 8, 1) * 15.9).astype(np.uint8)
     return write_store(path, list(grey.repeat(3, axis=3)), [str(label) for label in labels[start:stop]], public=public)

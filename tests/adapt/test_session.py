@@ -74,7 +74,7 @@ def test_every_head_spends_its_releases_learns_and_is_opened_again(
     assert accuracy.value > 0.5 and accuracy.visibility == "public", "chance is 0.1"
 
 
-def test_what_predicts_is_what_was_saved_on_what_one_picture_shows(private: Store, public_test: Store, tmp_path: Path) -> None:
+def test_what_predicts_is_what_was_saved_on_what_one_image_shows(private: Store, public_test: Store, tmp_path: Path) -> None:
     root = _run(head_config(private, "prototypes"), tmp_path / "run")
     classifier = load_classifier(root)
     saved = load_checkpoint(root).model
@@ -92,7 +92,7 @@ def test_what_predicts_is_what_was_saved_on_what_one_picture_shows(private: Stor
 def test_without_noise_least_squares_is_ridge_regression(private: Store, tmp_path: Path) -> None:
     config = head_config(private, "least_squares", epsilon=None)
     root = _run(config, tmp_path / "run")
-    assert not (root / "checkpoints").exists() and (root / "confidential" / "checkpoints").exists(), "no guarantee, private pictures"
+    assert not (root / "checkpoints").exists() and (root / "confidential" / "checkpoints").exists(), "no guarantee, private images"
     classifier = load_classifier(root)
     data = DataConfig(mean=classifier.encoder.mean, std=classifier.encoder.std)
     found = [(x.flatten(1), label) for x, _, label in pictures(private, None, 8, data, batch_size=400, workers=1)]
@@ -190,7 +190,7 @@ def test_features_are_computed_once_for_all_heads(private: Store, tmp_path: Path
     assert not done
 
 
-def test_the_owners_cap_refuses_before_a_picture_is_read(tmp_path: Path) -> None:
+def test_the_owners_cap_refuses_before_an_image_is_read(tmp_path: Path) -> None:
     store = write_digits(tmp_path / "s", 0, 100)
     set_cap(store.path, 1.0, 1e-3)
     with pytest.raises(PrivacyError, match="cap: total epsilon"), new_head_session(head_config(store, "one_step"), tmp_path / "run"):

@@ -19,7 +19,7 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.files import write_json
 from dpvision.privacy.plan import make_plan
 from dpvision.recipes import RECIPES
-from dpvision.report.compared_run import made_of_public_pictures
+from dpvision.report.compared_run import made_of_public_images
 from dpvision.runs.store_checks import check_store
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session
@@ -46,7 +46,7 @@ def test_scores_on_a_cleared_store_which_show_its_size_stay_confidential(
     """They were public, with n = 33 of the public store's 40: seven twins, exactly."""
     argv = ["evaluate", "pixels", "--train", str(stores / "train"), "--test", str(stores / "clean"), "--protocols", "knn", "--json"]
     assert main([*argv, "--out", str(tmp_path / "scores.json")]) == 2
-    assert "would hold scores of private pictures; expected a folder called confidential" in capsys.readouterr().err
+    assert "would hold scores of private images; expected a folder called confidential" in capsys.readouterr().err
     (tmp_path / "confidential").mkdir()
     assert main([*argv, "--out", str(tmp_path / "confidential" / "scores.json")]) == 0
     scores = json.loads(capsys.readouterr().out)["scores"]
@@ -92,7 +92,7 @@ def test_losses_on_a_cleared_store_are_no_public_figure(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         write_json(tmp_path / name / "config.json", to_dict(RECIPES["synthetic.vip_micro"]()))
         write_json(tmp_path / name / "run.json", about | {"results_visibility": seen_by})
-        assert made_of_public_pictures(tmp_path / name) == (seen_by == "public")
+        assert made_of_public_images(tmp_path / name) == (seen_by == "public")
 
 
 def test_no_record_id_is_in_what_leaves_a_run(stores: Path, tmp_path: Path) -> None:

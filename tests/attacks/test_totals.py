@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "oracles"))
 
-from zoo import KEY, GradientIsPicture, TokenSums, make_batch, picture_losses, token_batch, token_sum_losses
+from zoo import KEY, GradientIsImage, TokenSums, image_losses, make_batch, token_batch, token_sum_losses
 
 from dpvision.config import HardwareConfig, MAEConfig, PrivacyConfig, RunConfig, ViTConfig
 from dpvision.data.batch import Batch
@@ -262,7 +262,7 @@ def test_a_search_finds_no_contribution_longer_than_c() -> None:
 
 
 def records(record_id: np.ndarray, value: np.ndarray) -> Callable[..., Iterator[Batch]]:
-    """``physical_batches`` of records whose gradient (3 numbers, for ``GradientIsPicture``) is given."""
+    """``physical_batches`` of records whose gradient (3 numbers, for ``GradientIsImage``) is given."""
     image_N = torch.from_numpy(value).float().view(-1, 1, 3, 1, 1)
 
     def batches(store: object, rows: np.ndarray, *args: object, physical_batch_size: list[int], **kwargs: object) -> Iterator[Batch]:
@@ -289,7 +289,7 @@ def test_a_million_records_on_the_real_loop_move_the_sum_by_at_most_c(monkeypatc
         totals = []
         for rows in (everyone, everyone[1:], np.delete(everyone, num // 2 + 1)):
             store: Any = SimpleNamespace(index={"id": record_id})
-            total, _ = step_sum(0, Training(config, plan, store, rows, None, GradientIsPicture(3, 1, 1), picture_losses, ALONE), b"d" * 32)
+            total, _ = step_sum(0, Training(config, plan, store, rows, None, GradientIsImage(3, 1, 1), image_losses, ALONE), b"d" * 32)
             totals.append(total.grads["weight"])
             assert totals[-1].dtype == torch.float64
         largest = max(largest, *((totals[0] - other).norm().item() for other in totals[1:]))

@@ -1,4 +1,4 @@
-"""`dpvision adapt`, as a newcomer uses it: from pictures to a statement, and one clear error for each mistake."""
+"""`dpvision adapt`, as a newcomer uses it: from images to a statement, and one clear error for each mistake."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def _argv(store: Store, root: Path, *more: str) -> list[str]:
 DECLARED = ["--dataset-size", "900", "--epsilon", "2"]
 
 
-def test_from_pictures_to_a_statement(stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_images_to_a_statement(stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine, test = stores
     argv = _argv(mine, tmp_path, *DECLARED)
     assert main([*argv, "--dry-run"]) == 0
@@ -257,18 +257,18 @@ def test_an_encoder_whose_features_are_no_numbers_is_refused_before_the_charge(
     assert read_ledger(ledger).steps == 0
 
 
-def test_an_empty_class_is_noted_of_public_pictures_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_class_is_noted_of_public_images_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = np.random.default_rng(0)
     pictures = [rng.integers(0, 255, (8, 8, 3), dtype=np.uint8) for _ in range(60)]
     for public in (True, False):
         store = write_store(tmp_path / str(public), pictures, ["0", "1"] * 30, public=public)
         argv = ["adapt", "--data", str(store.path), "--encoder", "pixels", "--num-classes", "4", "--dataset-size", "60", "--dry-run"]
         assert main(argv) == 0
-        assert ("2 declared classes have no picture in this public store: 2, 3" in capsys.readouterr().out) is public
+        assert ("2 declared classes have no image in this public store: 2, 3" in capsys.readouterr().out) is public
 
 
 def _scenes_with_colours(folder: Path, first: int, count: int) -> Path:
-    """Pictures with a table of which of four colours are in each; "none of them" is an empty cell."""
+    """Images with a table of which of four colours are in each; "none of them" is an empty cell."""
     folder.mkdir()
     lines = ["file_name,colours"]
     for i in range(first, first + count):
@@ -280,7 +280,7 @@ def _scenes_with_colours(folder: Path, first: int, count: int) -> Path:
     return folder
 
 
-def test_pictures_of_several_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_of_several_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine, test, one = (str(tmp_path / name) for name in ("mine", "test", "one"))
     (tmp_path / "colours.txt").write_text("blue\ngreen\nred\nyellow\n")
     by_colour = ["--label-from", "colours", "--label-separator", "|", "--classes", str(tmp_path / "colours.txt")]

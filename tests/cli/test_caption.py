@@ -57,7 +57,7 @@ def _refused(capsys: pytest.CaptureFixture[str], words: str, *argv: str) -> None
     assert words in err and "Traceback" not in err and "; expected" in err and err.count("\n") <= 2, err
 
 
-def test_the_words_are_those_of_the_picture(run: str, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_words_are_those_of_the_image(run: str, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Colours by name are right only if channels, normalisation, tokenizer and decoder all are."""
     said = _lines(_ok(capsys, run, str(photos))[0])
     assert said == {f"{photos}/{'more/' if n > 105 else ''}{n}.png": picture(n)[1] for n in NUMBERS}
@@ -84,20 +84,20 @@ def test_a_file_a_folder_a_tar_and_a_store_give_the_same_words(
 
 def test_what_cannot_be_read_is_named_and_counted_and_fails_only_alone(run: str, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (photos / "more" / "torn.png").write_bytes(png(0)[:60])
-    (photos / "notes.txt").write_text("not a picture")
+    (photos / "notes.txt").write_text("not an image")
     out, err = _ok(capsys, run, str(photos))
     assert len(_lines(out)) == len(NUMBERS)
-    assert "2 could not be read" in err and "more/torn.png (damaged)" in err and "notes.txt (not a picture)" in err
+    assert "2 could not be read" in err and "more/torn.png (damaged)" in err and "notes.txt (not an image)" in err
     _refused(capsys, "1 could not be read: ", run, str(photos / "notes.txt"))
     found = json.loads(_ok(capsys, run, str(photos), "--json")[0])
-    assert len(found["captions"]) == len(NUMBERS) and {one["problem"] for one in found["unreadable"]} == {"damaged", "not a picture"}
+    assert len(found["captions"]) == len(NUMBERS) and {one["problem"] for one in found["unreadable"]} == {"damaged", "not an image"}
 
 
 def test_nothing_is_read_where_a_place_is_wrong(run: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _refused(capsys, "nothing there", run, str(photos), str(tmp_path / "nowhere"))
-    _refused(capsys, "no pictures", run)
+    _refused(capsys, "no images", run)
     (tmp_path / "empty").mkdir()
-    _refused(capsys, "no pictures", run, str(tmp_path / "empty"))
+    _refused(capsys, "no images", run, str(tmp_path / "empty"))
 
 
 def test_files_hold_what_the_terminal_shows(run: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +107,7 @@ def test_files_hold_what_the_terminal_shows(run: str, photos: Path, tmp_path: Pa
     printed = json.loads(_ok(capsys, run, str(photos), *many, "--json")[0])["captions"]
     assert {one["picture"]: one["captions"][0]["text"] for one in printed} == shown
     out = _ok(capsys, run, str(photos), *many, "--out", str(place / "c.jsonl"))[0]
-    assert "keep the file where the pictures are kept" in out and shown.popitem()[1] not in out
+    assert "keep the file where the images are kept" in out and shown.popitem()[1] not in out
     assert [json.loads(line) for line in (place / "c.jsonl").read_text().splitlines()] == printed
     _ok(capsys, run, str(photos), *many, "--out", str(place / "c.csv"))
     with (place / "c.csv").open(newline="") as file:
@@ -130,7 +130,7 @@ def test_files_hold_what_the_terminal_shows(run: str, photos: Path, tmp_path: Pa
         ("public", None, False, "private"),
     ],
 )
-def test_captions_are_as_private_as_pictures_and_weights(
+def test_captions_are_as_private_as_images_and_weights(
     tmp_path: Path, visibility: str, guarantee: dict | None, public_store: bool, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = write_squares(tmp_path / "store", NUMBERS, public=public_store)
@@ -142,11 +142,11 @@ def test_captions_are_as_private_as_pictures_and_weights(
         assert not (tmp_path / "c.csv").exists()
         command.append("--release-private-outputs")
     text = _ok(capsys, *command)[0]
-    assert ("captions of private pictures" in text) == (expected == "private")
+    assert ("captions of private images" in text) == (expected == "private")
 
 
-def test_samples_are_a_pictures_own(run: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Hot samples of one picture: other company, another name and another batch change nothing; another seed and another draw do."""
+def test_samples_are_a_images_own(run: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hot samples of one image: other company, another name and another batch change nothing; another seed and another draw do."""
     hot = ("--method", "sample", "--temperature", "3", "--num", "4", "--json")
 
     def samples(*argv: str) -> list[dict]:

@@ -110,7 +110,7 @@ def test_wrong_input_gets_one_clear_error(stores: dict[str, str], tmp_path: Path
         ([run, *train, "--protocols", ""], "expected some of knn"),
         ([run, *train, "--against", "hog"], "against='hog'; expected random, pixels, both or none"),
         ([run, *train, "--metric", "top5"], "metric='top5'; expected one of accuracy, mean_per_class"),
-        ([run, *train, "--protocols", "few_shot_probe", "--shots", "500"], "expected 500 training pictures of each class"),
+        ([run, *train, "--protocols", "few_shot_probe", "--shots", "500"], "expected 500 training images of each class"),
         ([run, *train, "--protocols", "fine_tune", "--shots", "0"], "shots=(0,)"),
         ([run, *train, "--protocols", "own_head"], "own_head: no test store"),
         ([run, *train, "--test", stores["train"]], "shares records"),

@@ -44,7 +44,7 @@ def test_every_test_on_a_store_and_on_scenes_with_controls_and_chance(
         assert score["visibility"] == "public" and score["low"] <= score["value"] <= score["high"] and score["chance"] >= 0
     both = {"captioner", "random weights"}
     assert of["zero-shot"] == of["CIDEr-D"] == both
-    assert of["scene composition"] == of["order test"] == both | {"captioner, other pictures"}
+    assert of["scene composition"] == of["order test"] == both | {"captioner, other images"}
     assert sum("zero-shot" in s["protocol"] for s in found["scores"]) == 4, "two ways, two who answer"
     kept = read_scores(run / "scores.json")
     assert len(kept) == len(found["scores"]) == len(read_scores(out)) and {e["train_data"] for e in kept} == {"nothing"}
@@ -76,7 +76,7 @@ def test_scores_of_weights_without_a_guarantee_are_private(tmp_path: Path, capsy
     run = captioners.write_captioner_run(tmp_path / "bare", guarantee=False)
     scores = _json(capsys, [str(run), "--scenes", "30"])["scores"]
     assert {s["name"]: s["visibility"] for s in scores} == {
-        "captioner": "private", "captioner, other pictures": "private", "random weights": "public",
+        "captioner": "private", "captioner, other images": "private", "random weights": "public",
     }  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def test_benchmark_files_count_as_private_unless_said_otherwise(run: Path, tmp_p
     assert main(["evaluate", "captioner", *argv]) == 2
     assert "--allow-missing" in capsys.readouterr().err
     scores = _json(capsys, [*argv, "--allow-missing", "--public"])["scores"]
-    assert all("1 items without their picture left out" in s["protocol"] for s in scores)
+    assert all("1 items without their image left out" in s["protocol"] for s in scores)
 
 
 def test_wrong_input_gets_one_clear_error(stores: dict[str, str], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,9 +109,9 @@ def test_wrong_input_gets_one_clear_error(stores: dict[str, str], run: Path, tmp
     labels.write_text("disc\nsquare, disc\n")
     for argv, words in [
         ([str(run)], "nothing to measure; expected a test"),
-        ([str(run), "--zero-shot", "store"], "expected pictures with labels for --zero-shot"),
-        ([str(run), "--captions"], "no store; expected pictures"),
-        ([str(run), "--order"], "expected pictures with captions for --order"),
+        ([str(run), "--zero-shot", "store"], "expected images with labels for --zero-shot"),
+        ([str(run), "--captions"], "no store; expected images"),
+        ([str(run), "--order"], "expected images with captions for --order"),
         ([str(run), *store, "--zero-shot", "imagenet"], "labels: 'imagenet'"),
         ([str(run), *store, "--zero-shot", str(labels)], "'disc' stands for class 0 (disc) and class 1 (square, disc)"),
         ([str(run), *store, "--zero-shot", "store", "--method", "tree"], "method='tree'"),
@@ -121,7 +121,7 @@ def test_wrong_input_gets_one_clear_error(stores: dict[str, str], run: Path, tmp
         ([str(run), *store, "--captions", "--beams", "0"], "beams=0"),
         ([str(run), "--scenes", "0"], "scenes=0"),
         ([str(run), "--scenes", "20", "--batch-size", "0"], "batch_size=0"),
-        ([str(run), "--sugarcrepe", str(labels)], "expected the COCO pictures of --sugarcrepe"),
+        ([str(run), "--sugarcrepe", str(labels)], "expected the COCO images of --sugarcrepe"),
         ([str(run), "--sugarcrepe", str(labels), "--images", str(tmp_path)], "not JSON"),
         ([str(run), "--aro", str(tmp_path)], "has neither visual_genome_relation.json"),
         ([bare, "--scenes", "20"], "names no tokenizer.json"),

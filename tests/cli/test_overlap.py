@@ -42,7 +42,7 @@ def test_it_says_what_matches_and_keeps_it_where_it_must_stay(root: Path, capsys
     assert str(root) not in json.dumps(clean.meta["deduplicated"]) and "hog" in clean.meta["deduplicated"]["methods"][-1].lower()
     assert all(path.stat().st_mtime_ns == time for path, time in before.items()), "the private store is never changed"
     assert main([*arguments[:4], "--exact"]) == 0
-    assert "5 of 30 public pictures have a match" in capsys.readouterr().out
+    assert "5 of 30 public images have a match" in capsys.readouterr().out
     assert main(arguments) == 2 and "exists" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Pictures and sources made for the tests of the data room."""
+"""Images and sources made for the tests of the data room."""
 
 import io
 import json
@@ -48,7 +48,7 @@ def js(**fields) -> bytes:
 
 
 def spoil(store: Store, row: int) -> None:
-    """Overwrite the picture of a row inside its shard."""
+    """Overwrite the image of a row inside its shard."""
     entry = store.index[row]
     with store.shard_paths[entry["shard"]].open("r+b") as file:
         file.seek(int(entry["offset"]))

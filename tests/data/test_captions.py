@@ -175,21 +175,21 @@ def test_the_three_kinds_of_file_say_the_same(tmp_path, kind, encoding):
     [("x/a.jpg", "x/a.jpg"), ("a.jpg", "x/y/a.jpg"), ("./x/a.jpg", "x/a.jpg"), ("a.jpg", "x/a"),
      ("x/a.jpg", "x/a"), ("a", "x/a.JPG"), ("7.2", "7.2")],
 )  # fmt: skip
-def test_a_picture_is_found_by_path_or_name_with_or_without_extension(tmp_path, name, key):
+def test_an_image_is_found_by_path_or_name_with_or_without_extension(tmp_path, name, key):
     assert attached(CaptionFile(write(tmp_path, "f.txt", f"{name}#0\tit\nother.jpg#0\tno\n")), key) == {key: ["it"]}
 
 
 @pytest.mark.parametrize(("name", "key"), [("x/a.jpg", "y/a.jpg"), ("a.jpg", "a.png"), ("a", "a.txt"), ("a.b", "a.c"), ("a.jpg", "aa.jpg")])
-def test_another_picture_is_not_taken_for_it(tmp_path, name, key):
+def test_another_image_is_not_taken_for_it(tmp_path, name, key):
     file = CaptionFile(write(tmp_path, "f.txt", f"{name}#0\tit\n"))
     assert attached(file, key) == {key: []}
-    with pytest.raises(DataError, match=r"none of its 1 pictures \('.*', \.\.\.\) is in the source"):
+    with pytest.raises(DataError, match=r"none of its 1 images \('.*', \.\.\.\) is in the source"):
         file.summary()
 
 
 @pytest.mark.parametrize("keys", [("x/a.jpg", "y/a.jpg"), ("a.jpg", "a.jpg"), ("x/a", "y/a")])
-def test_a_name_of_two_pictures_is_refused_not_given_to_both(tmp_path, keys):
-    with pytest.raises(DataError, match=r"'a\.jpg' is the name of two pictures"):
+def test_a_name_of_two_images_is_refused_not_given_to_both(tmp_path, keys):
+    with pytest.raises(DataError, match=r"'a\.jpg' is the name of two images"):
         attached(CaptionFile(write(tmp_path, "f.txt", "a.jpg#0\tit\n")), *keys)
 
 
@@ -199,7 +199,7 @@ def test_two_names_that_differ_in_the_extension_only_are_told_apart_or_not_used(
     assert attached(CaptionFile(path), "a", "b") == {"a": [], "b": ["b"]}
 
 
-def test_captions_of_the_file_come_to_those_beside_the_picture(tmp_path):
+def test_captions_of_the_file_come_to_those_beside_the_image(tmp_path):
     file = CaptionFile(write(tmp_path, "f.txt", "a.jpg#0\tfrom the file\na.jpg#1\tbeside\n"))
     assert attached(file, "a.jpg", captions="beside") == {"a.jpg": ["beside", "from the file"]}
 

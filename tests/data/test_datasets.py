@@ -109,7 +109,7 @@ def roots(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", sorted(MINIATURES))
-def test_all_splits_have_the_same_classes_in_the_same_order_and_share_no_picture(roots, name):
+def test_all_splits_have_the_same_classes_in_the_same_order_and_share_no_image(roots, name):
     seen: dict[str, set] = {}
     names = None
     for split in DATASETS[name].splits:
@@ -120,7 +120,7 @@ def test_all_splits_have_the_same_classes_in_the_same_order_and_share_no_picture
         # a class has in each split the label that its name has in the list
         assert names in (None, source.label_names) and len(source.label_names) == DATASETS[name].num_classes
         names = source.label_names
-        if name != "inaturalist2018":  # every hundredth class has pictures there
+        if name != "inaturalist2018":  # every hundredth class has images there
             assert {s.fields["label"] for s in samples} == set(range(len(names)))
         seen[split] = {s.key for s in samples}
     if name not in ("cifar10", "cifar100", "aircraft"):
@@ -130,7 +130,7 @@ def test_all_splits_have_the_same_classes_in_the_same_order_and_share_no_picture
 
 
 @pytest.mark.parametrize("name", ["imagenet", "places365", "places205"])
-def test_the_label_of_a_picture_is_its_folders_place_in_the_list_of_classes(roots, name):
+def test_the_label_of_an_image_is_its_folders_place_in_the_list_of_classes(roots, name):
     source = dataset_source(name, "train", roots[name])
     for sample in source.samples:
         assert Path(sample.key).parent.name == source.label_names[sample.fields["label"]].split("/")[-1]
@@ -171,7 +171,7 @@ def test_aircraft_agrees_with_torchvision(roots):
     assert ours_labels == their_labels
 
 
-def test_cifar_pictures_come_out_pixel_by_pixel_with_the_fine_label(roots):
+def test_cifar_images_come_out_pixel_by_pixel_with_the_fine_label(roots):
     for sample in dataset_source("cifar100", "test", roots["cifar100"]).samples:
         pixels = np.asarray(Image.open(io.BytesIO(sample.image)))
         assert np.array_equal(pixels, noise(sample.fields["label"], 32, 32))
@@ -206,7 +206,7 @@ WRONG = [
     ("inaturalist2021", "train_mini", lambda r: _write(r, ["train/00000_A/1.jpg"]), "2021_train_mini"),
     ("cifar100", "train", lambda r: _write(r, ["train", "test", "meta"]), "Python version is a pickle"),
     ("cifar10", "test", lambda r: (r / "test_batch.bin").write_bytes(bytes(3000)), "no list of class names"),
-    ("caltech101", "test", lambda r: _write(r, [f"101_ObjectCategories/ant/{i}.jpg" for i in range(30)]), "30 pictures; expected more"),
+    ("caltech101", "test", lambda r: _write(r, [f"101_ObjectCategories/ant/{i}.jpg" for i in range(30)]), "30 images; expected more"),
     ("aircraft", "test", lambda r: _write(r, ["images/1.jpg"]), "has no data"),
     ("aircraft", "dev", lambda r: None, "expected one of train, val, trainval, test"),
     ("imagnet", "train", lambda r: None, "Did you mean imagenet"),

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from dpvision.data.decode import MAX_PIXELS, BadPicture, decode, extension
+from dpvision.data.decode import MAX_PIXELS, BadImage, decode, extension
 
 from .pictures import SHARED, encode, noise
 
@@ -23,7 +23,7 @@ def test_messy_photographs_decode_or_are_refused_as_their_manifest_says():
     for entry in json.loads((MESSY / "manifest.json").read_text()):
         data = (MESSY / entry["file"]).read_bytes()
         if entry["decodes"] != "yes" or entry["width"] * entry["height"] > MAX_PIXELS:
-            with pytest.raises(BadPicture):
+            with pytest.raises(BadImage):
                 decode(data)
             continue
         pixels = decode(data)
@@ -48,14 +48,14 @@ def test_every_exif_orientation_is_turned_as_pillow_turns_it(orientation, kind):
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
-def test_broken_exif_leaves_the_picture_upright():
+def test_broken_exif_leaves_the_image_upright():
     data = encode(noise(2), "JPEG")
     broken = data[:2] + b"\xff\xe1\x00\x12Exif\0\0MM\0*\xff\xff\xff\xff\0\0" + data[2:]
     assert np.array_equal(decode(broken), decode(data))
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "LAB"])
-def test_every_mode_of_a_white_picture_is_white(mode):
+def test_every_mode_of_a_white_image_is_white(mode):
     """Whatever the mode, white is white: no inversion, no mapping that darkens."""
     if mode == "I;16":
         image = Image.fromarray(np.full((9, 7), 65535, np.uint16))
@@ -71,7 +71,7 @@ def test_every_mode_of_a_white_picture_is_white(mode):
     assert decode(data).min() >= 254  # the sRGB white of LAB is off by one in littlecms
 
 
-def test_16_bits_map_to_their_high_byte_and_give_back_8_bit_pictures():
+def test_16_bits_map_to_their_high_byte_and_give_back_8_bit_images():
     eight = np.arange(256, dtype=np.uint16).reshape(16, 16)
     for kind in ("PNG", "TIFF"):
         data = save(Image.fromarray(eight * 257), kind)
@@ -107,10 +107,10 @@ def test_the_first_frame_of_an_animation_is_taken():
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "not a picture"),
-        (b"hello, this is no picture", "not a picture"),
+        (b"", "not an image"),
+        (b"hello, this is no image", "not an image"),
         (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIF"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a picture"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
         (encode(noise(3, 200, 200), "JPEG")[:-3000], "damaged"),
         (encode(noise(3, 200, 200))[:-3000], "damaged"),
         (encode(np.zeros((2, 201, 3), np.uint8)), "oversized"),
@@ -118,13 +118,13 @@ def test_the_first_frame_of_an_animation_is_taken():
         (save(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF"), "float pixels"),
     ],
 )
-def test_bad_pictures_are_refused_with_their_reason(data, reason):
-    with pytest.raises(BadPicture) as error:
+def test_bad_images_are_refused_with_their_reason(data, reason):
+    with pytest.raises(BadImage) as error:
         decode(data)
     assert error.value.reason == reason
 
 
-def test_a_picture_at_the_limit_of_elongation_is_taken():
+def test_an_image_at_the_limit_of_elongation_is_taken():
     assert decode(encode(np.zeros((2, 200, 3), np.uint8))).shape == (2, 200, 3)
 
 

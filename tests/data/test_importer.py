@@ -70,7 +70,7 @@ def test_parent_folder_as_unit_is_not_taken_for_a_class(tmp_path):
     assert len(set(store.index["unit"])) == 2
 
 
-def test_a_table_beside_the_pictures_gives_units_labels_and_captions(tmp_path):
+def test_a_table_beside_the_images_gives_units_labels_and_captions(tmp_path):
     source = write_folder(tmp_path / "src", {"a/1.png": png(1), "a/2.png": png(2), "3.png": png(3)})
     (source / "metadata.csv").write_text('file_name,patient,finding,text\na/1.png,p1,yes,"one, two"\na/2.png,p1,no,\n')
     store = import_source(source, tmp_path / "s", unit_from="patient", label_from="finding", classes=ClassRule(("no", "yes")))
@@ -102,7 +102,7 @@ def test_parquet_with_plain_bytes_captions_and_another_label_column(tmp_path):
     records = by_key(store)
     assert records["p-0"].captions == ("x", "y")
     assert records["p-0"].labels == (1,)
-    assert store.import_summary()["left_out"] == {"no picture": 1}
+    assert store.import_summary()["left_out"] == {"no image": 1}
 
 
 def test_webdataset_tars_are_indexed_where_they_are(tmp_path):
@@ -110,7 +110,7 @@ def test_webdataset_tars_are_indexed_where_they_are(tmp_path):
         "a/one.jpg": encode(noise(1), "JPEG"), "a/one.json": js(captions=["c1", "c2"], who="ann", kind="x"),
         "two.png": png(2), "two.txt": b"c3\n", "two.cls": b"4",
         "three.seg.png": png(9), "three.webp": encode(noise(3), "WEBP"), "three.json": js(caption="c4", who="ann", kind="y"),
-        "four.txt": b"no picture", "five.png": png(5), "five.json": b"{",
+        "four.txt": b"no image", "five.png": png(5), "five.json": b"{",
     }  # fmt: skip
     write_folder(tmp_path / "src", {"README.md": b"notes"})
     tar = write_tar(tmp_path / "src" / "t-0.tar", members)
@@ -125,7 +125,7 @@ def test_webdataset_tars_are_indexed_where_they_are(tmp_path):
     assert records["a/one"].unit == records["three"].unit is not None
     assert (records["two"].captions, records["two"].labels, records["two"].unit) == (("c3",), (4,), None)
     assert records["three"].image == members["three.webp"]
-    assert store.import_summary()["left_out"] == {"damaged text": 1, "no picture": 1}
+    assert store.import_summary()["left_out"] == {"damaged text": 1, "no image": 1}
 
 
 def test_a_pattern_chooses_among_tars(tmp_path):
@@ -156,7 +156,7 @@ def test_written_shards_are_webdataset_and_import_again_in_place(tmp_path, monke
 # --- duplicates ------------------------------------------------------------------------------------------------------------------
 
 
-def test_identical_pictures_become_one_record_with_all_captions(tmp_path):
+def test_identical_images_become_one_record_with_all_captions(tmp_path):
     same, other = png(1), png(2)
     fields = [{"caption": "a"}, {"caption": "b"}, {"caption": "c"}, {"caption": "b"}, {"caption": "d"}]
     images = [same, other, same, same, other]
@@ -168,7 +168,7 @@ def test_identical_pictures_become_one_record_with_all_captions(tmp_path):
     assert store.import_summary()["duplicates_merged"] == 3
 
 
-def test_a_picture_of_two_units_stays_with_the_first_and_takes_nothing_from_the_other(tmp_path):
+def test_an_image_of_two_units_stays_with_the_first_and_takes_nothing_from_the_other(tmp_path):
     samples = [
         Sample("0", png(1), {"caption": "mine", "who": "ann", "label": 1}),
         Sample("1", png(1), {"caption": "theirs", "who": "bob", "label": 2}),
@@ -183,7 +183,7 @@ def test_a_picture_of_two_units_stays_with_the_first_and_takes_nothing_from_the_
 # --- what is left out ------------------------------------------------------------------------------------------------------------
 
 
-def test_bad_pictures_are_counted_by_reason_and_named_only_under_confidential(tmp_path):
+def test_bad_images_are_counted_by_reason_and_named_only_under_confidential(tmp_path):
     files = {
         "good.png": png(1), "secret-name.txt": b"hello", "cut-secret.png": png(2, 99, 99)[:-900],
         "long-secret.png": encode(np.zeros((1, 101, 3), np.uint8)),
@@ -192,7 +192,7 @@ def test_bad_pictures_are_counted_by_reason_and_named_only_under_confidential(tm
     os.mkfifo(source / "pipe-secret")
     store = import_source(source, tmp_path / "s")
     summary = store.import_summary()
-    assert summary["left_out"] == {"damaged": 1, "not a file": 1, "not a picture": 1, "oversized": 1}
+    assert summary["left_out"] == {"damaged": 1, "not a file": 1, "not an image": 1, "oversized": 1}
     assert (summary["seen"], summary["records"]) == (5, 1)
     named = {json.loads(line)["key"] for line in (store.path / "confidential" / "left_out.jsonl").read_text().splitlines()}
     assert named == {"secret-name.txt", "cut-secret.png", "long-secret.png", "pipe-secret"}
@@ -201,7 +201,7 @@ def test_bad_pictures_are_counted_by_reason_and_named_only_under_confidential(tm
             assert b"secret" not in path.read_bytes()
 
 
-def test_files_too_large_for_any_picture_are_not_read(tmp_path):
+def test_files_too_large_for_any_image_are_not_read(tmp_path):
     source = write_folder(tmp_path / "src", {"good.png": png(1)})
     with (source / "film.bin").open("wb") as file:
         file.truncate(1 << 30)
@@ -234,7 +234,7 @@ def test_bad_sources_are_refused_and_leave_nothing(tmp_path):
     refused("nothing there", tmp_path / "absent", out / "s")
     refused("nothing there", tmp_path / "no-*.tar", out / "s")
     refused("a .zip file; expected a folder", write_folder(tmp_path / "z", {"a.zip": b"PK"}) / "a.zip", out / "s")
-    refused("none a picture that can be read", write_folder(tmp_path / "t", {"a.txt": b"x"}), out / "s")
+    refused("none an image that can be read", write_folder(tmp_path / "t", {"a.txt": b"x"}), out / "s")
     refused(r"field='patient'; expected one of \['label', 'parent'\]", good, out / "s", unit_from="patient")
     refused("expected a parquet file", write_folder(tmp_path / "p", {"a.parquet": b"PAR1 no"}), out / "s")
     refused("no uncompressed tar", write_folder(tmp_path / "w", {"a.tar": b"no tar" * 999}), out / "s")
@@ -308,7 +308,7 @@ def test_order_does_not_depend_on_workers(tmp_path, workers):
 # --- captions --------------------------------------------------------------------------------------------------------------------
 
 
-def test_texts_beside_the_pictures_of_a_folder_are_captions(tmp_path):
+def test_texts_beside_the_images_of_a_folder_are_captions(tmp_path):
     files = {
         "a/1.png": png(1), "a/1.txt": b" a dog \n", "a/2.PNG": png(2), "a/2.json": js(captions=["x", "y"], label="not a class"),
         "3.png": png(3), "3.txt": "ein H\xfcndchen".encode("utf-16"), "3.json": js(caption="z"), "4.png": png(4), "4.json": b"{",
@@ -322,7 +322,7 @@ def test_texts_beside_the_pictures_of_a_folder_are_captions(tmp_path):
     }  # fmt: skip
     assert store.label_names == ["a"]
     summary = store.import_summary()
-    assert summary["left_out"] == {"not a picture": 1}
+    assert summary["left_out"] == {"not an image": 1}
     assert (summary["without_caption"], summary["captions"]) == (2, 6)
     assert summary["captions_dropped"] == {"no text": 1}
 
@@ -367,12 +367,12 @@ def test_duplicates_with_a_caption_once_are_captioned(tmp_path):
     assert store.has_captions(np.arange(2)).tolist() == [True, False]
 
 
-def test_pictures_without_a_caption_can_be_left_out(tmp_path):
+def test_images_without_a_caption_can_be_left_out(tmp_path):
     samples = [Sample("0", png(1), {}), Sample("1", png(2), {"caption": "a"}), Sample("2", png(3), {"caption": " \x00"})]
     store = import_samples(samples, tmp_path / "s", require_captions=True)
     assert [store.record(i).key for i in range(store.num_records)] == ["1"]
     assert store.import_summary()["left_out"] == {"no caption": 2}
-    with pytest.raises(DataError, match="pictures with captions"):
+    with pytest.raises(DataError, match="images with captions"):
         import_samples(samples[:1], tmp_path / "t", require_captions=True)
     assert not (tmp_path / "t").exists()
 
@@ -392,7 +392,7 @@ def test_a_file_of_captions_for_a_folder_and_for_tars(tmp_path):
     other = tmp_path / "other.csv"
     other.write_text("image,caption\nx.png,x\n")
     before = sorted(tmp_path.iterdir())
-    refused("none of its 1 pictures", folder, tmp_path / "n", captions=other)
+    refused("none of its 1 images", folder, tmp_path / "n", captions=other)
     refused("No such file", folder, tmp_path / "n", captions=tmp_path / "absent.csv")
     assert sorted(tmp_path.iterdir()) == before
 
@@ -400,7 +400,7 @@ def test_a_file_of_captions_for_a_folder_and_for_tars(tmp_path):
 # --- real sources ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="the shared pictures are not beside this checkout")
+@pytest.mark.skipif(not SHARED.exists(), reason="the shared images are not beside this checkout")
 @pytest.mark.parametrize(
     ("source", "options", "records", "merged", "classes"),
     [
@@ -420,9 +420,9 @@ def test_real_sources(tmp_path, source, options, records, merged, classes):
     assert len(store.label_names or []) == classes
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="the shared pictures are not beside this checkout")
+@pytest.mark.skipif(not SHARED.exists(), reason="the shared images are not beside this checkout")
 def test_real_captions_come_through_as_they_are(tmp_path):
-    """Flickr8k's first shard, in place: five captions each, changed in blanks and entities only; all COCO captions find their pictures."""
+    """Flickr8k's first shard, in place: five captions each, changed in blanks and entities only; all COCO captions find their images."""
     shard = (SHARED / "flickr8k" / "train-000000.tar").resolve()
     store = import_source(shard, tmp_path / "s")
     assert (store.num_records, store.shard_paths) == (1000, [shard])

@@ -24,7 +24,7 @@ def test_inspection_counts_what_is_there(store):
     assert inspect_store(store)["undecodable"] == 1
 
 
-def test_the_contact_sheet_shows_the_pictures_in_tiles(store):
+def test_the_contact_sheet_shows_the_images_in_tiles(store):
     sheet = contact_sheet(store, 40, tile_px=32, columns=8)
     assert sheet.size == (8 * 32, 5 * (32 + 14))
     assert sheet.mode == "RGB"

@@ -68,7 +68,7 @@ def test_views_steps_and_seeds_differ(store):
 
 
 @pytest.mark.parametrize("view", [0, 1])
-def test_a_training_picture_is_the_keyed_crop_and_flip_of_its_pixels(store, view):
+def test_a_training_image_is_the_keyed_crop_and_flip_of_its_pixels(store, view):
     data = DataConfig(mean=(0, 0, 0), std=(1 / 255,) * 3, views=2)
     for row in range(10):
         record = store.record(row)
@@ -82,7 +82,7 @@ def test_a_training_picture_is_the_keyed_crop_and_flip_of_its_pixels(store, view
         assert np.array_equal(got, expected)
 
 
-def test_half_of_the_pictures_are_flipped_and_none_when_told_not_to(tmp_path):
+def test_half_of_the_images_are_flipped_and_none_when_told_not_to(tmp_path):
     ramp = np.repeat(np.arange(0, 240, 10, dtype=np.uint8)[None, :, None], 24, 0).repeat(3, 2)
     samples = [Sample(str(i), encode(np.where(np.arange(24)[:, None, None] == 0, i % 250, ramp).astype(np.uint8)), {}) for i in range(240)]
     store = import_samples(samples, tmp_path / "s")
@@ -129,7 +129,7 @@ def test_rows_outside_the_store_are_refused(store):
             list(physical_batches(store, np.array(rows), KEY, DATA, 16, physical_batch_size=8, workers=1))
 
 
-def test_evaluation_pictures_are_the_preprocessed_files(store):
+def test_evaluation_images_are_the_preprocessed_files(store):
     transform = preprocess(16, DATA.mean, DATA.std)
     rows = []
     for x_BCHW, row_B, label_B in pictures(store, None, 16, DATA, batch_size=7, workers=2):
@@ -208,7 +208,7 @@ def test_a_records_captions_are_drawn_by_its_id_not_its_place(tmp_path):
     assert after == before and list(after) == list(before)[::-1]
 
 
-def test_tokens_change_no_bit_of_the_pictures(store):
+def test_tokens_change_no_bit_of_the_images(store):
     before = tensors(store, np.arange(40))
     for part in physical_batches(store, np.arange(40), KEY, DATA, 16, physical_batch_size=9, workers=2, captions=READER):
         assert part.valid_B.all() and part.label_B is not None

@@ -166,7 +166,7 @@ def test_halves_and_cleared_copies_keep_the_sets(several: Store, tmp_path: Path)
     assert cleared.num_records == NUM - 2 and named(cleared) == {k: v for k, v in of_key.items() if k not in ("k0", "k3")}
 
 
-def test_a_merged_picture_keeps_the_first_list_and_counts_the_conflict(tmp_path: Path) -> None:
+def test_a_merged_image_keeps_the_first_list_and_counts_the_conflict(tmp_path: Path) -> None:
     samples = [Sample(str(i), png(p, 8, 8), {"label": c}) for i, (p, c) in enumerate([(1, [0, 1]), (1, [1, 0]), (1, [2]), (2, [])])]
     store = import_samples(samples, tmp_path / "s")
     assert [store.record(row).labels for row in range(2)] == [(0, 1), ()]
@@ -202,8 +202,8 @@ def test_scenes_are_labelled_with_all_their_shapes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
-        ([[0], 1], r"label=1; expected a list of classes, as the pictures before it have"),
-        ([1, [0]], r"label=\[0\]; expected one class, as the pictures before it have"),
+        ([[0], 1], r"label=1; expected a list of classes, as the images before it have"),
+        ([1, [0]], r"label=\[0\]; expected one class, as the images before it have"),
         ([["a"], [0]], "names here and numbers there"),
         ([["a", 0]], "names here and numbers there"),
         ([[0, 2, 0]], r"label=\[0, 2, 0\]; expected each class once"),

@@ -1,4 +1,4 @@
-"""Pictures that two stores share: against an exhaustive search, and after what people do to pictures; what is left out, and said."""
+"""Images that two stores share: against an exhaustive search, and after what people do to images; what is left out, and said."""
 
 import json
 from pathlib import Path
@@ -61,8 +61,8 @@ def test_the_search_finds_what_an_exhaustive_one_finds(radius: int) -> None:
     assert (np.bitwise_count(asked[hit, 1] ^ base[near[hit], 1]) <= 4).all()
 
 
-def test_a_picture_that_is_no_twin_changes_nothing() -> None:
-    """Decision 0018: what is found with one more picture, less what that picture matches itself, is what is found without it."""
+def test_an_image_that_is_no_twin_changes_nothing() -> None:
+    """Decision 0018: what is found with one more image, less what that image matches itself, is what is found without it."""
     rng = np.random.default_rng(5)
     asked, base = (pairs_of(*rng.integers(0, 2**8, (2, n), dtype=np.uint64)) for n in (80, 25))
     for left_out in range(len(base)):
@@ -143,7 +143,7 @@ def test_copies_are_found_by_what_was_done_to_them_and_others_are_not(stores: tu
     assert set(found_by(stores, radius=None)) == {"p0", "p1"}
 
 
-def test_a_picture_that_cannot_be_decoded_is_compared_by_its_bytes(tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_decoded_is_compared_by_its_bytes(tmp_path: Path) -> None:
     """It is in the store because it could be read at the import."""
     same = encode(noise(1))
     made = []
@@ -184,12 +184,12 @@ def test_what_cannot_be_cleared_is_refused(stores: tuple[Store, Store], tmp_path
         write_without(private, private.path.parent / "no", np.zeros(0, dtype=np.int64), public, [])
     with pytest.raises(DataError, match="beside the public store"):
         write_without(public, tmp_path / "no", np.zeros(0, dtype=np.int64), private, [])
-    with pytest.raises(DataError, match="every picture"):
+    with pytest.raises(DataError, match="every image"):
         write_without(public, public.path.parent / "no", np.arange(public.num_records), private, [])
     assert not (public.path.parent / "no").exists()
 
 
-def test_pairs_name_both_pictures(stores: tuple[Store, Store], tmp_path: Path) -> None:
+def test_pairs_name_both_images(stores: tuple[Store, Store], tmp_path: Path) -> None:
     public, private = stores
     found = find_matches(signatures(public, workers=1), signatures(private, workers=1), radius=None)
     write_pairs(tmp_path / "pairs.jsonl", public, private, found)

@@ -37,7 +37,7 @@ def test_records_are_the_numbered_textures(store: Store) -> None:
     assert again.record(7).id == 1007 and np.array_equal(again.eligible_rows(1, 0), np.arange(500))
 
 
-def test_written_files_are_the_same_pictures(store: Store, tmp_path: Path) -> None:
+def test_written_files_are_the_same_images(store: Store, tmp_path: Path) -> None:
     files = write_textures(tmp_path / "files", 20, 24, first=1000)
     for row in range(20):
         key = files.record(row).key
@@ -63,7 +63,7 @@ def test_training_sees_a_new_look_in_each_step_and_view(store: Store) -> None:
     assert torch.allclose(x[0, 1], seen, atol=1e-6)
 
 
-def test_pictures_made_on_a_device_are_those_made_by_threads(store: Store) -> None:
+def test_images_made_on_a_device_are_those_made_by_threads(store: Store) -> None:
     """The way that a GPU takes, run on the CPU: same records, same pixels, whatever the physical batch."""
     rows, key, data = np.arange(0, 90, 4), StepKey(3, 2), replace(DataConfig(), views=2)
     threads = list(physical_batches(store, rows, key, data, 24, physical_batch_size=10, workers=2))

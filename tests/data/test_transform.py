@@ -32,7 +32,7 @@ UNIFORM = st.floats(0, 1, exclude_max=True)
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 400), st.integers(1, 400), st.lists(UNIFORM, min_size=CROP_NUMBERS, max_size=CROP_NUMBERS))
-def test_every_crop_lies_inside_the_picture(height, width, uniform):
+def test_every_crop_lies_inside_the_image(height, width, uniform):
     left, top, right, bottom = crop_box(height, width, uniform, (0.2, 1.0))
     assert 0 <= left < right <= width
     assert 0 <= top < bottom <= height
@@ -56,7 +56,7 @@ def test_crops_are_distributed_as_torchvisions(size):
         assert distance / 4000 < 2.06 * np.sqrt(2 / 4000)
 
 
-def test_the_whole_picture_at_its_size_is_left_alone_and_a_flip_mirrors_it():
+def test_the_whole_image_at_its_size_is_left_alone_and_a_flip_mirrors_it():
     pixels = noise(1, 16, 16)
     image = Image.fromarray(pixels)
     assert np.array_equal(cut(image, (0, 0, 16, 16), 16), pixels)
@@ -94,7 +94,7 @@ def test_preprocess_takes_images_and_arrays_and_turns_them_upright():
         transform(pixels.astype(np.float32))
 
 
-def test_the_centre_crop_is_the_middle_of_the_picture():
+def test_the_centre_crop_is_the_middle_of_the_image():
     pixels = np.zeros((10, 30, 3), np.uint8)
     pixels[:, 10:20] = 255
     assert centre_box(30, 10) == (10, 0, 20, 10)
@@ -110,7 +110,7 @@ def smooth(height: int, width: int) -> np.ndarray:
 
 @pytest.mark.parametrize("size", [(300, 200), (448, 448), (500, 700)])
 @pytest.mark.parametrize("seed", range(4))
-def test_an_inception_crop_from_448_is_that_of_the_resized_picture(size, seed):
+def test_an_inception_crop_from_448_is_that_of_the_resized_image(size, seed):
     """Against resizing to 448 x 448 first and cropping then, as the paper does, by torchvision's box."""
     uniform = np.random.default_rng(seed).random(CROP_NUMBERS).tolist()
     data = DataConfig(resize=448, crop_scale=(0.05, 1.0))
@@ -123,7 +123,7 @@ def test_an_inception_crop_from_448_is_that_of_the_resized_picture(size, seed):
 
 
 @pytest.mark.parametrize("size", [(300, 200), (384, 384), (500, 700)])
-def test_the_centre_256_of_384_is_the_centre_of_the_resized_picture(size):
+def test_the_centre_256_of_384_is_the_centre_of_the_resized_image(size):
     data, image = DataConfig(resize=384, crop="centre"), Image.fromarray(smooth(*size))
     box = training_box(image.width, image.height, 256, data, [])
     assert box == evaluation_box(image.width, image.height, 256, data)
@@ -132,9 +132,9 @@ def test_the_centre_256_of_384_is_the_centre_of_the_resized_picture(size):
     assert np.array_equal(preprocess_of(256, data)(image), preprocess_of(256, data)(smooth(*size)))
 
 
-def test_evaluation_sees_the_whole_picture_where_training_crops_a_resized_one():
+def test_evaluation_sees_the_whole_image_where_training_crops_a_resized_one():
     assert evaluation_box(300, 200, 384, DataConfig(resize=448)) == (0, 0, 300, 200)
     assert evaluation_box(300, 200, 384, DataConfig()) == centre_box(300, 200) == (50, 0, 250, 200)
-    assert evaluation_box(300, 200, 400, DataConfig(resize=384, crop="centre")) == (0, 0, 300, 200), "never beyond the picture"
+    assert evaluation_box(300, 200, 400, DataConfig(resize=384, crop="centre")) == (0, 0, 300, 200), "never beyond the image"
     pixels = noise(5, 20, 30)
     assert np.array_equal(preprocess_of(8, DataConfig())(pixels), preprocess(8, DataConfig().mean, DataConfig().std)(pixels))

@@ -1,4 +1,4 @@
-"""A small network, its loss and pictures that are vectors: for tests of the dense loop, also in processes of their own."""
+"""A small network, its loss and images that are vectors: for tests of the dense loop, also in processes of their own."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ Example = tuple[Tensor, Tensor]
 
 
 class Numbers:
-    """Pictures that are vectors: each is a function of its number and the epoch."""
+    """Images that are vectors: each is a function of its number and the epoch."""
 
     def __init__(self, num: int = 10) -> None:
         self.num = num

@@ -1,4 +1,4 @@
-"""The transformer over pictures of any size: against the plain one, against slow loops, and against the terms written out."""
+"""The transformer over images of any size: against the plain one, against slow loops, and against the terms written out."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_positions_are_resized_bicubically_as_torch_does() -> None:
 
 
 def slow_attention(block: DenseBlock, x_LD: torch.Tensor, places: list[tuple[int, int] | None], grid: tuple[int, int]) -> torch.Tensor:
-    """One window or picture, query by query and key by key; ``places`` are rows and columns, None for a class token."""
+    """One window or image, query by query and key by key; ``places`` are rows and columns, None for a class token."""
     q, k, v = block.qkv(x_LD).unflatten(-1, (3, HEADS, HEAD_WIDTH)).unbind(1)
     mixed = torch.zeros_like(q)
     for n in range(HEADS):
@@ -225,7 +225,7 @@ def test_values_that_do_not_fit_are_refused(wrong: dict, said: str) -> None:
         DenseViT(make_vit(), **wrong)
 
 
-def test_pictures_that_patches_do_not_tile_are_refused() -> None:
+def test_images_that_patches_do_not_tile_are_refused() -> None:
     dense = DenseViT(make_vit()).double()
     with pytest.raises(ConfigError, match="18 x 16 px; expected multiples of the patch, 4 px"):
         dense(pictures(18, 16), (0,))

@@ -72,14 +72,14 @@ def test_physical_batch_and_workers_change_nothing_beyond_rounding(hardware: Den
         torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_passes_of_unequal_size_weigh_by_their_pictures() -> None:
+def test_passes_of_unequal_size_weigh_by_their_images() -> None:
     settings = replace(SETTINGS, batch_size=5)
     one, other = trained(settings, DenseHardware(5, workers=1)), trained(settings, DenseHardware(2, workers=1))
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_every_epoch_sees_every_picture_once_and_each_is_loaded_for_its_epoch() -> None:
+def test_every_epoch_sees_every_image_once_and_each_is_loaded_for_its_epoch() -> None:
     seen: list[tuple[int, int]] = []
 
     class Told(Numbers):
@@ -277,7 +277,7 @@ def test_runs_that_cannot_be_are_refused_before_the_first_step() -> None:
         checked_steps(DenseTrainSettings(), 10)
     with pytest.raises(ConfigError, match="batch_size=4 on 3 processes"):
         checked_steps(SETTINGS, 10, 3)
-    with pytest.raises(ConfigError, match="no pictures"):
+    with pytest.raises(ConfigError, match="no images"):
         checked_steps(SETTINGS, 0)
     with pytest.raises(ConfigError, match="workers=0"):
         DenseHardware(workers=0)

@@ -10,7 +10,7 @@ import zoo_layers
 import zoo_tokens
 from per_record_loop import clipped_sum_loop, flat, middle_norm, per_record_gradients
 from torch import nn
-from zoo import KEY, GradientIsPicture, class_losses, make_batch, picture_losses, rows
+from zoo import KEY, GradientIsImage, class_losses, image_losses, make_batch, rows
 
 from dpvision.data.batch import Batch
 from dpvision.dp.clip import METHODS, ClippedSum, clipped_sum
@@ -128,7 +128,7 @@ def check_sensitivity(clip_by, model, loss_fn, dtype, slack):
 
 
 def test_automatic_clipping_stays_below_c(case, clip_by):
-    """One record: its contribution is C g / (||g|| + 0.01), and shorter than C whatever the scale of the picture."""
+    """One record: its contribution is C g / (||g|| + 0.01), and shorter than C whatever the scale of the image."""
     model, loss_fn, clip = case[0].double(), case[1], 0.7
     batch = make_batch(1, dtype=torch.float64)
     for scale in (1e-3, 1.0, 1e4):
@@ -155,7 +155,7 @@ def test_loss_scale_is_undone_before_the_norm(case, clip_by):
 def test_float32_contribution_never_exceeds_c(clip_by, shape, clip):
     """Any gradient whatever, in float32, measured in float64: no slack."""
     generator = torch.Generator().manual_seed(3)
-    model = GradientIsPicture(*shape)
+    model = GradientIsImage(*shape)
     batch = make_batch(1)
     for scale, shape_of_values in itertools.product((1e-20, 1.0, 1.0000001, 1e3, 1e9, 1e17), ("normal", "equal", "one", "heavy")):
         noise = torch.randn(1, 1, *shape, generator=generator)
@@ -164,7 +164,7 @@ def test_float32_contribution_never_exceeds_c(clip_by, shape, clip):
         ]
         image[..., 0, 0] = 1.0
         image = (image / image.norm() * clip * scale).clamp(-1e18, 1e18)
-        total = clip_by(picture_losses, model, batch._replace(image_BVCHW=image), KEY, max_grad_norm=clip)
+        total = clip_by(image_losses, model, batch._replace(image_BVCHW=image), KEY, max_grad_norm=clip)
         norm = total.grads["weight"].double().norm().item()
         assert norm <= clip * (1 - RESERVE) * (1 + 32 * torch.finfo(torch.float32).eps)
         true = image.double().norm().item()
@@ -173,9 +173,9 @@ def test_float32_contribution_never_exceeds_c(clip_by, shape, clip):
 
 def test_huge_batch_of_equal_records_keeps_each_contribution():
     """Summation does not hide an overshoot: the sum of n equal clipped records has norm at most n C."""
-    model, num = GradientIsPicture(3, 8, 8), 200
+    model, num = GradientIsImage(3, 8, 8), 200
     image = make_batch(1, seed=5).image_BVCHW.expand(num, -1, -1, -1, -1) * 1e6
-    total = clipped_sum(picture_losses, model, make_batch(num)._replace(image_BVCHW=image), KEY, max_grad_norm=0.1)
+    total = clipped_sum(image_losses, model, make_batch(num)._replace(image_BVCHW=image), KEY, max_grad_norm=0.1)
     assert total.grads["weight"].double().norm() <= num * 0.1
     assert total.grads["weight"].double().norm() >= num * 0.1 * (1 - RESERVE) * (1 - 1e-5)
 
@@ -309,27 +309,27 @@ def test_running_statistics_take_nothing_from_the_data():
 def test_unknown_settings_are_refused(setting):
     name = next(iter(setting))
     with pytest.raises(ConfigError, match=f"clip: {name}=.*; expected"):
-        clipped_sum(picture_losses, GradientIsPicture(3, 8, 8), make_batch(2), KEY, **{"max_grad_norm": 1.0, **setting})
+        clipped_sum(image_losses, GradientIsImage(3, 8, 8), make_batch(2), KEY, **{"max_grad_norm": 1.0, **setting})
 
 
 def test_model_without_trained_parameters_is_refused():
-    model = GradientIsPicture(3, 8, 8).requires_grad_(False)
+    model = GradientIsImage(3, 8, 8).requires_grad_(False)
     with pytest.raises(ConfigError, match="Unfreeze"):
-        clipped_sum(picture_losses, model, make_batch(2), KEY, max_grad_norm=1.0)
+        clipped_sum(image_losses, model, make_batch(2), KEY, max_grad_norm=1.0)
 
 
 def test_reduced_precision_products_are_refused():
     torch.set_float32_matmul_precision("medium")
     try:
         with pytest.raises(PrivacyError, match="highest"):
-            clipped_sum(picture_losses, GradientIsPicture(3, 8, 8), make_batch(2), KEY, max_grad_norm=1.0)
+            clipped_sum(image_losses, GradientIsImage(3, 8, 8), make_batch(2), KEY, max_grad_norm=1.0)
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
 def test_sums_with_different_clip_norms_do_not_add_up():
-    model = GradientIsPicture(3, 8, 8)
+    model = GradientIsImage(3, 8, 8)
     with pytest.raises(PrivacyError, match="plan's max_grad_norm"):
-        ClippedSum.zeros(model, 0.5) + clipped_sum(picture_losses, model, make_batch(2), KEY, max_grad_norm=0.4)
+        ClippedSum.zeros(model, 0.5) + clipped_sum(image_losses, model, make_batch(2), KEY, max_grad_norm=0.4)
     with pytest.raises(PrivacyError, match="plan's max_grad_norm"):
-        ClippedSum.zeros(model, 0.5) + clipped_sum(picture_losses, model, make_batch(2), KEY, max_grad_norm=None)
+        ClippedSum.zeros(model, 0.5) + clipped_sum(image_losses, model, make_batch(2), KEY, max_grad_norm=None)

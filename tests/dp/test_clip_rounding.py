@@ -21,7 +21,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 class Tokens(nn.Module):
-    """One linear layer over 192 tokens of a picture's pixels, wide enough that its gradient is not written out."""
+    """One linear layer over 192 tokens of an image's pixels, wide enough that its gradient is not written out."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ def test_a_fingerprint_changes_with_each_thing_that_decides_features() -> None:
 
 
 def test_a_features_name_changes_with_store_and_rows(tmp_path: Path) -> None:
-    a, b = write_digits(tmp_path / "a", 0, 20), write_digits(tmp_path / "b", 0, 20)  # the same pictures, other stores
+    a, b = write_digits(tmp_path / "a", 0, 20), write_digits(tmp_path / "b", 0, 20)  # the same images, other stores
     rows = a.labels.argsort()
     names = [features_key("e", a, rows), features_key("f", a, rows), features_key("e", a, rows[1:]), features_key("e", a, rows[::-1])]
     assert len({*names, features_key("e", b, rows)}) == 5 and features_key("e", a, rows) == names[0]

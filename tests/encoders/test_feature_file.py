@@ -43,7 +43,7 @@ def test_a_record_that_does_not_decode_keeps_its_row_and_moves_nobody(tmp_path: 
     assert np.isnan(found[broken]).all() and np.array_equal(found[readable], whole[readable]), "the same bits, whoever is missing"
 
 
-def test_the_second_time_no_picture_is_read_and_another_encoder_is_never_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_time_no_image_is_read_and_another_encoder_is_never_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, encoder, rows = write_digits(tmp_path / "s", 0, 20), vit_encoder(), np.arange(20)
     first = np.array(feature_array(encoder, "mean", 32, store, rows, workers=1))
     real, reads = feature_file.pictures, []

@@ -42,7 +42,7 @@ def write_store(path: Path, numbers: range, kinds: tuple[str, ...] = ("PNG",), *
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Store]:
-    """Pictures 0 to 59, public, and 40 to 99, private: twenty in common."""
+    """Images 0 to 59, public, and 40 to 99, private: twenty in common."""
     root = tmp_path_factory.mktemp("overlap")
     return write_store(root / "public", range(60)), write_store(root / "mine", range(40, 100), public=False)
 
@@ -73,11 +73,11 @@ def test_the_search_in_blocks_finds_what_all_pairs_at_once_show(stores: tuple[St
     assert not list((private.path / "confidential").glob("tmp*")), "the private features are gone when it is done"
 
 
-def test_the_measured_threshold_keeps_its_promise_on_other_pictures(stores: tuple[Store, Store]) -> None:
-    """Measured on some public pictures, tried on others: common pictures found, no more strangers than it allows by chance."""
+def test_the_measured_threshold_keeps_its_promise_on_other_images(stores: tuple[Store, Store]) -> None:
+    """Measured on some public images, tried on others: common images found, no more strangers than it allows by chance."""
     public, private = stores
     threshold = measure_threshold(ENCODER, public, false_alarms=0.01)
-    assert 0 < threshold.cosine < 1 and threshold.num_pictures == 60
+    assert 0 < threshold.cosine < 1 and threshold.num_images == 60
     assert threshold.recall["jpeg, quality 30"] > 0.9 and threshold.recall["mirror image"] == 1.0
     assert threshold.recall["corner, 70%"] < threshold.recall["half the size"]
     found = find_feature_matches(ENCODER, public, private, threshold, workers=1)
@@ -95,8 +95,8 @@ def test_a_stricter_threshold_finds_fewer(stores: tuple[Store, Store]) -> None:
     assert counts[0] == 60 and counts == sorted(counts, reverse=True)
 
 
-def test_a_picture_that_is_there_twice_is_no_false_alarm(tmp_path: Path) -> None:
-    """Two of each: without care the nearest other picture of every copy would be a copy itself, and the threshold 1."""
+def test_an_image_that_is_there_twice_is_no_false_alarm(tmp_path: Path) -> None:
+    """Two of each: without care the nearest other image of every copy would be a copy itself, and the threshold 1."""
     store = write_store(tmp_path / "store", range(40), ("PNG", "BMP"))
     assert measure_threshold(ENCODER, store).recall["half the size"] > 0.9
 
@@ -108,7 +108,7 @@ def test_copies_are_what_they_are_called() -> None:
     assert np.array_equal(copies["corner, 70%"], original[:45, :45]) and np.array_equal(copies["shifted by 1/16"], original[4:, 4:])
     assert all(copy.dtype == np.uint8 and copy.shape[2] == 3 for copy in copies.values())
     tiny = make_copies(np.zeros((1, 1, 3), dtype=np.uint8))
-    assert all(copy.size for copy in tiny.values()), "a picture of one pixel has copies too"
+    assert all(copy.size for copy in tiny.values()), "an image of one pixel has copies too"
 
 
 def test_bad_input_is_refused(stores: tuple[Store, Store], tmp_path: Path) -> None:

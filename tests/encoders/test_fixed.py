@@ -27,7 +27,7 @@ def _features(encoder: Encoder, x_BCHW: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [16, 28, 32, 50, 64])
-def test_each_gives_finite_features_for_every_size_and_each_picture_on_its_own(name: str, size: int) -> None:
+def test_each_gives_finite_features_for_every_size_and_each_image_on_its_own(name: str, size: int) -> None:
     encoder = fixed_encoder(name, size)
     assert (encoder.name, encoder.family, encoder.backbone, encoder.confidential) == (name, "fixed", None, False)
     assert encoder.image_size == (size if not name.startswith("patches") else max(s for s in (32, 64) if s <= max(size, 32)))
@@ -47,7 +47,7 @@ def test_widths_at_thirty_two_pixels_are_those_of_the_documentation(name: str, w
 
 
 @pytest.mark.parametrize("name", ["scattering"])
-def test_a_larger_picture_of_the_same_thing_has_nearly_the_same_features(name: str) -> None:
+def test_a_larger_image_of_the_same_thing_has_nearly_the_same_features(name: str) -> None:
     line = torch.linspace(0, 1, 96)
     large = (0.5 + 0.4 * (6 * line[:, None] + 9 * line).sin()).expand(1, 3, 96, 96)
     small = torch.nn.functional.interpolate(large, (32, 32), mode="area")
@@ -74,7 +74,7 @@ def test_edges_help_to_read_digits_from_few_examples(name: str) -> None:
     assert accuracy(name) > accuracy("pixels") + 0.02
 
 
-def test_unknown_names_and_tiny_pictures_are_refused() -> None:
+def test_unknown_names_and_tiny_images_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'sift'; expected one of \['pixels', 'hog', 'scattering', 'patches', 'patches\+scattering'\]"):
         fixed_encoder("sift", 32)
     with pytest.raises(ConfigError, match=r"image_size=7; expected 8 px or more for hog\. Enlarge"):

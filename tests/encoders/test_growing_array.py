@@ -188,7 +188,7 @@ def test_a_full_disk_is_one_error_and_what_is_done_stays(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("broken", [[], [5, 6, 7], list(range(8, 24)), [30, 31], list(range(32))])
 def test_features_after_a_stop_are_those_of_one_go(tmp_path: Path, broken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped after each batch, with pictures that do not decode at all borders."""
+    """Stopped after each batch, with images that do not decode at all borders."""
     store, encoder, rows = write_digits(tmp_path / "s", 0, 32), vit_encoder(), np.arange(32)
     _break(store, broken)
     whole = np.array(feature_array(encoder, "mean", 32, store, rows, keep=False, batch_size=8, workers=1))

@@ -59,7 +59,7 @@ def test_noise_far_below_a_grey_level_is_not_blown_up() -> None:
     assert hog(0.5 + 1e-5 * _pictures(1, 3, 32, 32), 4).norm(dim=1) < 0.1 < hog(_pictures(1, 3, 32, 32), 4).norm(dim=1)
 
 
-def test_a_mirrored_picture_has_mirrored_cells_and_orientations() -> None:
+def test_a_mirrored_image_has_mirrored_cells_and_orientations() -> None:
     x = _pictures(2, 3, 24, 24)
     torch.testing.assert_close(cell_histograms(x.flip(3), 4), cell_histograms(x, 4).flip(3).flip(1), atol=1e-5, rtol=0)
 
@@ -79,6 +79,6 @@ def test_left_over_pixels_are_the_outermost() -> None:
     torch.testing.assert_close(hog(x, 4), hog(x[:, :, 1:17, 1:17], 4))
 
 
-def test_a_picture_does_not_depend_on_its_neighbours() -> None:
+def test_an_image_does_not_depend_on_its_neighbours() -> None:
     x = _pictures(5, 3, 32, 32)
     torch.testing.assert_close(hog(x, 4)[3:4], hog(x[3:4], 4))

@@ -1,4 +1,4 @@
-"""Encoders that look at more than one picture are refused by name; one that has changed is not taken for the old one."""
+"""Encoders that look at more than one image are refused by name; one that has changed is not taken for the old one."""
 
 import copy
 from dataclasses import replace
@@ -37,8 +37,8 @@ def test_honest_encoders_pass_and_their_width_is_found(encoder: Encoder) -> None
 
 def test_batch_statistics_are_refused_and_the_layer_is_named() -> None:
     frozen = _net(nn.BatchNorm2d(8)).eval()
-    assert check_alone(_of(frozen)) == ("mean", 8), "with running statistics, in evaluation mode, it is a function of one picture"
-    with pytest.raises(ConfigError, match=r"depend on the other pictures of a batch \(1 without running statistics\)"):
+    assert check_alone(_of(frozen)) == ("mean", 8), "with running statistics, in evaluation mode, it is a function of one image"
+    with pytest.raises(ConfigError, match=r"depend on the other images of a batch \(1 without running statistics\)"):
         check_alone(_of(_net(nn.BatchNorm2d(8, track_running_stats=False)).eval()))
     with pytest.raises(ConfigError, match=r"made (differ from one pass|depend on the other)"):
         check_alone(_of(frozen.train()))
@@ -50,7 +50,7 @@ def test_a_neighbour_that_shows_in_any_other_way_is_refused() -> None:
     def centred(x_BCHW: Tensor) -> dict[str, Tensor]:
         return {name: x_BD - 0.01 * x_BD.mean(dim=0) for name, x_BD in base.poolings(x_BCHW).items()}
 
-    with pytest.raises(ConfigError, match="function of one picture alone"):
+    with pytest.raises(ConfigError, match="function of one image alone"):
         check_alone(replace(base, poolings=centred))
     with pytest.raises(ConfigError, match="differ from one pass to the next"):
         check_alone(replace(base, poolings=lambda x: {"mean": torch.randn(len(x), 4)}))

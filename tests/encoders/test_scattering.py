@@ -14,7 +14,7 @@ def _pictures(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _smooth(num: int, side: int) -> Tensor:
-    """Pictures that fade to grey at the border, so that a shift moves nothing in or out."""
+    """Images that fade to grey at the border, so that a shift moves nothing in or out."""
     x = F.avg_pool2d(torch.randn(num, 1, side, side, generator=torch.Generator().manual_seed(1)), 3, 1, 1)
     line = torch.hann_window(side, periodic=False).clamp(min=0)
     return x * line * line[:, None]
@@ -129,7 +129,7 @@ def test_a_grating_answers_at_its_own_scale_and_direction(scale: int, direction:
     assert first_order.argmax() == 8 * scale + direction
 
 
-def test_an_even_picture_has_its_value_in_order_zero_and_nothing_else() -> None:
+def test_an_even_image_has_its_value_in_order_zero_and_nothing_else() -> None:
     coefficients = make_scattering(32)(torch.full((1, 1, 32, 32), 0.7))[0, 0]
     torch.testing.assert_close(coefficients[0], torch.full((8, 8), 0.7), atol=1e-5, rtol=0)
     assert coefficients[1:].abs().max() < 1e-5

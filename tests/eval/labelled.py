@@ -29,7 +29,7 @@ def write_store(
     *,
     public: bool = True,
 ) -> Store:
-    """Store of uint8 pictures (H, W, 3)."""
+    """Store of uint8 images (H, W, 3)."""
     samples = []
     for i, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
         file = io.BytesIO()
@@ -40,7 +40,7 @@ def write_store(
 
 
 def write_digits(path: Path, start: int, stop: int) -> Store:
-    """scikit-learn's handwritten digits of 8 px as grey pictures."""
+    """scikit-learn's handwritten digits of 8 px as grey images."""
     pixels, labels = load_digits(return_X_y=True)
     grey = (pixels[start:stop].reshape(-1, 8, 8, 1) * 15.9).astype(np.uint8)
     return write_store(path, list(grey.repeat(3, axis=3)), [str(label) for label in labels[start:stop]])
@@ -67,7 +67,7 @@ class MeanToken(nn.Module):
 
 
 def vit_encoder(seed: int = 0, depth: int = 2) -> Encoder:
-    """A small transformer with random weights for pictures of 8 px."""
+    """A small transformer with random weights for images of 8 px."""
     cfg = ViTConfig(image_size=8, patch_size=2, depth=depth, width=32, num_heads=2)
     model = make_model(MAEConfig(encoder=cfg, decoder_depth=1, decoder_width=16, decoder_num_heads=2), seed)
     net = MeanToken(model.encoder).eval()

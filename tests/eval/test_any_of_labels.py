@@ -30,7 +30,7 @@ def sets(*labels: set[int]) -> AnyOfLabels:
     return AnyOfLabels("real.json", tuple(map(frozenset, labels)))
 
 
-def test_any_of_the_labels_is_right_and_pictures_without_one_do_not_count() -> None:
+def test_any_of_the_labels_is_right_and_images_without_one_do_not_count() -> None:
     several = sets({0, 2}, {1}, set(), {3}, {0})
     value, low, high, n = several.measure(np.array([2, 1, 0, 0, 1]), np.arange(5))
     assert (value, n) == (0.5, 4) and low < 0.5 < high
@@ -78,7 +78,7 @@ def write(path: Path, value: object) -> Path:
     return path
 
 
-def test_reals_file_goes_by_the_numbers_of_the_validation_pictures(tmp_path: Path) -> None:
+def test_reals_file_goes_by_the_numbers_of_the_validation_images(tmp_path: Path) -> None:
     """Also where a store has some of them only, in another order, in class folders."""
     keys = [f"n0144/ILSVRC2012_val_{i:08d}.JPEG" for i in (5, 1, 3)]
     store = named_store(tmp_path / "store", keys)
@@ -135,7 +135,7 @@ def test_files_that_will_not_do_are_refused_by_what_is_wrong(tmp_path: Path, nam
 
 
 def test_every_protocol_on_features_scores_by_them() -> None:
-    """Features that say the own label outright: by a file with the next class for every other picture, half are right."""
+    """Features that say the own label outright: by a file with the next class for every other image, half are right."""
     label = np.arange(400) % 4
     features = torch.nn.functional.one_hot(torch.from_numpy(label)).float()
 

@@ -125,7 +125,7 @@ def test_a_word_depends_on_no_later_one():
         assert changed[place:].all() == bool(other[0, place] != token[0, place])
 
 
-def test_the_picture_counts_in_every_word():
+def test_the_image_counts_in_every_word():
     model, token = make_captioner(), captions()[:2]
     first, second = pictures(2)
     same = model.decode(token, model.encode(torch.stack([first, first])))

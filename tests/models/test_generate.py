@@ -33,7 +33,7 @@ def make_captioner(vocab_size: int = 20, num_tokens: int = 9, seed: int = 0, end
 
 
 def make_memory(model: Captioner, num: int = 12) -> Tensor:
-    """What the decoder is told of pictures that differ from each other more than noise through a fresh encoder does."""
+    """What the decoder is told of images that differ from each other more than noise through a fresh encoder does."""
     return 4 * torch.randn(num, 17, model.cfg.decoder.width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
@@ -47,7 +47,7 @@ def row(ids: tuple[int, ...], num_tokens: int) -> list[int]:
 
 @torch.no_grad()
 def loss_of(model: Captioner, memory_1SD: Tensor, captions: list[tuple[int, ...]]) -> list[float]:
-    """Training losses of captions of one picture."""
+    """Training losses of captions of one image."""
     token_BL = torch.tensor([row(ids, model.cfg.num_tokens) for ids in captions])
     return caption_losses(model, memory_1SD.expand(len(captions), -1, -1), token_BL).tolist()
 
@@ -128,7 +128,7 @@ def test_with_room_for_every_beginning_a_beam_search_is_exhaustive(length_penalt
 def slow_beams(
     model: Captioner, memory_1SD: Tensor, beams: int, num: int, penalty: float, prompt: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """Beam search of one picture in lists, by full passes and without leaving off early."""
+    """Beam search of one image in lists, by full passes and without leaving off early."""
     live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     ended: list[tuple[float, tuple[int, ...]]] = []
     most = model.cfg.num_tokens - 2 - len(prompt)
@@ -149,7 +149,7 @@ def slow_beams(
 @pytest.mark.parametrize("end", [-1.0, 5.0, 7.0])
 @pytest.mark.parametrize(("beams", "num", "penalty", "prompt"), [(1, 1, 1.0, ()), (3, 2, 1.0, ()), (4, 4, 0.5, (8,)), (3, 1, 0.0, (5, 5))])
 def test_beams_are_those_of_a_search_in_lists(end: float, beams: int, num: int, penalty: float, prompt: tuple[int, ...]) -> None:
-    """Pictures end at different times here; what leaves the batch must not change what stays."""
+    """Images end at different times here; what leaves the batch must not change what stays."""
     model = make_captioner(end=end)
     memory_BSD = make_memory(model)
     said = generate(model, memory_BSD, GenerateSettings(method="beam", beams=beams, num=num, length_penalty=penalty, prompt=prompt))
@@ -294,7 +294,7 @@ def test_a_run_that_has_diverged_says_so_instead_of_a_caption() -> None:
             generate(model, make_memory(model, 2), GenerateSettings(method=method), uniform(2, 1, 8))
 
 
-def test_no_pictures_have_no_captions() -> None:
+def test_no_images_have_no_captions() -> None:
     model = make_captioner()
     found: list[list[list[Said]]] = [
         generate(model, make_memory(model, 1)[:0], GenerateSettings(method=m), uniform(0, 1, 8)) for m in ("greedy", "beam", "sample")

@@ -62,12 +62,12 @@ def test_the_loss_is_the_mean_over_masked_targets(kind: str) -> None:
         torch.testing.assert_close(loss[b], error.square().mean(), rtol=1e-5, atol=1e-6)
 
 
-def test_flat_pictures_give_finite_targets() -> None:
+def test_flat_images_give_finite_targets() -> None:
     for kind in ("normalised_pixels", "gradients"):
         assert torch.isfinite(make_targets(torch.full((1, 3, 16, 16), 0.3), 4, kind)).all()
 
 
-def test_gradients_are_no_picture_and_need_even_patches() -> None:
+def test_gradients_are_no_image_and_need_even_patches() -> None:
     model = make_model(replace(TINY, target="gradients"), 0)
     with pytest.raises(ConfigError, match="pixels"):
         mae.reconstruct(model, torch.zeros(1, 3, 16, 16), torch.arange(16)[None])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-from zoo import GradientIsPicture, picture_losses
+from zoo import GradientIsImage, image_losses
 
 from dpvision.checkpoint import state_tensors
 from dpvision.config import RunConfig
@@ -124,12 +124,12 @@ def test_noise_wrong_norm(config: RunConfig, scenes: Store) -> None:
     num = 100_000
 
     def huge_losses(model, batch, key):
-        return 1e6 * picture_losses(model, batch, key)
+        return 1e6 * image_losses(model, batch, key)
 
     def check() -> None:
         for clip in (0.1, 2.0):
             plan = make_plan(replace(config.privacy, max_grad_norm=clip))
-            model = GradientIsPicture(3, 16, 16)
+            model = GradientIsImage(3, 16, 16)
             one, _ = step.step_sum(0, step.Training(config, plan, scenes, np.array([3]), None, model, huge_losses, ALONE), KEY)
             noise = privatize(as_sum(torch.zeros(num), clip=clip), plan, 0, KEY).grads["a"].double() * plan.expected_batch_size
             ratio = noise.std() / one.grads["weight"].double().norm()
@@ -159,7 +159,7 @@ def test_sum_of_another_clip_norm(config: RunConfig, plan: DPPlan, scenes: Store
         return clipped_sum(loss_fn, model, batch, key, max_grad_norm=1.0, **settings)
 
     def one_step() -> None:
-        step.step_sum(0, step.Training(config, plan, scenes, np.array([3]), None, GradientIsPicture(3, 16, 16), picture_losses, ALONE), KEY)
+        step.step_sum(0, step.Training(config, plan, scenes, np.array([3]), None, GradientIsImage(3, 16, 16), image_losses, ALONE), KEY)
 
     check()
     with caught("a sum of another clip norm was accepted"):

@@ -9,7 +9,7 @@ import torch
 import zoo
 from per_record_loop import flat
 from torch import nn
-from zoo import KEY, GradientIsPicture, TokenSums, class_losses, make_batch, picture_losses, rows, token_batch, token_sum_losses
+from zoo import KEY, GradientIsImage, TokenSums, class_losses, image_losses, make_batch, rows, token_batch, token_sum_losses
 
 from dpvision.data.batch import Batch
 from dpvision.dp import clip, gram, one_pass, weight_grads
@@ -28,7 +28,7 @@ def with_bad_record(bad: float) -> Batch:
 
 def check_bad_record(clipped_sum: ClippedSumFn, bad: float) -> None:
     """By a gradient that is written out, and by one that is kept as outer products."""
-    for model, loss_fn in ((GradientIsPicture(3, 8, 8), picture_losses), (seeded(one_linear), class_losses)):
+    for model, loss_fn in ((GradientIsImage(3, 8, 8), image_losses), (seeded(one_linear), class_losses)):
         name = next(iter(dict(model.named_parameters())))
         good = rows(make_batch(4), [0, 1, 3])
         before = clipped_sum(loss_fn, model, good, KEY, max_grad_norm=C).grads[name]
@@ -111,11 +111,11 @@ def test_half_precision_norm(method: str) -> None:
     def check_written() -> None:
         generator = torch.Generator().manual_seed(3)
         for shape in ((1, 1, 7), (3, 33, 41), (3, 128, 128)):
-            model = GradientIsPicture(*shape)
+            model = GradientIsImage(*shape)
             for scale in (1.001, 3.0, 1e3, 1e7):
                 image = torch.randn(1, 1, *shape, generator=generator)
                 image *= C * scale / image.norm()
-                measure(model, picture_losses, make_batch(1)._replace(image_BVCHW=image))
+                measure(model, image_losses, make_batch(1)._replace(image_BVCHW=image))
 
     def check_outer() -> None:
         generator = torch.Generator().manual_seed(3)

@@ -42,7 +42,7 @@ from .planting import assert_refused, caught, planted
 
 
 class Averaging(nn.Module):
-    """Keeps a running mean of its pictures, by hand and of no use in the loss."""
+    """Keeps a running mean of its images, by hand and of no use in the loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -143,7 +143,7 @@ class RightProduct(nn.Module):
 
 
 class TwoTowers(nn.Module):
-    """Two towers for two halves of the picture, and one head that both end in."""
+    """Two towers for two halves of the image, and one head that both end in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class AsWideAsTheBatch(nn.Module):
 
 
 def patches(x: torch.Tensor) -> torch.Tensor:
-    """Pictures (B, 3, 8, 8) as 16 tokens of 12 numbers."""
+    """Images (B, 3, 8, 8) as 16 tokens of 12 numbers."""
     return F.unfold(x, 2, stride=2).mT
 
 
@@ -271,8 +271,8 @@ def tiny_mae() -> nn.Module:
     return make_model(MAEConfig(encoder=encoder, decoder_depth=1, decoder_width=8, decoder_num_heads=2), seed=1)
 
 
-class GradientIsPicture(nn.Module):
-    """Loss <w, x>: the gradient is the record's own picture, so a test can make any gradient it likes."""
+class GradientIsImage(nn.Module):
+    """Loss <w, x>: the gradient is the record's own image, so a test can make any gradient it likes."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -280,9 +280,9 @@ class GradientIsPicture(nn.Module):
 
 
 class TokenSums(nn.Module):
-    """A linear layer whose inputs and output gradients are both the record's own picture; ``token_sum_losses`` is the loss.
+    """A linear layer whose inputs and output gradients are both the record's own image; ``token_sum_losses`` is the loss.
 
-    Weight (P, Q). A picture (1, T, Q + P) holds T tokens: their inputs x_t and the gradients w_t of their outputs, so that the gradient is
+    Weight (P, Q). An image (1, T, Q + P) holds T tokens: their inputs x_t and the gradients w_t of their outputs, so that the gradient is
     sum over t of w_t x_t^T.
     """
 
@@ -301,7 +301,7 @@ def token_batch(x_BTQ: torch.Tensor, w_BTP: torch.Tensor) -> Batch:
     return make_batch(len(x_BTQ))._replace(image_BVCHW=torch.cat([x_BTQ, w_BTP], 2)[:, None, None])
 
 
-def picture_losses(model: nn.Module, batch: Batch, key: StepKey) -> torch.Tensor:
+def image_losses(model: nn.Module, batch: Batch, key: StepKey) -> torch.Tensor:
     return (model.weight * batch.image_BVCHW[:, 0]).flatten(1).sum(1)
 
 

@@ -25,7 +25,7 @@ def conv_net(conv: nn.Module, channels: int, *norms: nn.Module) -> nn.Module:
 
 
 class Conv1d(nn.Module):
-    """Convolutions along the columns of the picture laid end to end, strided and in groups."""
+    """Convolutions along the columns of the image laid end to end, strided and in groups."""
 
     def __init__(self) -> None:
         super().__init__()

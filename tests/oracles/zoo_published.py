@@ -1,4 +1,4 @@
-"""Architectures as others wrote them (timm, torchvision), shrunk by their own arguments; a picture has ``SIZE`` x ``SIZE`` pixels."""
+"""Architectures as others wrote them (timm, torchvision), shrunk by their own arguments; an image has ``SIZE`` x ``SIZE`` pixels."""
 
 from functools import partial
 

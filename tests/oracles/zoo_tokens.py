@@ -9,7 +9,7 @@ from dpvision.models.head import linear_cross_entropy
 
 
 class Captioner(nn.Module):
-    """Embedding and vocabulary head in one weight; the states know the picture."""
+    """Embedding and vocabulary head in one weight; the states know the image."""
 
     def __init__(self, *, tied: bool = True, bias: bool = False, padding_idx: int | None = None) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Positions(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A scale of channels in place, one of whole pictures, one computed from the parameter, one divided by."""
+    """A scale of channels in place, one of whole images, one computed from the parameter, one divided by."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ def test_what_if_says_what_the_plan_says_and_fits_in_json() -> None:
 
 
 def test_signal_figures_are_those_of_the_papers_points() -> None:
-    # ViP-Base on 2 million pictures, encoder and decoder together about 99 M parameters: 8e-3 (design/experiments.md).
+    # ViP-Base on 2 million images, encoder and decoder together about 99 M parameters: 8e-3 (design/experiments.md).
     figures = what_if(VIP_2M, num_parameters=99_000_000)["signal"]
     assert figures["rho_star_planned"] == pytest.approx(8e-3, rel=0.1)
     assert figures["rho_star"] <= figures["rho_star_planned"]

@@ -106,12 +106,12 @@ def make_metrics(steps: int, seed: int = 0) -> list[dict[str, Any]]:
                 "clip_fraction": 1 - 0.002 * rng.random(),
                 "num_non_finite": 0,
                 "step_s": seconds,
-                "pictures_per_s": size / seconds,
+                "images_per_s": size / seconds,
                 "time": 1_790_000_000.0 + 2.5 * step,
             }
         )
     empty = {name: None for name in ("loss", "grad_norm_mean", "grad_norm_median", "clip_fraction")}
-    lines[0] |= {**empty, "batch_size": 0, "pictures_per_s": 0.0}
+    lines[0] |= {**empty, "batch_size": 0, "images_per_s": 0.0}
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The page that compares runs says what was executed, and losses of private pictures cannot be written where they could leave."""
+"""The page that compares runs says what was executed, and losses of private images cannot be written where they could leave."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from dpvision.files import write_json
 from dpvision.models import make_model
 from dpvision.privacy.plan import make_plan
 from dpvision.report.compare_page import make_compare_page, run_colors
-from dpvision.report.compared_run import made_of_public_pictures, read_compared, read_losses
+from dpvision.report.compared_run import made_of_public_images, read_compared, read_losses
 from dpvision.report.figures import SERIES
 from dpvision.report.numbers import round_up
 
@@ -55,7 +55,7 @@ def make(tmp_path: Path, small_privacy: PrivacyConfig) -> Maker:
 NO_GUARANTEE: dict[str, Any] = {"guarantee": "none", "noise_multiplier": None, "max_grad_norm": None}
 
 
-def test_losses_of_private_pictures_are_refused_outside_of_a_confidential_folder(make: Maker, tmp_path: Path) -> None:
+def test_losses_of_private_images_are_refused_outside_of_a_confidential_folder(make: Maker, tmp_path: Path) -> None:
     runs = [make("open", public=True), make("closed")]
     with pytest.raises(PrivacyError, match=r"--out away.*confidential/"):
         make_compare_page(runs, tmp_path / "compare.html")
@@ -76,7 +76,7 @@ def test_the_page_goes_under_confidential_by_itself_or_where_it_is_told(make: Ma
     assert told.exists() and told.parent.stat().st_mode & 0o077 == 0
 
 
-def test_losses_of_public_pictures_may_lie_anywhere_but_private_scores_not_beside_them(make: Maker, tmp_path: Path) -> None:
+def test_losses_of_public_images_may_lie_anywhere_but_private_scores_not_beside_them(make: Maker, tmp_path: Path) -> None:
     run = make("a", public=True)
     write_json(run / "scores.json", PUBLIC_SCORES[:5])
     write_json(run / "confidential" / "scores.json", [score_entry("encoder", 0.4, "linear probe, mean", "private", SENTINEL)])
@@ -87,12 +87,12 @@ def test_losses_of_public_pictures_may_lie_anywhere_but_private_scores_not_besid
 
 def test_a_public_store_does_not_wash_a_parent_without_a_guarantee(make: Maker, tmp_path: Path) -> None:
     run = make("a", public=True)
-    assert made_of_public_pictures(run)
+    assert made_of_public_images(run)
     folder = find_checkpoint(run)
     manifest = read_manifest(folder)
     manifest["lineage"].insert(0, {"store_id": "f00d", "visibility": "private", "run_id": "b", "guarantee": None})
     save_checkpoint(folder, manifest, load_checkpoint(folder).model)
-    assert not made_of_public_pictures(run)
+    assert not made_of_public_images(run)
     with pytest.raises(PrivacyError):
         make_compare_page([run], tmp_path / "compare.html")
 
@@ -101,7 +101,7 @@ def test_a_start_whose_lineage_is_not_written_yet_is_not_taken_for_public(make: 
     fresh, started = make("fresh", public=True), make("started", public=True, warm="somewhere")
     for run in (fresh, started):
         shutil.rmtree(run / "checkpoints")
-    assert made_of_public_pictures(fresh) and not made_of_public_pictures(started)
+    assert made_of_public_images(fresh) and not made_of_public_images(started)
 
 
 def test_epsilon_is_that_of_the_executed_steps_in_the_ledger(make: Maker, small_privacy: PrivacyConfig) -> None:
@@ -154,9 +154,9 @@ def test_sizes_are_drawn_as_lines_and_one_size_as_bars(make: Maker) -> None:
     for i, run in enumerate(runs):
         write_json(run / "scores.json", [score_entry("encoder", 0.4 + i / 100, "linear probe, mean")])
     lines, bars = make_compare_page(runs).read_text(), make_compare_page([runs[0], runs[2]]).read_text()
-    assert "Score against number of parameters" in lines and "Scores on public pictures" not in lines
+    assert "Score against number of parameters" in lines and "Scores on public images" not in lines
     assert ">warm start<" in lines and ">random start<" in lines
-    assert "Scores on public pictures" in bars and "Score against number of parameters" not in bars
+    assert "Scores on public images" in bars and "Score against number of parameters" not in bars
     assert "40.0%  s" in bars and "42.0%  r" in bars
 
 

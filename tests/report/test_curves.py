@@ -95,7 +95,7 @@ def test_an_empty_batch_at_the_start_or_the_end_is_no_trouble() -> None:
 def test_points_of_one_size_are_not_joined() -> None:
     def drawn(sizes: tuple[int, int, int]) -> int:
         points = [Point("warm start", 0, "warm start", n, 0.4 + i / 50, 0.38 + i / 50, 0.42 + i / 50) for i, n in enumerate(sizes)]
-        svg = scaling_figure(points, 0.1, "public pictures")
+        svg = scaling_figure(points, 0.1, "public images")
         return len(re.findall(r'<path d="M [^"]*L [^"]*L [^"]*"[^>]*fill: none; stroke: var\(--series-1\)', svg))
 
     assert drawn((1_000_000, 2_000_000, 4_000_000)) == 1 and drawn((1_000_000, 2_000_000, 2_000_000)) == 0

@@ -1,4 +1,4 @@
-"""The gallery shows pictures that nobody chose, with the words that were said of them, on the pages where they may stand."""
+"""The gallery shows images that nobody chose, with the words that were said of them, on the pages where they may stand."""
 
 import base64
 import copy
@@ -76,12 +76,12 @@ def pixels(row: Row) -> np.ndarray:
 
 
 def numbers(rows: tuple[Row, ...]) -> list[int]:
-    """Which pictures of ``captioners.picture`` the rows show."""
+    """Which images of ``captioners.picture`` the rows show."""
     known = {picture(number)[0].tobytes(): number for number in range(200, 200 + NUM)}
     return [known[pixels(row).tobytes()] for row in rows]
 
 
-def test_pictures_stand_with_their_own_words(tmp_path: Path, squares: Store) -> None:
+def test_images_stand_with_their_own_words(tmp_path: Path, squares: Store) -> None:
     made = gallery_of_run(write_run(tmp_path / "run", train_captioner(), guarantee=GUARANTEE), squares.path, count=6)
     assert made.num_candidates == NUM and len(made.random) == len(made.best) == 6
     for row, number in zip((*made.random, *made.best), numbers((*made.random, *made.best)), strict=True):
@@ -112,7 +112,7 @@ def test_the_best_are_of_the_tenth_with_the_highest_cider(tmp_path: Path, square
     assert scores.std() > 0.1  # else any choice would do
 
 
-def test_a_captioner_that_sees_is_far_above_its_own_words_about_other_pictures(tmp_path: Path, squares: Store) -> None:
+def test_a_captioner_that_sees_is_far_above_its_own_words_about_other_images(tmp_path: Path, squares: Store) -> None:
     made = gallery_of_run(write_run(tmp_path / "run", train_captioner()), squares.path, [write_run(tmp_path / "mute", stubborn())])
     assert made.means[OWN] > 3 * made.chance and made.means["mute"] == 0
     assert all([s.name for s in row.said] == [OWN, "mute"] and row.said[1].text == SAID_BY_STUBBORN for row in made.random)
@@ -136,7 +136,7 @@ def test_another_score_chooses_other_best_ones(tmp_path: Path, squares: Store) -
         (False, ("public", None), {OWN, "other"}, None),
     ],
 )
-def test_what_private_pictures_shaped_stays_on_the_operators_page(
+def test_what_private_images_shaped_stays_on_the_operators_page(
     tmp_path: Path, small_privacy: PrivacyConfig, public_store: bool, other: tuple | None, operator_sees: set, report_sees: set | None
 ) -> None:
     store = write_squares(tmp_path / "shown", range(300, 324), public=public_store)
@@ -170,7 +170,7 @@ def test_a_run_without_a_guarantee_has_words_for_nobody_else(tmp_path: Path, squ
     assert made.visibility == "private" and made.public_part() is None
 
 
-def test_the_part_is_a_whole_page_with_words_for_each_picture_and_no_foreign_marks(tmp_path: Path, small_privacy: PrivacyConfig) -> None:
+def test_the_part_is_a_whole_page_with_words_for_each_image_and_no_foreign_marks(tmp_path: Path, small_privacy: PrivacyConfig) -> None:
     samples = [Sample(f"k{n}", png(n), {"caption": f'<script>alert({n})</script> & "so" on\nand on'}) for n in range(400, 430)]
     store = import_samples(samples, tmp_path / "shown", public=True)
     run = captioner_run(tmp_path, small_privacy)
@@ -200,7 +200,7 @@ class _Checker(HTMLParser):
         assert self.open and self.open.pop() == tag, (tag, self.getpos())
 
 
-def test_no_more_pictures_are_captioned_than_are_asked_for(tmp_path: Path, squares: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_images_are_captioned_than_are_asked_for(tmp_path: Path, squares: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", train_captioner())
     whole = gallery_of_run(run, squares.path)
     monkeypatch.setattr(module, "NUM_CANDIDATES", 10)
@@ -208,7 +208,7 @@ def test_no_more_pictures_are_captioned_than_are_asked_for(tmp_path: Path, squar
     assert made.num_candidates == 10 and len(made.best) == 1 and numbers(made.random) == numbers(whole.random)
 
 
-def test_pictures_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+def test_images_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     store = write_squares(tmp_path / "store", range(500, 520))
     shard = store.shard_paths[0]
     data = bytearray(shard.read_bytes())
@@ -219,7 +219,7 @@ def test_pictures_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     assert made.num_candidates == len(made.random) == 19
 
 
-def test_large_pictures_are_made_small(tmp_path: Path) -> None:
+def test_large_images_are_made_small(tmp_path: Path) -> None:
     samples = []
     for number in range(600, 603):
         file = io.BytesIO()
@@ -234,7 +234,7 @@ def test_large_pictures_are_made_small(tmp_path: Path) -> None:
 def test_wrong_input_gets_one_clear_error(tmp_path: Path, small_privacy: PrivacyConfig, squares: Store) -> None:
     run = captioner_run(tmp_path, small_privacy)
     write_textures(tmp_path / "textures", 4, 16)
-    with pytest.raises(DataError, match="0 pictures with captions"):
+    with pytest.raises(DataError, match="0 images with captions"):
         gallery_of_run(run, tmp_path / "textures")
     with pytest.raises(ConfigError, match="named twice"):
         gallery_of_run(run, squares.path, [run])

@@ -1,4 +1,4 @@
-"""Pictures that are shown beside each other are the ones that the numbers name, and "before" is what the run started from."""
+"""Images that are shown beside each other are the ones that the numbers name, and "before" is what the run started from."""
 
 import base64
 import io
@@ -48,7 +48,7 @@ def flat(name: str = "pixels") -> Encoder:
 
 
 def tiles(strip: str) -> list[np.ndarray]:
-    """Pictures of a strip, without the gaps."""
+    """Images of a strip, without the gaps."""
     image = np.asarray(Image.open(io.BytesIO(base64.b64decode(strip.split(",")[1]))))
     return [image[:, left : left + 32, :3] for left in range(0, image.shape[1], 34)]
 
@@ -71,7 +71,7 @@ def test_length_of_a_feature_does_not_matter_and_its_direction_does() -> None:
     assert not torch.equal(nearest_others(x, 5), nearest_others(x + 3, 5))
 
 
-def test_the_grid_shows_the_pictures_that_are_nearest(scenes: Store) -> None:
+def test_the_grid_shows_the_images_that_are_nearest(scenes: Store) -> None:
     made = find_neighbours({"One": flat(), "Two": flat()}, scenes, num_queries=4, k=5)
     assert made is not None and made.pooling == "flat" and (made.k, made.num_candidates, len(made.rows)) == (5, NUM, 4)
     pictures = np.stack([np.asarray(Image.open(io.BytesIO(blob)).convert("RGB")) for blob in scenes.read_many(np.arange(NUM))])
@@ -89,7 +89,7 @@ def test_the_grid_shows_the_pictures_that_are_nearest(scenes: Store) -> None:
     assert made.chance == pytest.approx(np.mean(pairs))
 
 
-def test_a_store_of_one_picture_has_no_neighbours_and_one_of_three_has_two(tmp_path: Path) -> None:
+def test_a_store_of_one_image_has_no_neighbours_and_one_of_three_has_two(tmp_path: Path) -> None:
     write_scenes(tmp_path / "one", 1, 32, workers=1)
     write_scenes(tmp_path / "three", 3, 32, workers=1)
     assert find_neighbours({"a": flat()}, open_store(tmp_path / "one")) is None
@@ -110,7 +110,7 @@ def test_the_report_shows_neighbours_of_a_public_store_and_of_none_else(copy_of:
     run = copy_of()
     assert "takes for alike" not in make_report(run).read_text()
     page = make_report(run, scenes.path).read_text()
-    assert "Public pictures that the encoder takes for alike" in page and "By random weights" in page and f"Before: {INITIAL}" in page
+    assert "Public images that the encoder takes for alike" in page and "By random weights" in page and f"Before: {INITIAL}" in page
     write_scenes(tmp_path / "private", 8, 32, workers=1, public=False)
     operator = make_operator_page(run, tmp_path / "private")
     assert operator.parent.name == "confidential" and "takes for alike" in operator.read_text()
@@ -186,7 +186,7 @@ def test_checkpoints_of_two_architectures_are_refused_in_one_figure(child_and_pa
 
 @pytest.mark.parametrize("target", ["pixels", "normalised_pixels", "gradients"])
 def test_other_targets_are_shown_for_what_they_are(tmp_path: Path, scenes: Store, target: str) -> None:
-    """Gradients fill in no picture, so the report has none; lent brightness and contrast are named as lent."""
+    """Gradients fill in no image, so the report has none; lent brightness and contrast are named as lent."""
     run = make_run(tmp_path / "run", _store_of(tmp_path))
     folder = find_checkpoint(run)
     manifest = read_manifest(folder)

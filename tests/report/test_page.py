@@ -64,7 +64,7 @@ def test_a_page_asks_nothing_of_other_machines_and_runs_no_script(pages: dict[st
 
 
 @pytest.mark.parametrize("name", ["report", "operator"])
-def test_every_picture_is_described_in_words(pages: dict[str, str], name: str) -> None:
+def test_every_image_is_described_in_words(pages: dict[str, str], name: str) -> None:
     for tag in re.findall(r"<(?:img|svg)\b[^>]*>", pages[name]):
         assert re.search(r'(?:alt|aria-label)="[^"]{10,}"', tag), tag[:200]
 
@@ -106,7 +106,7 @@ def test_nothing_confidential_reaches_the_report(pages: dict[str, str]) -> None:
 
 
 def test_the_guarantee_comes_in_words_before_figures_and_settings(pages: dict[str, str]) -> None:
-    places = [pages["report"].index(text) for text in ("strongest attacker", "The run in pictures", "Settings", "The full statement")]
+    places = [pages["report"].index(text) for text in ("strongest attacker", "The run in images", "Settings", "The full statement")]
     assert places == sorted(places)
 
 
@@ -165,7 +165,7 @@ def test_names_are_escaped(copy_of: Callable[[], Path]) -> None:
     assert "<script" not in make_report(run).read_text()
 
 
-def test_pictures_of_a_private_store_are_refused_on_the_report(copy_of: Callable[[], Path], tmp_path: Path) -> None:
+def test_images_of_a_private_store_are_refused_on_the_report(copy_of: Callable[[], Path], tmp_path: Path) -> None:
     write_scenes(tmp_path / "private", 2, 32, public=False)
     run = copy_of()
     with pytest.raises(PrivacyError, match="--public"):

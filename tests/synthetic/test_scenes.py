@@ -51,7 +51,7 @@ def test_size_changes_the_pixels_only(size_px: int) -> None:
         assert (scene.caption, scene.objects, scene.relations) == (other.caption, other.objects, other.relations)
 
 
-def test_a_larger_picture_shows_the_same_scene() -> None:
+def test_a_larger_image_shows_the_same_scene() -> None:
     for i in range(50):
         large = make_scene(i, 192).image.reshape(48, 4, 48, 4, 3).mean(axis=(1, 3))
         assert np.abs(large - make_scene(i, 48).image).mean() < 2.0

@@ -10,7 +10,7 @@ from dpvision.synthetic.texture_bank import FIELD_SIDE, NUM_ANGLES, NUM_CONTOURS
 from dpvision.synthetic.textures import NUM_THINGS, _count_things, textures
 
 
-def test_a_picture_does_not_depend_on_the_others_or_on_their_order() -> None:
+def test_an_image_does_not_depend_on_the_others_or_on_their_order() -> None:
     """Parts, padding of vector instructions and the sort by number of things must not show in a bit."""
     number = torch.arange(40)
     look = number * 7 + 1
@@ -66,7 +66,7 @@ def test_the_same_world_at_every_size() -> None:
     assert likeness(small, large.roll(1, 0)).abs().median() < 0.3
 
 
-def test_no_picture_is_empty() -> None:
+def test_no_image_is_empty() -> None:
     grey = textures(torch.arange(2000), 32).float().mean(1).flatten(1)
     assert (grey.std(dim=1) > 5).all(), "a nearly flat picture teaches nothing"
     clipped = ((grey < 1) | (grey > 254)).float().mean(dim=1)
@@ -157,7 +157,7 @@ def test_wrong_arguments_are_refused(numbers: torch.Tensor, size: int) -> None:
 
 
 @pytest.mark.slow
-def test_fused_pictures_are_the_same_pictures() -> None:
+def test_fused_images_are_the_same_images() -> None:
     """Compiled, and in a part that is not full: one level of 255 in a few pixels at most; nor does a neighbour change a bit."""
     number = torch.arange(21)
     eager, fused = textures(number, 32), textures(number, 32, compiled=True)

@@ -144,7 +144,7 @@ def test_physical_batches_change_nothing(config: RunConfig, tmp_path: Path) -> N
 
 
 def test_the_loss_falls_when_it_may(config: RunConfig, tmp_path: Path) -> None:
-    """Without noise, words that say nothing of the picture are learned within seconds: the mean loss falls below half of log V."""
+    """Without noise, words that say nothing of the image are learned within seconds: the mean loss falls below half of log V."""
     privacy = PrivacyConfig(dataset_size=NUM_RECORDS, expected_batch_size=40, steps=60, max_grad_norm=None, guarantee="none")
     config = replace(config, privacy=privacy, hardware=replace(config.hardware, physical_batch_size=64))
     root = train(config, tmp_path / "run")

@@ -175,7 +175,7 @@ def test_losses_norms_and_batch_sizes_stay_under_confidential(config: RunConfig,
     private = [json.loads(line) for line in (root / "confidential" / "metrics.jsonl").read_text().splitlines()]
     assert len(private) == 4 and all(np.isfinite(line["loss"]) for line in private)
     secret = {
-        str(line[key]) for line in private for key in ("loss", "grad_norm_mean", "grad_norm_median", "step_s", "pictures_per_s", "time")
+        str(line[key]) for line in private for key in ("loss", "grad_norm_mean", "grad_norm_median", "step_s", "images_per_s", "time")
     }
     for file in root.rglob("*"):
         if file.is_file() and "confidential" not in file.relative_to(root).parts and file.suffix in (".json", ".jsonl"):

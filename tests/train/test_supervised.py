@@ -47,7 +47,7 @@ VIT = ViTConfig(image_size=16, patch_size=4, depth=1, width=16, num_heads=2)
 
 
 def samples(first: int, last: int, labels: dict[int, int] | None = None) -> Iterator[Sample]:
-    """scikit-learn's digits as pictures; ``labels`` has other labels for some, None for none."""
+    """scikit-learn's digits as images; ``labels`` has other labels for some, None for none."""
     digits = load_digits()
     for i in range(first, last):
         file = io.BytesIO()
@@ -276,7 +276,7 @@ def test_an_encoder_of_another_size_is_refused_also_where_the_shapes_agree(
         pass
 
 
-def test_pictures_of_another_size_may_be_fine_tuned_on(config: RunConfig, tmp_path: Path) -> None:
+def test_images_of_another_size_may_be_fine_tuned_on(config: RunConfig, tmp_path: Path) -> None:
     parent = load_checkpoint(train(config, tmp_path / "mae"))
     larger = replace(config.model.encoder, image_size=32)
     with new_session(tuned(config, tmp_path / "mae", encoder=larger), tmp_path / "tuned") as session:

@@ -200,7 +200,7 @@ def test_other_constants_another_model_or_an_unopened_name_are_refused_before_a_
         check_run(right)
 
 
-def test_a_recipe_is_put_on_another_encoder_with_the_constants_of_its_pictures(weights: Path, config: RunConfig, tmp_path: Path) -> None:
+def test_a_recipe_is_put_on_another_encoder_with_the_constants_of_its_images(weights: Path, config: RunConfig, tmp_path: Path) -> None:
     made = adapted(RECIPES["transfer.vit_b16_last"](), f"timm:{NAME}@{weights}")
     assert made.model.encoder == TimmConfig(name=NAME, image_size=384) and made.data.mean == constants(NAME)["mean"]
     assert made.model.tuned == "head" and made.init_from == f"timm:{NAME}@{weights}"

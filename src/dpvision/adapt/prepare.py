@@ -43,7 +43,7 @@ _NEEDED = {"feature_covariance": 2}
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run of a head works with; nothing is charged and no picture is read yet."""
+    """What a run of a head works with; nothing is charged and no image is read yet."""
 
     config: RunConfig
     """Settled: no 'auto', and the encoder's pooling, size and width as they are."""
@@ -76,7 +76,7 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
         plan: of a run that goes on; None makes one.
 
     Raises:
-        ConfigError: the encoder is unknown, without weights, or looks at more than one picture; a number is not declared; settings do not
+        ConfigError: the encoder is unknown, without weights, or looks at more than one image; a number is not declared; settings do not
             fit together. DataError: the store, its size or its labels do not fit. PrivacyError: the plan, or the encoder's own lineage,
             is refused. CheckpointError: the encoder cannot be read.
     """
@@ -165,7 +165,7 @@ def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> Encoder:
     """The encoder that a config names; a run's under the name of its recipe, for no path may stand in a statement.
 
     Raises:
-        ConfigError: a library's architecture without weights, or pictures of a size that the encoder does not take.
+        ConfigError: a library's architecture without weights, or images of a size that the encoder does not take.
         CheckpointError: it cannot be read.
     """
     assert cfg.spec is not None

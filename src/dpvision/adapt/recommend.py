@@ -1,4 +1,4 @@
-"""Which head: from public numbers only, by rules that were calibrated on public pictures (docs/heads.md has the figures).
+"""Which head: from public numbers only, by rules that were calibrated on public images (docs/heads.md has the figures).
 
     s = sigma / N,    sigma = noise multiplier of one release at (epsilon, delta)
 

@@ -1,10 +1,10 @@
 """The one door between private features and a head: charge, draw, clip, sum, add noise, divide.
 
 Every head consists of releases under one plan. A release is ``privatize(sum over records of contributions, plan, step, key)``, each
-contribution clipped to norm C = ``plan.max_grad_norm``; the plan draws the records, scales the noise and names the divisor. What has
-several parts (a covariance and cross moments) is one contribution, clipped as a whole. A part that deserves more of the budget than
-another gets more releases of the plan, whose average is taken (``Releases.average``): under one Gaussian mechanism, m averaged releases
-of the same sum are one with noise smaller by sqrt(m).
+contribution clipped to norm C = ``plan.max_grad_norm``; the plan draws the records, scales the noise and sets the normalisation
+constant. What has several parts (a covariance and cross moments) is one contribution, clipped as a whole. A part that deserves more of the
+budget than another gets more releases of the plan, whose average is taken (``Releases.average``): under one Gaussian mechanism, m averaged
+releases of the same sum are one with noise smaller by sqrt(m).
 
 Legend: B records of a block.
 """

@@ -134,9 +134,7 @@ def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Cal
     stream = feature_stream(made, progress)
     bad = _count_bad(stream.feature_ND)
     if bad == stream.num_records:
-        raise DataError(
-            f"features: none of {bad} records has finite ones; expected some. Look at the pictures with `dpvision data inspect`."
-        )
+        raise DataError(f"features: none of {bad} records has finite ones; expected some. Look at the images with `dpvision data inspect`.")
     features_s = time.monotonic() - start
     about = {"records": stream.num_records, "without_features": bad, "features_s": features_s}
     # A selection goes on to its end when a signal asks to stop: where it ended would tell of its runs, whose number is secret.
@@ -151,7 +149,7 @@ def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Cal
             config, fitted, chosen = session.config, fit_head(session.config, stream, releases), None
             # A selection's time would tell how many runs it had, which is secret even from this folder.
             about["head_s"] = time.monotonic() - start - features_s
-        # For the operator: how many records took no part is a function of private pictures.
+        # For the operator: how many records took no part is a function of private images.
         write_json(session.run.folder.confidential / "head.json", about)
         return save(session, config, fitted, chosen)
 
@@ -160,7 +158,7 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
     """Features of the records that take part, from the store's cache or computed now, with their labels."""
     cfg, hardware = made.model, made.config.hardware
     assert cfg.encoder.pooling is not None and cfg.num_classes is not None
-    # What confidential weights make of public pictures is private, and a public store's folder is not the place for it.
+    # What confidential weights make of public images is private, and a public store's folder is not the place for it.
     keep = not made.encoder.confidential or made.store.visibility == "private"
     feature_ND = feature_array(
         made.encoder, cfg.encoder.pooling, cfg.encoder.width, made.store, made.row_N, dataset_size=made.plan.dataset_size, keep=keep,

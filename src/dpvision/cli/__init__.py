@@ -12,19 +12,19 @@ from dpvision.errors import DPVisionError
 # command -> (module, one line of help)
 COMMANDS = {
     "plan": ("plan", "what can this data set afford? noise, steps, epsilon, before any compute is spent"),
-    "data": ("data", "import pictures into a store; inspect it, split it, make procedural scenes"),
+    "data": ("data", "import images into a store; inspect it, split it, make procedural scenes"),
     "synth": ("synth", "procedural textures for a warm start: look at them, train on them, write them as files"),
     "train": ("train", "run a recipe: private, or not and saying so; resume after a stop or a crash"),
-    "adapt": ("adapt", "a public encoder, private pictures: a private classifier in one step or many, with its statement"),
+    "adapt": ("adapt", "a public encoder, private images: a private classifier in one step or many, with its statement"),
     "evaluate": ("evaluate", "score encoders: k-NN, linear, few-shot; random weights and raw pixels beside them"),
-    "embed": ("embed", "write an encoder's features for a store or a folder of pictures"),
-    "caption": ("caption", "say in words what is in pictures, with a captioner that was trained here"),
+    "embed": ("embed", "write an encoder's features for a store or a folder of images"),
+    "caption": ("caption", "say in words what is in images, with a captioner that was trained here"),
     "ledger": ("ledger", "what a store's records have been charged so far, by run; set the owner's cap"),
     "report": ("report", "the guarantee statement (JSON) and one page to read; the operator's page beside it"),
     "verify": ("verify", "check a statement: hashes, ledger, lineage, and epsilon by a second accountant"),
     "compare": ("compare", "training curves and scores of several runs on one page, for the operator"),
     "doctor": ("doctor", "can this model be trained privately? the way of each parameter, memory; exactness and price, measured"),
-    "demo": ("demo", "the whole way in a few minutes, on procedural scenes or on your own pictures"),
+    "demo": ("demo", "the whole way in a few minutes, on procedural scenes or on your own images"),
 }
 
 _FOOT = """
@@ -72,4 +72,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _overview() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()]
-    return "usage: dpvision COMMAND ...\n\nTrain image models on pictures that must stay private.\n\n" + "\n".join(lines) + "\n" + _FOOT
+    return "usage: dpvision COMMAND ...\n\nTrain image models on images that must stay private.\n\n" + "\n".join(lines) + "\n" + _FOOT

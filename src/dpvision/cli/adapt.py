@@ -1,4 +1,4 @@
-"""``dpvision adapt``: a public encoder, private pictures, a private classifier."""
+"""``dpvision adapt``: a public encoder, private images, a private classifier."""
 
 import contextlib
 import os
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from dpvision.adapt.session import HeadSession
     from dpvision.eval.score import Score
 
-_DOC = """Adapt a public encoder to private pictures with labels: a private classifier, in one step or many.
+_DOC = """Adapt a public encoder to private images with labels: a private classifier, in one step or many.
 
-The default keeps the encoder as it is. Every picture's features are computed once and kept beside the store; a linear head is fitted to
+The default keeps the encoder as it is. Every image's features are computed once and kept beside the store; a linear head is fitted to
 them with differential privacy, in about a minute. Three numbers are yours to declare, and public: records, classes, epsilon.
 
   dpvision data import PICTURES stores/mine
@@ -77,7 +77,7 @@ class _What:
     """Choose among these heads (HEAD,HEAD,...) by a private score. Epsilon pays for it: about twice the noise of one head
     (docs/selection.md)."""
     test: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
-    """Store with labels to score the result on right away: public pictures, for the score to leave."""
+    """Store with labels to score the result on right away: public images, for the score to leave."""
 
 
 @dataclass(frozen=True)
@@ -269,8 +269,8 @@ def _score(args: AdaptArgs, root: Path) -> "list[Score]":
     if args.test is None:
         return []
     store = open_store(args.test)
-    with Console(stderr=True, quiet=args.quiet).status("test pictures") as status:
-        scores = score_own_head(root, store, progress=lambda n: status.update(f"test pictures: {n:,} of {store.num_records:,}"))
+    with Console(stderr=True, quiet=args.quiet).status("test images") as status:
+        scores = score_own_head(root, store, progress=lambda n: status.update(f"test images: {n:,} of {store.num_records:,}"))
     write_scores(root, scores, train_data=NOTHING_FITTED, test_data=args.test.name)
     return scores
 
@@ -316,7 +316,7 @@ def head_text(made: "Prepared") -> str:
         counts = made.label.sum(axis=0) if made.label.ndim == 2 else np.bincount(made.label, minlength=cfg.num_classes or 0)
         if (empty := np.flatnonzero(counts == 0)).size:
             shown = ", ".join(map(str, empty[:5].tolist())) + (", ..." if empty.size > 5 else "")
-            text += f"\n  note                 {empty.size} declared classes have no picture in this public store: {shown}"
+            text += f"\n  note                 {empty.size} declared classes have no image in this public store: {shown}"
     return text
 
 

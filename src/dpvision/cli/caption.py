@@ -1,4 +1,4 @@
-"""``dpvision caption``: pictures in, sentences out."""
+"""``dpvision caption``: images in, sentences out."""
 
 import contextlib
 import csv
@@ -52,10 +52,10 @@ def caption(
     release_private_outputs: bool = False,
     json: bool = False,
 ) -> None:
-    """Say in words what is in pictures.
+    """Say in words what is in images.
 
-    Each line is a picture's name and a caption. What cannot be read is named and counted; the status is 2 only if nothing could be.
-    Captions of private pictures are private: the guarantee covers the weights, not what they make of a picture. A file of them goes to a
+    Each line is an image's name and a caption. What cannot be read is named and counted; the status is 2 only if nothing could be.
+    Captions of private images are private: the guarantee covers the weights, not what they make of an image. A file of them goes to a
     folder called confidential. Images that are in no store count as private.
 
       dpvision caption runs/cap photos/cat.jpg photos/dog.png
@@ -64,10 +64,10 @@ def caption(
 
     Args:
         run: Run of a captioner, or one of its checkpoints.
-        pictures: Picture files, folders, stores, .tar or .parquet files.
+        images: Image files, folders, stores, .tar or .parquet files.
         method: greedy (the likeliest word each time), beam (a search for the likeliest captions) or sample (words drawn).
         beams: Unfinished captions that a beam search keeps.
-        num: Captions of each picture: the best of a beam search, or independent samples.
+        num: Captions of each image: the best of a beam search, or independent samples.
         prompt: Words that every caption begins with.
         length_penalty: A beam search ranks by log probability / words^THIS; 0 prefers short captions.
         temperature: Of sampling; below 1 keeps to likelier words.
@@ -75,13 +75,13 @@ def caption(
         top_p: Sample among the fewest words that have this share of the probability.
         min_words: Tokens that a caption has at least, without the prompt's.
         max_words: Tokens that it has at most; left out, as many as the model has places.
-        fit: squash shows the model the whole picture, squeezed to a square; crop its centre.
+        fit: squash shows the model the whole image, squeezed to a square; crop its centre.
         ema: Use the averaged weights.
-        seed: Of sampling. A picture's samples are the same whatever is captioned with it.
-        out: Write captions here instead: .jsonl (a line for each picture) or .csv (a line for each caption). For private images its path
+        seed: Of sampling. An image's samples are the same whatever is captioned with it.
+        out: Write captions here instead: .jsonl (a line for each image) or .csv (a line for each caption). For private images its path
             needs a folder called confidential.
-        batch_size: Pictures that are encoded together.
-        workers: Threads that read pictures.
+        batch_size: Images that are encoded together.
+        workers: Threads that read images.
         release_private_outputs: Write captions of private images anywhere. You decide this for the people in them: no epsilon covers it.
         json: Print JSON.
     """
@@ -95,7 +95,7 @@ def caption(
     check_run(run)
     import torch
 
-    from dpvision.eval.captions.caption_images import caption_pictures, find_pictures, prompt_ids
+    from dpvision.eval.captions.caption_images import caption_pictures, find_images, prompt_ids
     from dpvision.eval.captions.open_captioner import open_captioner
     from dpvision.models.generate import GenerateSettings
 
@@ -104,7 +104,7 @@ def caption(
         method=method, num=num, beams=beams, length_penalty=length_penalty, temperature=temperature, top_k=top_k, top_p=top_p,
         min_words=min_words, max_words=max_words, prompt=prompt_ids(captioner, prompt),
     )  # fmt: skip
-    found = find_pictures(pictures, workers)
+    found = find_images(pictures, workers)
     private = captioner.confidential or found.visibility == "private"
     if out is not None and private and not release_private_outputs:
         require_confidential(out, "caption", "captions of private images", ", or say --release-private-outputs")
@@ -125,7 +125,7 @@ def caption(
             if out is not None or not json:
                 write(one)
             if status is not None:
-                status.update(f"captions: {num_done:,} pictures")
+                status.update(f"captions: {num_done:,} images")
         if num_done == 0:
             raise DataError(
                 f"caption: {_unreadable_text(unreadable) or 'no pictures'}; expected one or more that can be read. Correct the path."
@@ -137,8 +137,8 @@ def caption(
         result: dict[str, Any] = {"captions": [_plain(one) for one in made], "unreadable": [_plain(one) for one in unreadable]}
         emit(result | {"visibility": visibility, "out": None if out is None else str(out)}, True, "")
     elif out is not None:
-        text = f"captions of {num_done:,} pictures in {out}"
-        emit({}, False, text + ("\nThese are captions of private pictures: keep the file where the pictures are kept." if private else ""))
+        text = f"captions of {num_done:,} images in {out}"
+        emit({}, False, text + ("\nThese are captions of private images: keep the file where the images are kept." if private else ""))
 
 
 def _plain(one: "Captioned") -> dict[str, Any]:

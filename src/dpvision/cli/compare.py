@@ -22,8 +22,8 @@ def compare(
 ) -> None:
     """Training curves and scores of several runs on one page: do larger models, larger batches or a warm start help?
 
-    Losses depend on the pictures, so the page is written into the first run's confidential/ folder; another place outside
-    a folder of that name is refused unless all pictures behind the runs are public.
+    Losses depend on the images, so the page is written into the first run's confidential/ folder; another place outside
+    a folder of that name is refused unless all images behind the runs are public.
 
       dpvision compare runs/small runs/large runs/large-random
       dpvision compare runs/* --out runs/confidential/compare.html

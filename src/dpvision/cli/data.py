@@ -59,10 +59,10 @@ def import_(
     workers: int = 2,
     json: bool = False,
 ) -> None:
-    """Import pictures into a store: tar shards and a memory-mapped index.
+    """Import images into a store: tar shards and a memory-mapped index.
 
-    SOURCE is a folder of pictures (class folders or flat), parquet files with image bytes, or WebDataset tars (indexed in
-    place). Files that are no pictures, cannot be read or are oversized are left out, counted here and named only under the
+    SOURCE is a folder of images (class folders or flat), parquet files with image bytes, or WebDataset tars (indexed in
+    place). Files that are no images, cannot be read or are oversized are left out, counted here and named only under the
     store's confidential/ folder. A store is private unless you say --public. Where its labels are names (class folders, say) it needs
     --classes: numbers by the names found would depend on private images. With --dataset, SOURCE is the folder into which that
     data set's archives were unpacked; docs/datasets.md has the layouts.
@@ -70,27 +70,27 @@ def import_(
     Args:
         source: Folder, parquet file or tar file to import.
         store: New folder for the store.
-        public: These pictures need no protection; figures and pictures from this store may be shown.
+        public: These images need no protection; figures and images from this store may be shown.
         unit_from: Field that names the person: column, JSON field, or `parent` for the folder's name.
-        label_from: Field that holds the label (class folders and `label` columns are found without it). A list gives a picture several
+        label_from: Field that holds the label (class folders and `label` columns are found without it). A list gives an image several
             labels; an empty list says that it has none of the classes.
-        label_separator: Between the labels of one picture where the field is a text, as in a table: "|". An empty text is an empty list.
+        label_separator: Between the labels of one image where the field is a text, as in a table: "|". An empty text is an empty list.
         classes: File with the names of the classes, one a line or a JSON list, in the order of their numbers.
         unknown_classes: What becomes of an image whose class is not declared: refuse the import, or keep it unlabelled; in training
             it then contributes exactly zero.
         captions: File of captions: COCO's captions_*.json, lines NAME#NUMBER<TAB>CAPTION, or a CSV with columns image and caption. Those
-            beside a picture (NAME.txt, NAME.json, a column `captions`, `caption` or `text`) are found without it.
-        require_captions: Leave pictures without a caption out; a captioner needs one of each.
-        licence: Licence of public pictures, for the statement.
+            beside an image (NAME.txt, NAME.json, a column `captions`, `caption` or `text`) are found without it.
+        require_captions: Leave images without a caption out; a captioner needs one of each.
+        licence: Licence of public images, for the statement.
         dataset: One of the papers' data sets, e.g. imagenet, cifar100, caltech101, aircraft: labels and their order are then the same
             for each split.
         split: With --dataset: train, val or test, as that data set has them.
-        workers: Threads that check pictures.
+        workers: Threads that check images.
         json: Print JSON.
     """
     if dataset is not None or split is not None:
         if captions is not None or require_captions:
-            raise DataError("data import: captions with --dataset, whose pictures have labels only; expected none. Leave --dataset out.")
+            raise DataError("data import: captions with --dataset, whose images have labels only; expected none. Leave --dataset out.")
         if classes is not None or unknown_classes != "refuse":
             raise DataError("data import: --classes with --dataset, which fixes its classes; expected none. Leave one of them out.")
         return _import_dataset(source, store, dataset, split, public, licence, workers, json, [unit_from, label_from, label_separator])
@@ -101,7 +101,7 @@ def import_(
         made = import_source(
             source, store, public=public, unit_from=unit_from, label_from=label_from, label_separator=label_separator, classes=rule,
             captions=captions, require_captions=require_captions, licence=licence, workers=workers,
-            progress=lambda n: status.update(f"importing: {n:,} pictures"),
+            progress=lambda n: status.update(f"importing: {n:,} images"),
         )  # fmt: skip
     _said(made, json)
 
@@ -135,7 +135,7 @@ def _import_dataset(
         made = import_samples(
             found.samples, store, public=public, label_names=found.label_names, licence=licence or dataset.licence, metric=dataset.metric,
             workers=workers,
-            progress=lambda n: status.update(f"importing: {n:,} pictures of {dataset.splits[split]:,}"),
+            progress=lambda n: status.update(f"importing: {n:,} images of {dataset.splits[split]:,}"),
         )  # fmt: skip
     _said(made, json, {"dataset": name, "split": split, "pictures_published": dataset.splits[split], "metric": dataset.metric})
 
@@ -168,7 +168,7 @@ def scenes(
 
 
 def inspect(
-    store: StorePath, sheet: Path | None = None, num_pictures: int = 64, release_private_outputs: bool = False, json: bool = False
+    store: StorePath, sheet: Path | None = None, num_images: int = 64, release_private_outputs: bool = False, json: bool = False
 ) -> None:
     """What a store holds: counts, labels, sizes, people; and a contact sheet.
 
@@ -176,7 +176,7 @@ def inspect(
         store: Folder of the store.
         sheet: Write a contact sheet (PNG) here; for a private store the default is its confidential/ folder, and any other place needs a
             folder of that name in its path.
-        num_pictures: Pictures on the sheet.
+        num_images: Images on the sheet.
         release_private_outputs: Write a sheet of private images anywhere.
         json: Print JSON.
     """
@@ -193,7 +193,7 @@ def inspect(
     elif opened.results_visibility == "private" and not release_private_outputs:
         require_confidential(sheet, "data inspect", "private images", ", or say --release-private-outputs")
     sheet.parent.mkdir(parents=True, exist_ok=True)
-    contact_sheet(opened, num_pictures).save(sheet)
+    contact_sheet(opened, num_images).save(sheet)
     result["contact_sheet"] = str(sheet)
     lines = [f"{_label(opened)}what {store} holds", pairs(result), *(_unit_lines(opened) if has_units(opened) else [])]
     emit(result | {"operator_only": opened.visibility == "private", "declare": _suggested(opened)}, json, "\n".join(lines))

@@ -15,17 +15,17 @@ def run(argv: Sequence[str]) -> None:
 def demo(data: Path | None = None, stores: Path = Path("stores"), runs: Path = Path("runs"), json: bool = False) -> None:
     """The whole way in a few minutes: a private store, a plan, private training, a score, a private classifier, the statement.
 
-    Procedural scenes play the private pictures; public scenes, others of the same kind, serve the probe and the report's
-    reconstructions. With --data your own pictures are imported as private and trained on instead.
+    Procedural scenes play the private images; public scenes, others of the same kind, serve the probe and the report's
+    reconstructions. With --data your own images are imported as private and trained on instead.
 
     Args:
-        data: Folder of pictures, parquet file or WebDataset tars of your own.
+        data: Folder of images, parquet file or WebDataset tars of your own.
         stores: Folder for the stores.
         runs: Folder for the run.
         json: Print JSON.
     """
     if data is not None and not data.exists():
-        raise DataError(f"demo: data={str(data)!r}; expected a folder of pictures, a parquet file or tars. Correct the path.")
+        raise DataError(f"demo: data={str(data)!r}; expected a folder of images, a parquet file or tars. Correct the path.")
     from dpvision.cli.demo_steps import run_demo
 
     run_demo(data, stores, runs, json=json)

@@ -53,7 +53,7 @@ def run_demo(data: Path | None, stores: Path, runs: Path, *, json: bool) -> None
 
     config = get_recipe("demo")
     size = config.model.encoder.image_size
-    say("1/6  Pictures")
+    say("1/6  Images")
     if data is None:
         private = _scenes(stores / "demo-private", config.privacy.dataset_size, _FIRST_PRIVATE, size, public=False)
     else:

@@ -45,7 +45,7 @@ def doctor(
       dpvision doctor vip.micro --measure --max-minutes 1
 
     Args:
-        model: Recipe, timm name, or module:function. The function returns a classifier of pictures, or (model, loss_fn, batch).
+        model: Recipe, timm name, or module:function. The function returns a classifier of images, or (model, loss_fn, batch).
         measure: Also run it on this machine.
         device: For --measure (left out: the recipe's, or a GPU where there is one).
         precision: For --measure, of the forward pass (left out: the recipe's, or float32).
@@ -158,7 +158,7 @@ def _text(result: dict[str, Any], seen: "Look", sizes: dict[str, int], slow_chun
     if result["unused"]:
         lines += ["", f"unused: the loss does not reach {_few(result['unused'])}. They get noise only: freeze them."]
     if result["kind"] == "timm":
-        lines += ["", "Judged as a classifier with cross-entropy, on pictures of timm's size for it."]
+        lines += ["", "Judged as a classifier with cross-entropy, on images of timm's size for it."]
     if not measured:
         lines += ["", "Next: --measure compares with the oracle, sees that records do not mix, and finds the largest batch and the price."]
     return "\n".join(lines)

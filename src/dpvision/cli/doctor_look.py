@@ -107,7 +107,7 @@ def _check_losses(name: str, built: Built) -> None:
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"doctor: the forward pass of {name} on pictures of shape {shape} raised {type(error).__name__}: {first}; expected one loss "
+            f"doctor: the forward pass of {name} on images of shape {shape} raised {type(error).__name__}: {first}; expected one loss "
             "per record, by steps that read no values. Say --image-size, or return (model, loss_fn, batch): docs/doctor.md."
         ) from None
     got, wanted = tuple(getattr(losses_B, "shape", ())), tuple(built.batch.record_id_B.shape)

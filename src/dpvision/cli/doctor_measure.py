@@ -178,7 +178,7 @@ def compare(bench: Bench) -> dict[str, Any]:
     middle = float(run("one_pass", 1.0).norms_B.median())
     if not 1e-12 <= middle <= 1e12:
         raise PrivacyError(
-            f"doctor: gradient norm {middle} of random pictures; expected a finite one that is not zero. Check model and loss."
+            f"doctor: gradient norm {middle} of random images; expected a finite one that is not zero. Check model and loss."
         )
     ours, oracle = run("one_pass", middle), run("vmap", middle)
     size = sum(float(value.double().square().sum()) for value in oracle.grads.values()) ** 0.5

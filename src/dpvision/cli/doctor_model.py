@@ -58,7 +58,7 @@ def find_subject(name: str, image_size: int | None = None) -> Subject:
 
     Args:
         name: a recipe, ``module:function`` (the current folder is searched, too), or a name that timm knows.
-        image_size: height and width of the pictures in pixels, for models that do not say it themselves.
+        image_size: height and width of the images in pixels, for models that do not say it themselves.
 
     Raises:
         ConfigError: nothing has that name; the message offers close ones.
@@ -154,7 +154,7 @@ def _from_function(name: str, function: Callable[[], Any], image_size: int | Non
 
 
 def _classifier(model: nn.Module, shape: tuple[int, ...], on_meta: bool) -> Built:
-    """A classifier on random pictures of ``shape`` (C, H, W); all of class 0."""
+    """A classifier on random images of ``shape`` (C, H, W); all of class 0."""
     generator = torch.Generator().manual_seed(0)
     batch = Batch(
         record_id_B=torch.arange(1, NUM_RECORDS + 1),

@@ -30,17 +30,17 @@ def embed(
 ) -> None:
     """Write an encoder's features for a store, or for anything that `data import` takes.
 
-    Features of private pictures are private: the guarantee covers the weights, not what they make of a picture. So they go to a folder
+    Features of private images are private: the guarantee covers the weights, not what they make of an image. So they go to a folder
     called confidential. Images that are in no store count as private; import them with --public where they are not.
 
     Args:
         run: Run folder, or one of its checkpoints.
-        source: Store, folder of pictures, parquet file or tar file.
+        source: Store, folder of images, parquet file or tar file.
         out: File to write: .npz or .safetensors. For private images its path needs a folder called confidential.
-        pooling: Patch tokens averaged over the picture, or over its four quadrants.
+        pooling: Patch tokens averaged over the image, or over its four quadrants.
         ema: Use the averaged weights.
-        batch_size: Pictures in one forward pass.
-        workers: Threads that read pictures.
+        batch_size: Images in one forward pass.
+        workers: Threads that read images.
         release_private_outputs: Write features of private images anywhere. You decide this for the people in them: no epsilon covers it.
         json: Print JSON.
     """
@@ -50,9 +50,9 @@ def embed(
     with Console(stderr=True).status("features") as status:
         made = write_embeddings(
             run, source, out, ema=ema, pooling=pooling, batch_size=batch_size, workers=workers,
-            progress=lambda n: status.update(f"features: {n:,} pictures"), release_private_outputs=release_private_outputs,
+            progress=lambda n: status.update(f"features: {n:,} images"), release_private_outputs=release_private_outputs,
         )  # fmt: skip
     text = f"{made.num:,} x {made.width} features in {out}"
     if made.visibility == "private":
-        text = f"{OPERATOR_ONLY}{text}\nThese are features of private pictures: keep the file where the pictures are kept."
+        text = f"{OPERATOR_ONLY}{text}\nThese are features of private images: keep the file where the images are kept."
     emit({"out": str(out), "num_records": made.num, "width": made.width, "visibility": made.visibility}, json, text)

@@ -54,7 +54,7 @@ def evaluate(
     show_confidential: bool = False,
     json: bool = False,
 ) -> None:
-    """Score encoders on labelled pictures, with random weights and raw pixels beside them.
+    """Score encoders on labelled images, with random weights and raw pixels beside them.
 
     An ENCODER is a run folder, random:RUN, timm:NAME or torchvision:NAME (@FILE for weights), vip:FILE, mae:FILE, simclr:FILE, tan:FILE,
     pixels, hog, scattering, patches or patches+scattering.
@@ -67,15 +67,15 @@ def evaluate(
     Protocols, cheap ones first (docs/evaluation.md has their settings, sources and costs):
       knn             20 nearest neighbours by cosine similarity
       ridge           closed-form linear classifier
-      linear          logistic regression, strength chosen on held-out training pictures
-      few_shot_probe  logistic regression on K pictures per class, 20 draws
+      linear          logistic regression, strength chosen on held-out training images
+      few_shot_probe  logistic regression on K images per class, 20 draws
       few_shot_dpcap  the same as DP-Cap's tables have it: centred features of length one, fixed strength
-      linear_lars     the linear probe of ViP's tables: tokens of the last 12 blocks, LARS, augmented pictures, 90 epochs
+      linear_lars     the linear probe of ViP's tables: tokens of the last 12 blocks, LARS, augmented images, 90 epochs
       linear_cls      the same on the class token alone, as in the MAE paper; never compare the two
-      fine_tune       the whole network fine-tuned on K pictures per class, 200 epochs, 3 draws
-      own_head        a classifier run's own head, on --test; of a run with several labels a picture, on a store that has them
+      fine_tune       the whole network fine-tuned on K images per class, 200 epochs, 3 draws
+      own_head        a classifier run's own head, on --test; of a run with several labels an image, on a store that has them
 
-    What a captioner says is measured by `dpvision evaluate captioner RUN` (see its --help): zero-shot classes, compositional tests, CIDEr.
+    For a captioner use `dpvision evaluate captioner RUN` (see its --help): zero-shot classes, compositional tests, CIDEr.
     `dpvision evaluate detection ENCODER` trains it on to find objects, with boxes and masks: COCO's AP.
     `dpvision evaluate segmentation ENCODER` trains it on to name every pixel: mIoU.
 
@@ -88,14 +88,14 @@ def evaluate(
         protocols: Names from the list above, with commas.
         against: What stands beside: random (a run's architecture, untrained), pixels, both with a comma, or none.
         metric: accuracy or mean_per_class (Caltech-101, Aircraft); left out, what the store declares, else accuracy.
-        labels: File of the classes any of which is right for a test picture, instead of its one label: ImageNet-ReaL's real.json, an
-            object or a CSV (docs/evaluation.md). Pictures without any do not count.
-        shots: Pictures per class for the few-shot protocols; several are allowed.
-        out: Write all scores here too. Scores of private pictures need a path with a folder called confidential in it.
+        labels: File of the classes any of which is right for a test image, instead of its one label: ImageNet-ReaL's real.json, an
+            object or a CSV (docs/evaluation.md). Images without any do not count.
+        shots: Images per class for the few-shot protocols; several are allowed.
+        out: Write all scores here too. Scores of private images need a path with a folder called confidential in it.
         ema: Use the averaged weights of runs.
         no_cache: Neither keep features and scores under STORE/confidential/features nor use what is there.
-        batch_size: Pictures in one forward pass.
-        workers: Threads that read pictures.
+        batch_size: Images in one forward pass.
+        workers: Threads that read images.
         lars: Settings of linear_lars and linear_cls; the defaults are the paper's.
         fine_tune: Settings of fine_tune; the defaults are the paper's.
         few_shot_probe: Settings of few_shot_probe; few_shot_dpcap has its draws from here.
@@ -192,7 +192,7 @@ def _own_heads(
         for spec in specs:
 
             def say(done: int, spec: str = spec) -> None:
-                status.update(f"{spec}: {done:,} test pictures")
+                status.update(f"{spec}: {done:,} test images")
 
             found[spec] = score_own_head(
                 spec, store, any_of=any_of, ema=ema, batch_size=batch_size, workers=workers, device=device, progress=say

@@ -1,4 +1,4 @@
-"""``dpvision evaluate captioner``: what a captioner says of pictures, measured."""
+"""``dpvision evaluate captioner``: evaluation of a captioner."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +51,7 @@ def evaluate_captioner(
     show_confidential: bool = False,
     json: bool = False,
 ) -> None:
-    """Measure what a captioner says: classes it was never taught, false captions beside true ones, and captions beside people's.
+    """Evaluate a captioner: zero-shot classes, true captions against false ones, and generated captions against people's.
 
       dpvision evaluate captioner runs/cap --store stores/cifar10 --zero-shot cifar10
       dpvision evaluate captioner runs/cap --store stores/flickr8k-test --captions --order
@@ -61,9 +61,9 @@ def evaluate_captioner(
 
     Args:
         run: Run or checkpoint folder of a captioner.
-        store: Pictures with labels or captions, other ones than it was trained on.
+        store: Images with labels or captions, other ones than it was trained on.
         zero_shot: Classify --store by this label set: store, cifar10, cifar100, or a file with one class a line, synonyms between commas.
-        labels: Of zero-shot: file of the classes any of which is right for a picture (ImageNet-ReaL's real.json; docs/evaluation.md).
+        labels: Of zero-shot: file of the classes any of which is right for an image (ImageNet-ReaL's real.json; docs/evaluation.md).
         method: Of zero-shot: trie, loss or both.
         prompt: What stands before the label.
         match_article: Say "an" before a, e, i, o, u where the prompt ends in "a".
@@ -72,20 +72,20 @@ def evaluate_captioner(
         beams: Say these by beam search of this width; left out, greedily.
         scenes: Compositional tests on this many procedural scenes.
         first_scene: Their first number; take one beyond those that were trained on.
-        sugarcrepe: SugarCrepe's file or folder; its pictures are --images.
-        negclip: NegCLIP's negatives; their pictures are --images.
-        images: Folder of COCO pictures.
+        sugarcrepe: SugarCrepe's file or folder; its images are --images.
+        negclip: NegCLIP's negatives; their images are --images.
+        images: Folder of COCO images.
         aro: Folder with ARO's visual_genome_relation.json, visual_genome_attribution.json and images/.
         aro_leave_out: File with one relation a line that does not count (ARO leaves out those that may hold both ways).
-        public: The pictures of --sugarcrepe, --negclip and --aro need no protection.
-        allow_missing: Leave out benchmark items whose picture is missing, and say so in the score's name.
-        against: What stands beside: random (untrained weights), other (asked about another picture), both with a comma, or none.
-        fit: How pictures become square: squash, or crop.
-        limit: At most so many pictures of --store.
-        out: Write all scores here too. Scores of private pictures need a path with a folder called confidential in it.
+        public: The images of --sugarcrepe, --negclip and --aro need no protection.
+        allow_missing: Leave out benchmark items whose image is missing, and say so in the score's name.
+        against: What stands beside: random (untrained weights), other (asked about another image), both with a comma, or none.
+        fit: How images become square: squash, or crop.
+        limit: At most so many images of --store.
+        out: Write all scores here too. Scores of private images need a path with a folder called confidential in it.
         ema: Use the averaged weights.
-        batch_size: Pictures in one forward pass.
-        workers: Threads that read pictures.
+        batch_size: Images in one forward pass.
+        workers: Threads that read images.
         show_confidential: Print scores on private images also where the output is no terminal, as in a job's log.
         json: Print JSON, with private scores too.
     """
@@ -98,7 +98,7 @@ def evaluate_captioner(
         (order, "--order", "captions"), (captions, "--captions", "captions"), (zero_shot is not None, "--zero-shot", "labels"),
     ):  # fmt: skip
         if asked_for and store is None:
-            raise ConfigError(f"evaluate: no store; expected pictures with {what} for {flag}. Name one with --store.")
+            raise ConfigError(f"evaluate: no store; expected images with {what} for {flag}. Name one with --store.")
     if labels is not None and zero_shot is None:
         raise ConfigError(f"evaluate: labels={str(labels)!r} without zero-shot classes; expected --zero-shot too. Name a label set.")
     check_run(run)
@@ -183,7 +183,7 @@ def _benchmark_tests(
     for path, make, name in ((sugarcrepe, sugarcrepe_test, "sugarcrepe"), (negclip, negclip_test, "negclip")):
         if path is not None:
             if images is None:
-                raise ConfigError(f"evaluate: no folder of pictures; expected the COCO pictures of --{name}. Name it with --images.")
+                raise ConfigError(f"evaluate: no folder of images; expected the COCO images of --{name}. Name it with --images.")
             tests.append(make(path, images, visibility=visibility, allow_missing=allow_missing))
     if aro is not None:
         leave_out = frozenset(_lines(aro_leave_out)) if aro_leave_out is not None else frozenset[str]()

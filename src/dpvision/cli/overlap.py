@@ -1,4 +1,4 @@
-"""``dpvision data overlap``: which public pictures are among the private ones."""
+"""``dpvision data overlap``: which public images are among the private ones."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +34,9 @@ def overlap(
     batch_size: int = 256,
     json: bool = False,
 ) -> None:
-    """Find pictures of a public store that are in a private one too, exactly or nearly.
+    """Find images of a public store that are in a private one too, exactly or nearly.
 
-    An encoder that is trained on the public store without privacy must not have seen the private pictures: else scores on them say little,
+    An encoder that is trained on the public store without privacy must not have seen the private images: else scores on them say little,
     and what it shows of them is in no epsilon.
 
       dpvision data overlap stores/public stores/mine
@@ -51,11 +51,11 @@ def overlap(
         private: The other store.
         encoder: Compare features of this encoder too; takes what `dpvision evaluate` takes.
         radius: Bits of 64 by which perceptual hashes may differ, 0 to 11; by another hash 10 may always.
-        threshold: Cosine of features above which two pictures count as one; left out, measured on copies of public pictures.
+        threshold: Cosine of features above which two images count as one; left out, measured on copies of public images.
         exact: Identical files and pixels only.
-        out: New folder beside PUBLIC, for a store of the public pictures without a match.
-        workers: Threads that read pictures.
-        batch_size: Pictures in one forward pass of the encoder.
+        out: New folder beside PUBLIC, for a store of the public images without a match.
+        workers: Threads that read images.
+        batch_size: Images in one forward pass of the encoder.
         json: Print JSON.
     """
     if threshold is not None and encoder is None:
@@ -86,7 +86,7 @@ def overlap(
     result: dict[str, Any] = {"public": str(public), "private": str(private)}
     with Console(stderr=True).status("reading") as status:
         signed = [
-            signatures(s, workers=workers, progress=lambda n, s=s: status.update(f"{s.path.name}: {n:,} of {s.num_records:,} pictures"))  # type: ignore[misc]
+            signatures(s, workers=workers, progress=lambda n, s=s: status.update(f"{s.path.name}: {n:,} of {s.num_records:,} images"))  # type: ignore[misc]
             for s in (ours, theirs)
         ]
         found = find_matches(signed[0], signed[1], radius=None if exact else radius)
@@ -131,15 +131,13 @@ def _named(spec: str | None, opened: "Encoder") -> str:
 
 def _text(result: dict[str, Any], public: "Store", out: Path | None) -> str:
     count = result["public_pictures_with_a_match"]
-    lines = [f"{OPERATOR_ONLY}{count:,} of {public.num_records:,} public pictures have a match among the private ones."]
+    lines = [f"{OPERATOR_ONLY}{count:,} of {public.num_records:,} public images have a match among the private ones."]
     lines.append(pairs({f"by {how}": number for how, number in result["by"].items()}))
     if "threshold" in result:
-        lines.append(
-            f"Features count as alike above a cosine of {result['threshold']:.3f}; it finds these shares of copied public pictures:"
-        )
+        lines.append(f"Features count as alike above a cosine of {result['threshold']:.3f}; it finds these shares of copied public images:")
         lines.append(pairs({name: f"{share:.0%}" for name, share in result["recall_on_public_copies"].items()}))
     lines.append(f"Side by side: {result['page']}")
-    lines.append("Matches and their number depend on private pictures: they must not leave.")
+    lines.append("Matches and their number depend on private images: they must not leave.")
     if out is not None:
         lines.append(
             f"Without them: {out}, readable by you only. What is missing there tells who is in the private store: do not hand it on."

@@ -37,12 +37,12 @@ def report(
         run: Run folder.
         store: The store it was trained on: its ledgers are the truth, and they tell of other runs on the same records. Left
             out: the one the run was started with, where it is still there.
-        public_store: Public store whose pictures the report reconstructs and compares.
-        gallery: Store with captions: pictures, what people say of them and what this captioner says. From a private store on the operator's
+        public_store: Public store whose images the report reconstructs and compares.
+        gallery: Store with captions: images, what people say of them and what this captioner says. From a private store on the operator's
             page only.
-        beside: Runs of other captioners to show in the gallery; one that private pictures shaped stands on the operator's page only.
-        gallery_num: Pictures of each kind in the gallery: drawn at random, and drawn from the tenth with the best captions.
-        tuning: How settings and checkpoint were chosen: "none" (fixed beforehand), "public" (on public pictures only), or
+        beside: Runs of other captioners to show in the gallery; one that private images shaped stands on the operator's page only.
+        gallery_num: Images of each kind in the gallery: drawn at random, and drawn from the tenth with the best captions.
+        tuning: How settings and checkpoint were chosen: "none" (fixed beforehand), "public" (on public images only), or
             "not_covered" (by looking at private results: the statement says that the guarantee does not cover the choice).
         json: Print JSON.
     """
@@ -70,6 +70,6 @@ def gallery_places(gallery: "Gallery") -> str:
     """Where a gallery stands, in words."""
     part = gallery.public_part()
     if part is None:
-        return "gallery    on the operator's page only: its pictures are private, or their captions are"
+        return "gallery    on the operator's page only: its images are private, or their captions are"
     missing = [name for name in gallery.means if name not in part.means]
     return "gallery    on both pages" + (f"; {', '.join(missing)} on the operator's only" if missing else "")

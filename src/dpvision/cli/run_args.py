@@ -62,7 +62,10 @@ def saved_config(command: str, root: Path, recipe: str) -> RunConfig | None:
         return None
     _, config, _ = read_run(root)
     if config.recipe != recipe:
-        raise ConfigError(f"{command}: recipe={recipe!r}; expected {config.recipe!r}, the recipe of {root}. Correct one of them.")
+        raise ConfigError(
+            f"{command}: recipe={recipe!r}; expected {config.recipe!r}, the recipe of {root}. "
+            f"Use `dpvision {command} {config.recipe}`, or another --name."
+        )
     return config
 
 

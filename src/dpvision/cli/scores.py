@@ -23,7 +23,7 @@ def names_of(text: str) -> list[str]:
 def check_out(out: Path, private: bool) -> None:
     """Refuse a place that will not do before any work is done."""
     if private:
-        require_confidential(out, "evaluate", "scores of private pictures")
+        require_confidential(out, "evaluate", "scores of private images")
     if out.suffix != ".json" or out.is_dir():
         raise ConfigError(f"evaluate: out={str(out)!r}; expected a file that ends in .json. Rename it.")
     if not out.absolute().parent.is_dir():

@@ -33,8 +33,8 @@ def synth(
 ) -> None:
     """Procedural textures for a warm start: endless, public, the same on every machine of a kind, free of anybody's licence.
 
-    A store of them holds no pictures: training makes them as it goes, a new look at each in every step. `dpvision train
-    synthetic.vip_micro` makes its own. With --files they are written as pictures in shards, for other tools.
+    A store of them holds no images: training makes them as it goes, a new look at each in every step. `dpvision train
+    synthetic.vip_micro` makes its own. With --files they are written as images in shards, for other tools.
 
       dpvision synth --sheet textures.png                    look at them
       dpvision synth stores/textures --num 1300000           a store for training; takes no space
@@ -44,10 +44,10 @@ def synth(
         store: New folder for the store; left out, nothing but the sheet is made.
         num: Number of textures.
         first: Number of the first one; other numbers are other textures.
-        size_px: Side of the written files and of the sheet's pictures. Training makes them at the model's size.
-        files: Write the pictures as files.
+        size_px: Side of the written files and of the sheet's images. Training makes them at the model's size.
+        files: Write the images as files.
         sheet: Write a contact sheet (PNG) here.
-        sheet_num: Pictures on the sheet.
+        sheet_num: Images on the sheet.
         instance: Show this look (place, zoom, turn, light) on the sheet instead of the straight one.
         workers: Processes that draw, with --files.
         json: Print JSON.

@@ -17,7 +17,7 @@ class FrozenEncoderConfig:
     pooling: str | None = None
     """Which of the encoder's features: mean, 2x2, cls, ...; None for its default."""
     image_size: int = 0
-    """Side of the pictures in pixels, for encoders that take any; 0 for the encoder's own. A run's config has what was used."""
+    """Side of the images in pixels, for encoders that take any; 0 for the encoder's own. A run's config has what was used."""
     width: int = 0
     """Numbers of a feature: found when the encoder is opened, 0 before."""
 

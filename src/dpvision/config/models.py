@@ -113,7 +113,7 @@ class TimmConfig:
     name: str = "vit_base_patch16_224"
     """Without a tag, which names weights. Beside timm's own names there is ``resnetv2_{50,101,152}xWIDTH_bit`` for every WIDTH."""
     image_size: int = 224
-    """Side of the pictures in pixels. Trained positions are interpolated where the weights had another size."""
+    """Side of the images in pixels. Trained positions are interpolated where the weights had another size."""
     options: tuple[str, ...] = ()
     """Further arguments of timm's constructor, NAME=VALUE with a value as in JSON: ``depth=6``."""
 
@@ -249,7 +249,7 @@ class CaptionerConfig:
     num_tokens: int = 40
     """Longest caption in tokens, with those of its beginning and its end."""
     parallel_rate: float = 0.0
-    """Share of the records of a step whose words are all predicted at once, from the picture alone (CapPa, Tschannen et al. 2023: 0.75)."""
+    """Share of the records of a step whose words are all predicted at once, from the image alone (CapPa, Tschannen et al. 2023: 0.75)."""
     reconstruction_weight: float = 0.0
     """Above 0, a second loss with this weight: hidden patches predicted through the same decoder (Cap + MAE)."""
     mask_ratio: float = 0.75

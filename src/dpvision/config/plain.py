@@ -59,7 +59,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     elif hint in (int, str, bool) and type(value) is hint:
         return value
-    raise ConfigError(f"{where}: {value!r}; expected {hint}. Correct it.")
+    raise ConfigError(f"{where}: {value!r}; expected {hint}. Change the value.")
 
 
 def _by_kind(options: list[Any], value: Any, where: str) -> Any:

@@ -14,7 +14,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which records, and how a picture becomes a tensor. Augmentation is keyed by (seed, step, record id)."""
+    """Which records, and how an image becomes a tensor. Augmentation is keyed by (seed, step, record id)."""
 
     store: str | None = None
     """Folder made by ``dpvision data import``."""
@@ -24,11 +24,11 @@ class DataConfig:
     """Area range of the random resized crop (ViP: 0.2 to 1)."""
     horizontal_flip: bool = True
     resize: int | None = None
-    """Side in pixels of the square to which a picture is brought, its shape not kept, before it is cropped (transfer: 448, 384). None:
-    crops are taken from the picture as it is."""
+    """Side in pixels of the square to which an image is brought, its shape not kept, before it is cropped (transfer: 448, 384). None:
+    crops are taken from the image as it is."""
     crop: Literal["random", "centre"] = "random"
     """Of training views: a random resized crop, or the centre, of side ``image_size`` in the resized square. Evaluation has the centre of
-    the whole picture, and with "centre" that of training."""
+    the whole image, and with "centre" that of training."""
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     own_sizes: tuple[int, ...] = ()
@@ -133,7 +133,7 @@ class HardwareConfig:
     compile: bool = False
     """Compile transformer blocks (torch.compile); pays on a GPU and in long runs, and takes a minute or more at the start."""
     workers: int = 2
-    """Threads that read and decode pictures."""
+    """Threads that read and decode images."""
     checkpoint_every_s: float = 300.0
     """Seconds between checkpoints; a checkpoint is also written at the end and on SIGINT (Ctrl-C), SIGTERM or SIGUSR1."""
     keep_checkpoints: int = 2

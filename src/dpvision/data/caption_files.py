@@ -1,10 +1,10 @@
-"""One file of captions for many pictures (``data import --captions FILE``): COCO's json, Flickr8k's token file, a CSV table.
+"""One file of captions for many images (``data import --captions FILE``): COCO's json, Flickr8k's token file, a CSV table.
 
     captions_train2017.json    {"images": [{"id", "file_name"}], "annotations": [{"image_id", "caption"}]}
     Flickr8k.token.txt         NAME#NUMBER<TAB>CAPTION, one a line; #NUMBER may be missing
     captions.csv               a heading line with `caption` and one of `IMAGE_COLUMNS`
 
-A name is that of the picture's file, with or without the folders that lead to it.
+A name is that of the image's file, with or without the folders that lead to it.
 """
 
 import csv
@@ -15,14 +15,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dpvision.data.captions import decode_text
-from dpvision.data.sources import PICTURE_EXTENSIONS, Sample
+from dpvision.data.sources import IMAGE_EXTENSIONS, Sample
 from dpvision.errors import DataError
 
 IMAGE_COLUMNS = ("image", "file_name", "filename", "image_name", "path")
 
 
 class CaptionFile:
-    """Captions by the name of their picture. Held in memory: about 200 bytes a caption."""
+    """Captions by the name of their image. Held in memory: about 200 bytes a caption."""
 
     def __init__(self, path: str | Path) -> None:
         """Read the file.
@@ -45,11 +45,11 @@ class CaptionFile:
     def attach(self, samples: Iterable[Sample]) -> Iterator[Sample]:
         """The samples, each with the captions that stand under its name, besides those it has.
 
-        A picture is found under its path in the source, or under its file's name alone; with or without its extension, as members of
+        An image is found under its path in the source, or under its file's name alone; with or without its extension, as members of
         tars are known without.
 
         Raises:
-            DataError: one name would be that of two pictures.
+            DataError: one name would be that of two images.
         """
         for sample in samples:
             name = None if sample.problem is not None else self._name_of(sample.key)
@@ -58,7 +58,7 @@ class CaptionFile:
                 continue
             if name in self._taken:
                 raise DataError(
-                    f"captions: {self._path}: {name!r} is the name of two pictures, {self._taken[name]!r} and {sample.key!r}; "
+                    f"captions: {self._path}: {name!r} is the name of two images, {self._taken[name]!r} and {sample.key!r}; "
                     "expected one. Write their paths below the source, or import the folders separately."
                 )
             self._taken[name] = sample.key
@@ -70,13 +70,13 @@ class CaptionFile:
         """Counts for the operator, once all samples have passed.
 
         Raises:
-            DataError: no picture has a caption.
+            DataError: no image has a caption.
         """
         if not self._taken:
             example = next(iter(self._captions))
             raise DataError(
-                f"captions: {self._path}: none of its {len(self._captions):,} pictures ({example!r}, ...) is in the source; "
-                "expected their names. Check that file and pictures belong together."
+                f"captions: {self._path}: none of its {len(self._captions):,} images ({example!r}, ...) is in the source; "
+                "expected their names. Check that file and images belong together."
             )
         unused = [name for name in self._captions if name not in self._taken]
         return {
@@ -96,9 +96,9 @@ class CaptionFile:
 
 
 def _stem(name: str) -> str:
-    """The name without the extension of a picture, if it has one."""
+    """The name without the extension of an image, if it has one."""
     path = PurePosixPath(name)
-    return str(path.with_suffix("")) if path.suffix.lower().removeprefix(".") in PICTURE_EXTENSIONS else name
+    return str(path.with_suffix("")) if path.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS else name
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:

@@ -53,7 +53,7 @@ class CaptionReader:
 def check_captions(store: Store, rows: np.ndarray) -> None:
     """Refuse a store that a captioner cannot be trained on.
 
-    How many captions there are is private where the pictures are: the message is for whoever holds them, and stands in no file of the
+    How many captions there are is private where the images are: the message is for whoever holds them, and stands in no file of the
     run. During a step nothing is raised.
 
     Args:
@@ -66,5 +66,5 @@ def check_captions(store: Store, rows: np.ndarray) -> None:
     if missing:
         raise DataError(
             f"store: {store.path}: {missing:,} of {len(rows):,} records have no caption; expected one each. "
-            "Import the source with its captions (--captions FILE), or with --require-captions, which leaves such pictures out."
+            "Import the source with its captions (--captions FILE), or with --require-captions, which leaves such images out."
         )

@@ -16,7 +16,7 @@ CAPTION_FIELDS = ("captions", "caption", "text")
 MAX_CAPTION_CHARS = 1000
 """A learned entry of a tokenizer is rarely longer than twenty characters, so that 40 tokens (DP-Cap) see no more than this."""
 MAX_TEXT_BYTES = 1 << 20
-"""Of a file beside a picture: longer ones are no captions."""
+"""Of a file beside an image: longer ones are no captions."""
 
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),

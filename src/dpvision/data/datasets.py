@@ -31,7 +31,7 @@ class Dataset:
     title: str
     num_classes: int
     splits: dict[str, int]
-    """Pictures of each split as published; the last is the one that papers score on."""
+    """Images of each split as published; the last is the one that papers score on."""
     metric: Metric
     layout: str
     """What is expected below ROOT, for documentation and errors."""
@@ -114,11 +114,11 @@ def _class_folders(dataset: Dataset, folder: Path, others: list[Path]) -> Source
             where = f"dataset: class {differ[0]!r} is in only one of {folder} and {other}"
             raise DataError(f"{where} ({len(differ)} such); expected the same classes. Unpack the archive that lacks it again.")
     if not names:
-        raise DataError(f"dataset: {folder} has no class folders; expected {dataset.layout}. Sort the pictures into them first.")
-    return Source(_pictures_below(folder, names), names)
+        raise DataError(f"dataset: {folder} has no class folders; expected {dataset.layout}. Sort the images into them first.")
+    return Source(_images_below(folder, names), names)
 
 
-def _pictures_below(folder: Path, names: list[str]) -> Iterator[Sample]:
+def _images_below(folder: Path, names: list[str]) -> Iterator[Sample]:
     for label, name in enumerate(names):
         for file in sorted(os.listdir(folder / name)):
             yield file_sample(folder / name / file, f"{name}/{file}", {"label": label})
@@ -129,7 +129,7 @@ def _listed(folder: Path, listed: list[tuple[str, int]], num_classes: int) -> It
         if label >= num_classes:
             raise DataError(f"dataset: {name}: class {label}; expected below {num_classes}. Unpack the lists of this data set again.")
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise DataError(f"dataset: {name!r} leads out of {folder}; expected a picture below it. Get the lists from their publisher.")
+            raise DataError(f"dataset: {name!r} leads out of {folder}; expected an image below it. Get the lists from their publisher.")
         yield file_sample(folder / name, name, {"label": label})
 
 
@@ -237,7 +237,7 @@ def _caltech101(dataset: Dataset, root: Path, split: str) -> Source:
         files = sorted(os.listdir(folder / name), key=lambda file: blake2b(f"{name}/{file}".encode()).digest())
         if len(files) <= _TRAIN_PER_CLASS:
             rule = f"expected more than {_TRAIN_PER_CLASS}, which are for training"
-            raise DataError(f"dataset: {folder / name}: {len(files)} pictures; {rule}. Unpack the archive again.")
+            raise DataError(f"dataset: {folder / name}: {len(files)} images; {rule}. Unpack the archive again.")
         part = files[:_TRAIN_PER_CLASS] if split == "train" else files[_TRAIN_PER_CLASS:]
         chosen += [(f"{name}/{file}", label) for file in sorted(part)]
     return Source(_listed(folder, chosen, len(names)), names)
@@ -266,21 +266,21 @@ DATASETS: dict[str, Dataset] = {
         "Places-365", 365, {"train": 1_803_460, "val": 36_500}, "accuracy",
         "train/CLASS/ and val/CLASS/, or the lists categories_places365.txt, places365_train_standard.txt, places365_val.txt beside "
         "data_256_standard/ (or data_large_standard/) and val_256/ (or val_large/)",
-        "by the publisher's terms; pictures belong to their makers", _places365,
+        "by the publisher's terms; images belong to their makers", _places365,
     ),
     "places205": Dataset(
         "Places-205", 205, {"train": 2_448_873, "val": 20_500}, "accuracy",
         "trainvalsplit_places205/train_places205.csv and val_places205.csv beside images256/",
-        "by the publisher's terms; pictures belong to their makers", _places205,
+        "by the publisher's terms; images belong to their makers", _places205,
     ),
     "inaturalist2018": Dataset(
         "iNaturalist-2018", 8142, {"train": 437_513, "val": 24_426}, "accuracy", "train2018.json and val2018.json beside train_val2018/",
-        "non-commercial research and education; each picture has its own licence", _inaturalist2018,
+        "non-commercial research and education; each image has its own licence", _inaturalist2018,
     ),
     "inaturalist2021": Dataset(
         "iNaturalist-2021", 10_000, {"train": 2_686_843, "train_mini": 500_000, "val": 100_000}, "accuracy",
         "train/CLASS/, train_mini/CLASS/, val/CLASS/ (torchvision: 2021_train, 2021_train_mini, 2021_valid)",
-        "non-commercial research and education; each picture has its own licence", _inaturalist2021,
+        "non-commercial research and education; each image has its own licence", _inaturalist2021,
     ),
     "cifar100": Dataset(
         "CIFAR-100", 100, {"train": 50_000, "test": 10_000}, "accuracy",

@@ -1,4 +1,4 @@
-"""Bytes of a picture to uint8 RGB pixels: every colour mode, EXIF orientation honoured, bombs refused from the header.
+"""Bytes of an image to uint8 RGB pixels: every colour mode, EXIF orientation honoured, bombs refused from the header.
 
 The store keeps the original bytes; what is below happens each time a record is read, and depends on nothing but its bytes:
 
@@ -24,34 +24,34 @@ from dpvision.errors import DataError
 MAX_PIXELS = 50_000_000
 MAX_ASPECT = 100
 MAX_FILE_BYTES = 1 << 29
-"""No picture of 50 megapixels is larger than this, even uncompressed with four channels of 16 bits."""
+"""No image of 50 megapixels is larger than this, even uncompressed with four channels of 16 bits."""
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "AVIF", "JPEG2000")
-"""Only these of Pillow's formats are opened: some of the others start programs or are not pictures."""
+"""Only these of Pillow's formats are opened: some of the others start programs or are not images."""
 
-Reason = Literal["not a picture", "HEIF", "oversized", "damaged", "float pixels"]
+Reason = Literal["not an image", "HEIF", "oversized", "damaged", "float pixels"]
 _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 """First brands of HEIF files, which phones write and Pillow does not read (ISO/IEC 23008-12, annex B)."""
 _ORIENTATION_TAG = 0x0112
 Image.init()  # registers every reader now: done lazily it is a race between the threads of the loader
 
 
-class BadPicture(DataError):
+class BadImage(DataError):
     """Bytes that cannot become pixels. ``reason`` is one of a few words, fit for counting."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(f"picture: {reason} ({detail}); expected a picture of at most {MAX_PIXELS} pixels. Leave it out or repair it.")
+        super().__init__(f"image: {reason} ({detail}); expected an image of at most {MAX_PIXELS} pixels. Leave it out or repair it.")
         self.reason = reason
 
 
 def decode(data: bytes) -> np.ndarray:
-    """Upright pixels of a picture, uint8 of shape (H, W, 3).
+    """Upright pixels of an image, uint8 of shape (H, W, 3).
 
     Args:
-        data: a whole picture file in one of ``FORMATS``.
+        data: a whole image file in one of ``FORMATS``.
 
     Raises:
-        BadPicture: not a picture, more than ``MAX_PIXELS`` pixels or more elongated than ``MAX_ASPECT`` to 1 (both known from the
+        BadImage: not an image, more than ``MAX_PIXELS`` pixels or more elongated than ``MAX_ASPECT`` to 1 (both known from the
             header, before any pixel is decoded), damaged or truncated, or floating-point.
     """
     if data[:2] == b"\xff\xd8":
@@ -62,7 +62,7 @@ def decode(data: bytes) -> np.ndarray:
 
 
 def extension(data: bytes) -> str:
-    """File name extension that fits the first bytes of a picture which ``decode`` accepts, e.g. ``"jpg"``."""
+    """File name extension that fits the first bytes of an image which ``decode`` accepts, e.g. ``"jpg"``."""
     for magic, name in ((b"\xff\xd8", "jpg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif")):
         if data.startswith(magic):
             return name
@@ -74,10 +74,10 @@ def extension(data: bytes) -> str:
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
-    """Upright RGB picture of 8 bits from a Pillow image in any mode but F, by the rules at the top of this file.
+    """Upright RGB image of 8 bits from a Pillow image in any mode but F, by the rules at the top of this file.
 
     Raises:
-        BadPicture: floating-point pixels.
+        BadImage: floating-point pixels.
     """
     method = _TURN.get(_orientation(image))
     made = _rgb(image)
@@ -88,7 +88,7 @@ def _rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode == "F":
-        raise BadPicture("float pixels", "mode F")
+        raise BadImage("float pixels", "mode F")
     if image.mode.startswith("I"):
         high_byte = np.clip(np.asarray(image), 0, 65535).astype(np.uint16) >> 8
         return Image.fromarray(high_byte.astype(np.uint8)).convert("RGB")
@@ -102,7 +102,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 def _check_size(width: int, height: int) -> None:
     if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
-        raise BadPicture("oversized", f"{width} x {height} pixels")
+        raise BadImage("oversized", f"{width} x {height} pixels")
 
 
 def _decode_jpeg(data: bytes) -> np.ndarray | None:
@@ -118,7 +118,7 @@ def _decode_jpeg(data: bytes) -> np.ndarray | None:
         pixels = simplejpeg.decode_jpeg(data)
     except ValueError:
         return None
-    if b"Exif\0\0" in data:  # opening with Pillow costs several times the decoding of a small picture: only where it may matter
+    if b"Exif\0\0" in data:  # opening with Pillow costs several times the decoding of a small image: only where it may matter
         try:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
         except (OSError, SyntaxError, ValueError):
@@ -133,25 +133,25 @@ def _open(data: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
-        raise BadPicture("oversized", str(error)) from None
+        raise BadImage("oversized", str(error)) from None
     except Exception as error:
-        reason: Reason = "HEIF" if _is_heif(data) else "damaged" if _looks_like_picture(data) else "not a picture"
-        raise BadPicture(reason, f"{type(error).__name__}: {error}") from error
+        reason: Reason = "HEIF" if _is_heif(data) else "damaged" if _looks_like_image(data) else "not an image"
+        raise BadImage(reason, f"{type(error).__name__}: {error}") from error
     _check_size(*image.size)
     try:
         image.load()  # the first frame, or page
         return upright_rgb(image)
-    except BadPicture:
+    except BadImage:
         raise
     except Exception as error:  # Pillow's readers raise a dozen types on damaged input; training must see one
-        raise BadPicture("damaged", f"{type(error).__name__}: {error}") from error
+        raise BadImage("damaged", f"{type(error).__name__}: {error}") from error
 
 
 def _is_heif(data: bytes) -> bool:
     return data[4:8] == b"ftyp" and data[8:12] in _HEIF_BRANDS
 
 
-def _looks_like_picture(data: bytes) -> bool:
+def _looks_like_image(data: bytes) -> bool:
     return data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"II*\0", b"MM\0*")) or data[8:12] == b"WEBP"
 
 
@@ -169,5 +169,5 @@ _TURN = {
 def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(_ORIENTATION_TAG, 1))
-    except Exception:  # broken EXIF raises whatever its bytes lead to; the pixels are sound, so the picture counts as upright
+    except Exception:  # broken EXIF raises whatever its bytes lead to; the pixels are sound, so the image counts as upright
         return 1

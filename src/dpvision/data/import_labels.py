@@ -96,7 +96,7 @@ class ImportedLabels:
         several = isinstance(value, list | tuple)
         if self._several not in (None, several):
             rule = "a list of classes" if self._several else "one class"
-            raise self._error(key, value, f"{rule}, as the pictures before it have. Give all of them lists, or none.")
+            raise self._error(key, value, f"{rule}, as the images before it have. Give all of them lists, or none.")
         self._several = several
         classes = [self._class(key, one, value) for one in value] if several else [self._class(key, value, value)]
         if None in classes:

@@ -1,6 +1,6 @@
-"""From what a person has to a store: check every picture, hash it, merge identical ones, write the index; all of it or nothing.
+"""From what a person has to a store: check every image, hash it, merge identical ones, write the index; all of it or nothing.
 
-The bytes of pictures are kept as they are; orientation and colour modes are handled each time they are read (decode.py).
+The bytes of images are kept as they are; orientation and colour modes are handled each time they are read (decode.py).
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import numpy as np
 
 from dpvision.data.caption_files import CaptionFile
 from dpvision.data.captions import Captions, find_captions
-from dpvision.data.decode import BadPicture, decode, extension
+from dpvision.data.decode import BadImage, decode, extension
 from dpvision.data.import_labels import ClassRule, ImportedLabels
 from dpvision.data.merge import merge_duplicates
 from dpvision.data.open import open_store
@@ -51,22 +51,22 @@ def import_source(
 ) -> Store:
     """Store made from an image folder, parquet files or WebDataset tars; tars are indexed where they are, the rest is copied.
 
-    Pictures that cannot be read, are oversized, damaged or no pictures are left out, counted by reason in ``Store.import_summary`` and
-    named only in ``confidential/left_out.jsonl``. Rows with identical picture bytes become one record with all their captions.
+    Images that cannot be read, are oversized, damaged or no images are left out, counted by reason in ``Store.import_summary`` and
+    named only in ``confidential/left_out.jsonl``. Rows with identical image bytes become one record with all their captions.
 
     Args:
         source: see ``sources.open_source``.
         store_dir: folder to make; must not exist.
-        public: the pictures need no protection; what is computed from them may be shown.
-        unit_from: field that names the person a picture belongs to.
+        public: the images need no protection; what is computed from them may be shown.
+        unit_from: field that names the person an image belongs to.
         label_from: field that holds the class, or a list of classes; default the class folder, or the field ``label``.
-        label_separator: between the classes of one picture where that field is a text, as in a table; an empty text is then an empty list.
+        label_separator: between the classes of one image where that field is a text, as in a table; an empty text is then an empty list.
         classes: the declared classes, which a private store whose labels are names needs.
-        captions: a file of captions for these pictures, see ``caption_files``; those that stand beside a picture stay.
-        require_captions: leave pictures without a caption out.
-        licence: licence of the pictures, for the statement of runs on a public store.
+        captions: a file of captions for these images, see ``caption_files``; those that stand beside an image stay.
+        require_captions: leave images without a caption out.
+        licence: licence of the images, for the statement of runs on a public store.
         workers: threads that decode.
-        progress: called now and then with the number of pictures looked at so far.
+        progress: called now and then with the number of images looked at so far.
 
     Raises:
         DataError: the source is empty, unknown or damaged, a field is missing, ``store_dir`` exists, or the disk is full. Nothing
@@ -182,7 +182,7 @@ def _check(sample: Sample, key: bytes, require_captions: bool) -> _Checked:
     if problem is None:
         try:
             decode(sample.image)
-        except BadPicture as error:
+        except BadImage as error:
             problem = error.reason
     if problem is None and require_captions and not text.kept:
         problem = "no caption"
@@ -252,12 +252,14 @@ class _Build:
         rows = np.concatenate(self._blocks)
         left_out = dict(sorted(self._reasons.items()))
         if not len(rows):
-            got = f"{num_seen} files, none a picture that can be read: {left_out}" if num_seen else "empty source"
-            what = "pictures with captions" if "no caption" in left_out else "pictures"
+            got = f"{num_seen} files, none an image that can be read: {left_out}" if num_seen else "empty source"
+            what = "images with captions" if "no caption" in left_out else "images"
             raise DataError(f"data import: {got}; expected {what}. Check the path, or convert them to JPEG or PNG.")
         for option, name in (("--unit-from", self._unit_from), ("--label-from", self._labels.field)):
             if name is not None and name != "label" and name not in self._fields_seen:
-                raise DataError(f"data import: {option} {name}: no sample has it; expected one of {sorted(self._fields_seen)}. Correct it.")
+                raise DataError(
+                    f"data import: {option} {name}: no sample has it; expected one of {sorted(self._fields_seen)}. Name one of them."
+                )
         names, labels = self._labels.finish(rows, self._folder)
         rows, merged = merge_duplicates(rows, self._text)
         shards = [(str(path), path.stat().st_size) for path in self._in_place] or self._writer.finish()
@@ -294,7 +296,7 @@ class _Build:
 
 
 class _ShardWriter:
-    """Tar shards of about ``SHARD_BYTES``: NUMBER.jpg, and NUMBER.json with what stood beside the picture."""
+    """Tar shards of about ``SHARD_BYTES``: NUMBER.jpg, and NUMBER.json with what stood beside the image."""
 
     def __init__(self, folder: Path, files: contextlib.ExitStack) -> None:
         self._folder, self._files = folder, files
@@ -304,7 +306,7 @@ class _ShardWriter:
         self._number = 0
 
     def add(self, sample: Sample, captions: tuple[str, ...], label: Any, unit: int) -> tuple[int, int]:
-        """Write one sample; returns its shard and the offset of the picture there."""
+        """Write one sample; returns its shard and the offset of the image there."""
         if self._tar is not None and self._tar.position >= SHARD_BYTES:
             self._close()
         if self._tar is None:

@@ -1,4 +1,4 @@
-"""What is in a store: counts, sizes, a sheet of pictures. Of a private store all of this is for the operator only."""
+"""What is in a store: counts, sizes, a sheet of images. Of a private store all of this is for the operator only."""
 
 from collections import Counter
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-from dpvision.data.decode import BadPicture, decode
+from dpvision.data.decode import BadImage, decode
 from dpvision.data.store import Store
 from dpvision.data.transform import centre_box
 from dpvision.errors import ConfigError
@@ -20,7 +20,7 @@ _QUANTILES = (0, 5, 50, 95, 100)
 def inspect_store(store: Store, seed: int = 0) -> dict[str, Any]:
     """Counts and distributions of a store, ready for JSON.
 
-    Picture sizes and captions per record come from at most ``SAMPLED`` records. For a private store the result is a function of private
+    Image sizes and captions per record come from at most ``SAMPLED`` records. For a private store the result is a function of private
     data: show it on the terminal or write it under ``confidential/``.
     """
     index = store.index
@@ -56,7 +56,7 @@ def inspect_store(store: Store, seed: int = 0) -> dict[str, Any]:
 def contact_sheet(store: Store, num: int = 64, *, tile_px: int = 96, columns: int = 8, seed: int = 0) -> Image.Image:
     """A sheet of ``num`` random records as square tiles (centre crops), each with the name of its label, or labels, under it.
 
-    For a private store it shows private pictures: keep it under ``confidential/``.
+    For a private store it shows private images: keep it under ``confidential/``.
     """
     rows = _sample(store, num, seed)
     strip_px = 14 if store.labelled[rows].any() else 0
@@ -67,7 +67,7 @@ def contact_sheet(store: Store, num: int = 64, *, tile_px: int = 96, columns: in
         left, top = place % columns * tile_px, place // columns * (tile_px + strip_px)
         try:
             image = Image.fromarray(decode(data))
-        except BadPicture:
+        except BadImage:
             draw.line([(left, top), (left + tile_px, top + tile_px)], fill="red")  # a struck-out tile
             continue
         size = (tile_px - 2, tile_px - 2)
@@ -92,7 +92,7 @@ def texture_sheet(num: int, size_px: int, *, first: int = 0, instance: int | Non
         ConfigError: ``num`` or ``size_px`` is out of range.
     """
     if not 1 <= num <= 10_000:
-        raise ConfigError(f"synth: sheet_num={num}; expected 1 to 10,000 pictures on a sheet. Use 96.")
+        raise ConfigError(f"synth: sheet_num={num}; expected 1 to 10,000 images on a sheet. Use 96.")
     number_N = torch.arange(first, first + num)
     look_N = None if instance is None else torch.full_like(number_N, instance)
     made = textures(number_N, size_px, instance_N=look_N).permute(0, 2, 3, 1).numpy()
@@ -113,7 +113,7 @@ def _sizes(store: Store, rows: np.ndarray) -> tuple[list[int], list[int]]:
     for row in rows.tolist():
         try:
             height, width, _ = decode(store.read(row)).shape
-        except BadPicture:
+        except BadImage:
             continue
         sizes.append((width, height))
     return [w for w, _ in sizes], [h for _, h in sizes]

@@ -1,7 +1,7 @@
 """Records of a store as tensors: threads read, decode and augment; the order of the rows is kept.
 
 A record's tensor depends on its bytes, on (seed, step, id) and on the settings: never on its neighbours, its row, the number of workers or
-the size of the physical batch (guarantee.md, rule 2). Bytes that do not decode give ``valid`` False and zeros, and so does a picture
+the size of the physical batch (guarantee.md, rule 2). Bytes that do not decode give ``valid`` False and zeros, and so does an image
 without a caption where captions are asked for; the record is neither replaced nor skipped. A shard that cannot be read is another matter,
 the machine's and not the record's, and raises DataError.
 
@@ -55,8 +55,8 @@ def physical_batches(
         key: seed and step.
         physical_batch_size: records in a batch, at least 1; or those of each batch one by one, whose sum is the number of rows.
         workers: threads, at least 1. Neither of the last two changes a bit of any record.
-        device: textures are made where they are needed; other pictures come on the CPU whatever it is.
-        captions: reads token_BVL beside the pictures (``caption_reader``); None: no tokens.
+        device: textures are made where they are needed; other images come on the CPU whatever it is.
+        captions: reads token_BVL beside the images (``caption_reader``); None: no tokens.
         num_classes: declared; K of the labels of a store whose records may have several, which has no labels without it.
 
     Yields:
@@ -96,7 +96,7 @@ def physical_batches(
 def pictures(
     store: Store, rows: np.ndarray | None, image_size: int, data: DataConfig, *, batch_size: int, workers: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Pictures as they are for evaluation: ``transform.evaluation_box`` resized to ``image_size`` (bicubic), normalised; with
+    """Images as they are for evaluation: ``transform.evaluation_box`` resized to ``image_size`` (bicubic), normalised; with
     ``data.own_sizes`` at their own resolution on a canvas of ``image_size`` (``transform.evaluation_view``).
 
     Args:

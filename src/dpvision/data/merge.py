@@ -1,4 +1,4 @@
-"""Rows of a source that share a picture become one record, so that one person's picture is clipped and counted once."""
+"""Rows of a source that share an image become one record, so that one person's image is clipped and counted once."""
 
 import json
 from typing import BinaryIO
@@ -9,9 +9,9 @@ from dpvision.data.record_lines import append_line
 
 
 def merge_duplicates(rows: np.ndarray, text: BinaryIO) -> tuple[np.ndarray, dict[str, int]]:
-    """Rows with distinct ids, each the first of its picture, with the captions of all rows of the same unit.
+    """Rows with distinct ids, each the first of its image, with the captions of all rows of the same unit.
 
-    Two rows with one id have identical bytes (the chance that 63 bits collide among 200 million pictures is 0.2%, and costs one
+    Two rows with one id have identical bytes (the chance that 63 bits collide among 200 million images is 0.2%, and costs one
     record). The first row's label (or labels) and unit stand. Captions under another unit are dropped: the record is bounded and removed
     with the first unit, so nothing of the other may hang on it.
 

@@ -100,6 +100,6 @@ class LabelSetWriter:
             places.append(position)
             position += 1 + len(numbers)
         if position >= _MOST_NUMBERS:
-            raise DataError(f"data import: {position} numbers of labels; expected fewer than {_MOST_NUMBERS}. Import fewer pictures.")
+            raise DataError(f"data import: {position} numbers of labels; expected fewer than {_MOST_NUMBERS}. Import fewer images.")
         np.save(path, np.concatenate(parts), allow_pickle=False)
         return np.array([*places, -1], dtype=np.int32)

@@ -1,11 +1,11 @@
-"""Which pictures of a public store are in a private one too: identical bytes, identical pixels, near perceptual hashes.
+"""Which images of a public store are in a private one too: identical bytes, identical pixels, near perceptual hashes.
 
-Each reason holds for two pictures whatever other pictures there are, so that a private picture without a public twin changes nothing.
+Each reason holds for two images whatever other images there are, so that a private image without a public twin changes nothing.
 
-Each store is read once; of a picture 64 bytes stay in memory. What is found names private pictures and is as confidential as they are.
+Each store is read once; of an image 64 bytes stay in memory. What is found names private images and is as confidential as they are.
 ``docs/overlap.md`` says what may be done with it, and decision 0018 why.
 
-Legend: N pictures of a store, M matches.
+Legend: N images of a store, M matches.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from dpvision.data.decode import BadPicture, decode
+from dpvision.data.decode import BadImage, decode
 from dpvision.data.importer import new_store_folder
 from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
@@ -34,23 +34,23 @@ _CHUNK = 64
 
 @dataclass(frozen=True)
 class Signatures:
-    """What is kept of the pictures of a store, in the order of its rows."""
+    """What is kept of the images of a store, in the order of its rows."""
 
     bytes_N: np.ndarray
     """uint64: of the file."""
     pixels_N: np.ndarray
-    """uint64: of the decoded picture, its size included."""
+    """uint64: of the decoded image, its size included."""
     hash_N22: np.ndarray
-    """uint64: perceptual hashes of the picture and of its mirror image (``perceptual``)."""
+    """uint64: perceptual hashes of the image and of its mirror image (``perceptual``)."""
     readable_N: np.ndarray
-    """False where the picture does not decode: then only its bytes count."""
+    """False where the image does not decode: then only its bytes count."""
     hashed_N: np.ndarray
     """False also where it is of one colour: then only bytes and pixels count."""
 
 
 @dataclass(frozen=True)
 class Matches:
-    """Pictures of the public store with one of the private store that each is alike to; at most one each."""
+    """Images of the public store with one of the private store that each is alike to; at most one each."""
 
     public_M: np.ndarray
     """int64 rows, ascending."""
@@ -61,7 +61,7 @@ class Matches:
     """float64: 0 for bytes and pixels; bits that differ; 1 - cosine."""
 
     def joined(self, other: "Matches") -> "Matches":
-        """Both; of two reasons for the same public picture the stronger, then the nearer."""
+        """Both; of two reasons for the same public image the stronger, then the nearer."""
         parts = [np.concatenate(pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True)]
         public, private, how, distance = parts
         order = np.lexsort((distance, how, public))
@@ -70,12 +70,12 @@ class Matches:
 
 
 def signatures(store: Store, *, workers: int = 2, progress: Callable[[int], None] | None = None) -> Signatures:
-    """Signatures of all pictures of a store, read once.
+    """Signatures of all images of a store, read once.
 
     Raises:
         DataError: the store holds textures, or a shard cannot be read. ConfigError: imagehash is not installed.
     """
-    _check_pictures(store)
+    _check_images(store)
     chunks = (np.arange(at, min(at + _CHUNK, store.num_records)) for at in range(0, store.num_records, _CHUNK))
     parts = []
     for part in ordered_map(lambda rows: _signed(store, rows), chunks, workers=workers, ahead=2 * workers):
@@ -86,9 +86,9 @@ def signatures(store: Store, *, workers: int = 2, progress: Callable[[int], None
     return Signatures(table[:, 0], table[:, 1], table[:, 2:6].reshape(-1, 2, 2), table[:, 6] == 1, table[:, 7] == 1)
 
 
-def _check_pictures(store: Store) -> None:
+def _check_images(store: Store) -> None:
     if store.generated:
-        raise DataError(f"overlap: {store.path} holds textures, which no picture is like; expected pictures. Leave it out.")
+        raise DataError(f"overlap: {store.path} holds textures, which no image is like; expected images. Leave it out.")
 
 
 def _signed(store: Store, rows: np.ndarray) -> np.ndarray:
@@ -97,7 +97,7 @@ def _signed(store: Store, rows: np.ndarray) -> np.ndarray:
         table[b, 0] = _digest(data)
         try:
             pixels_HWC = decode(data)
-        except BadPicture:
+        except BadImage:
             continue
         table[b, 1], table[b, 6] = _digest(np.array(pixels_HWC.shape).tobytes() + pixels_HWC.tobytes()), 1
         hashes = perceptual_hashes(pixels_HWC)
@@ -107,7 +107,7 @@ def _signed(store: Store, rows: np.ndarray) -> np.ndarray:
 
 
 def _digest(data: bytes) -> int:
-    """64 bits: among a million million pairs of pictures, one chance in ten million that two that differ look the same."""
+    """64 bits: among a million million pairs of images, one chance in ten million that two that differ look the same."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -149,7 +149,7 @@ def matches_of(public_M: np.ndarray, private_M: np.ndarray, how: How, distance_M
 
 
 def write_pairs(path: Path, public: Store, private: Store, found: Matches) -> None:
-    """One JSON line for each match: names and rows in both stores, how, and the distance. Confidential: it names private pictures."""
+    """One JSON line for each match: names and rows in both stores, how, and the distance. Confidential: it names private images."""
     with path.open("w", encoding="utf-8") as file:
         for ours, theirs, how, distance in zip(*(part.tolist() for part in vars(found).values()), strict=True):
             line = {"public": public.record(ours).key, "private": private.record(theirs).key, "how": HOWS[how], "distance": distance}
@@ -158,10 +158,10 @@ def write_pairs(path: Path, public: Store, private: Store, found: Matches) -> No
 
 def check_out(public: Store, out: str | Path) -> Path:
     """The folder that ``write_without`` would make. Raises DataError where it would be refused."""
-    _check_pictures(public)
+    _check_images(public)
     target, home = Path(out).resolve(), public.path.resolve()
     if public.visibility != "public":
-        raise DataError(f"overlap: {public.path} is private; expected a public store to leave pictures out of. Import it with --public.")
+        raise DataError(f"overlap: {public.path} is private; expected a public store to leave images out of. Import it with --public.")
     if target.parent != home.parent:
         raise DataError(f"overlap: {target}; expected a folder in {home.parent}, beside the public store. Choose one there.")
     if target.exists():
@@ -170,9 +170,9 @@ def check_out(public: Store, out: str | Path) -> Path:
 
 
 def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Store, methods: list[str]) -> Store:
-    """A store of the public pictures but those of ``rows``, with a record of what was done, for the lineage of what is trained on it.
+    """A store of the public images but those of ``rows``, with a record of what was done, for the lineage of what is trained on it.
 
-    It reads the shards of the public store where they are and keeps its id, as the halves of a split do. Which pictures are missing, and
+    It reads the shards of the public store where they are and keeps its id, as the halves of a split do. Which images are missing, and
     how many, depends on the private store: the folder is readable by its owner only, the record has no count of them, and whatever is
     computed from the rest is the operator's (``Store.results_visibility``). ``cleared_from`` is the public store's own number of records.
 
@@ -187,7 +187,7 @@ def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Sto
     keep = np.ones(public.num_records, dtype=bool)
     keep[rows] = False
     if not keep.any():
-        raise DataError(f"overlap: every picture of {public.path} is in {private.path}; expected some that are not. It is the same data.")
+        raise DataError(f"overlap: every image of {public.path} is in {private.path}; expected some that are not. It is the same data.")
     text, labels = public.meta["text"], public.meta.get("labels")
     before = public.meta.get("deduplicated") or {"against": [], "methods": []}
     record = {

@@ -1,14 +1,14 @@
-"""Perceptual hashes, and the search for near ones in time and memory that grow with the number of pictures, not with its square.
+"""Perceptual hashes, and the search for near ones in time and memory that grow with the number of images, not with its square.
 
 A hash is two times 64 bits: which low frequencies of a grey thumbnail are above their median (imagehash.phash, after Zauner 2010), and in
 which places of a smaller one it grows brighter to the right (imagehash.dhash). Recompression, resizing and small changes of colour move
-a few bits of either; other pictures differ in about 32. The second is for scans and drawings, all alike in their low frequencies.
+a few bits of either; other images differ in about 32. The second is for scans and drawings, all alike in their low frequencies.
 
 The search (Norouzi, Punjani and Fleet 2012): of four pieces of 16 bits, one pair differs in at most radius / 4 bits where two hashes
 differ in at most ``radius``. So each hash asks four tables of 2^16 drawers for few drawers each, and only what lies there is compared.
 
-Whether two pictures are alike depends on these two only. A search that first took the nearest and then looked at it more closely would let
-one picture hide the match of another, and what is found could not be accounted for picture by picture (decision 0018).
+Whether two images are alike depends on these two only. A search that first took the nearest and then looked at it more closely would let
+one image hide the match of another, and what is found could not be accounted for image by image (decision 0018).
 
 Legend: N hashes that ask, M hashes that are asked, H height, W width.
 """
@@ -23,19 +23,19 @@ from dpvision.errors import ConfigError
 
 NUM_BITS = 64
 LARGEST_RADIUS = 11
-"""Beyond it a search opens thousands of drawers, and pictures of nothing in common begin to meet."""
+"""Beyond it a search opens thousands of drawers, and images of nothing in common begin to meet."""
 RADIUS = 6
 """Bits by which hashes of like images may differ, unless asked otherwise."""
 SECOND_RADIUS = 10
 """Of the second hash."""
 _PIECES, _PIECE_BITS = 4, 16
 _FLAT = 3.0
-"""Standard deviation of grey levels (0 to 255) below which a picture has no frequencies to speak of: all such hashes are alike."""
+"""Standard deviation of grey levels (0 to 255) below which an image has no frequencies to speak of: all such hashes are alike."""
 _PAIRS_AT_ONCE = 1 << 22
 
 
 def perceptual_hashes(pixels_HWC: np.ndarray) -> np.ndarray | None:
-    """Both hashes, unsigned 64 bits, of a picture and of its mirror image: uint64 (2, 2); None for a picture of one colour or nearly.
+    """Both hashes, unsigned 64 bits, of an image and of its mirror image: uint64 (2, 2); None for an image of one colour or nearly.
 
     Args:
         pixels_HWC: uint8 RGB.

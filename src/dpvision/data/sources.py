@@ -20,18 +20,18 @@ from dpvision.data.ordered import ordered_map
 from dpvision.data.tarindex import Member, scan
 from dpvision.errors import DataError
 
-PICTURE_EXTENSIONS = frozenset(["jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "bmp", "ppm", "pgm", "avif", "jp2"])
+IMAGE_EXTENSIONS = frozenset(["jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "bmp", "ppm", "pgm", "avif", "jp2"])
 METADATA_NAMES = ("metadata.csv", "metadata.jsonl")
 _BESIDE = (".txt", ".json")
 
 
 class Sample(NamedTuple):
-    """One picture of a source with what stands beside it."""
+    """One image of a source with what stands beside it."""
 
     key: str
     """Its name in the source."""
     image: bytes
-    """The picture file; empty when ``problem`` is set."""
+    """The image file; empty when ``problem`` is set."""
     fields: dict[str, Any]
     """Everything that ``--unit-from`` and ``--label-from`` can name; ``label`` and the ``CAPTION_FIELDS`` are used by default."""
     place: tuple[Path, int] | None = None
@@ -58,7 +58,7 @@ def open_source(
     """Samples of an image folder, of parquet files or of WebDataset tars.
 
     Args:
-        source: a folder of pictures (flat, or with class folders), a .parquet or .tar file, a folder of either, or a pattern such as
+        source: a folder of images (flat, or with class folders), a .parquet or .tar file, a folder of either, or a pattern such as
             ``photos/train-*.tar``.
         unit_from, label_from: fields that have to be read (parquet columns, columns of metadata.csv, ``parent``, keys of the json).
         label_separator: where there is one, an empty label in a table is an answer and not a missing one.
@@ -127,19 +127,19 @@ def _folder_samples(root: Path, unit_from: str | None, wanted: list[str], may_be
                     # photos/PERSON/1.jpg with --unit-from parent: that folder is the person, not the class
                     if not (unit_from == "parent" and len(inside.parts) == 2):
                         fields["label"] = inside.parts[0]
-                fields |= _read_beside(beside.get(path.stem, []) if _is_picture(name) else [])
+                fields |= _read_beside(beside.get(path.stem, []) if _is_image(name) else [])
                 yield file_sample(path, inside.as_posix(), fields | rows.get(inside.as_posix(), {}))
 
     return walk()
 
 
-def _is_picture(name: str) -> bool:
-    return Path(name).suffix.lower().removeprefix(".") in PICTURE_EXTENSIONS
+def _is_image(name: str) -> bool:
+    return Path(name).suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS
 
 
 def _texts_beside(folder: str, names: list[str]) -> dict[str, list[Path]]:
-    """NAME.txt and NAME.json that stand beside a picture of that name, by NAME."""
-    pictures = {Path(name).stem for name in names if _is_picture(name)}
+    """NAME.txt and NAME.json that stand beside an image of that name, by NAME."""
+    pictures = {Path(name).stem for name in names if _is_image(name)}
     found: dict[str, list[Path]] = {}
     for name in sorted(names):
         if Path(name).suffix.lower() in _BESIDE and Path(name).stem in pictures:
@@ -148,7 +148,7 @@ def _texts_beside(folder: str, names: list[str]) -> dict[str, list[Path]]:
 
 
 def _read_beside(paths: list[Path]) -> dict[str, Any]:
-    """Caption fields of the texts beside a picture; classes and persons come from folders and the table only.
+    """Caption fields of the texts beside an image; classes and persons come from folders and the table only.
 
     What cannot be read stands there as no text, or as its bytes: the importer counts it.
     """
@@ -192,7 +192,7 @@ def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
 
 
 def _read_metadata(root: Path, may_be_empty: str | None) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Columns and rows (by file_name) of the table beside the pictures, as Hugging Face's imagefolder has it; empty without one.
+    """Columns and rows (by file_name) of the table beside the images, as Hugging Face's imagefolder has it; empty without one.
 
     Args:
         may_be_empty: the column of which an empty cell is kept; all others are left out where they are empty.
@@ -246,7 +246,7 @@ def _parquet_source(paths: list[Path], label: str, wanted: list[str]) -> Source:
                     data, name = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
                     key = name or f"{path.stem}-{number}"
                     number += 1
-                    yield Sample(key, data, row) if data else Sample(key, b"", row, problem="no picture")
+                    yield Sample(key, data, row) if data else Sample(key, b"", row, problem="no image")
 
     return Source(rows(), _class_names(schema, label))
 
@@ -266,7 +266,7 @@ def _image_column(schema: pa.Schema, path: Path) -> str:
         in_struct = pa.types.is_struct(field.type) and any(f.name == "bytes" and holds_bytes(f.type) for f in field.type.fields)
         if field.name not in CAPTION_FIELDS and (holds_bytes(field.type) or in_struct):  # captions may be binary, too
             return field.name
-    raise DataError(f"source: {path}: columns {schema.names}; expected one with picture bytes (binary, or a struct with `bytes`). Add it.")
+    raise DataError(f"source: {path}: columns {schema.names}; expected one with image bytes (binary, or a struct with `bytes`). Add it.")
 
 
 def _class_names(schema: pa.Schema, label: str) -> list[str] | None:
@@ -300,9 +300,9 @@ def _tar_samples(paths: list[Path], workers: int) -> Iterator[Sample]:
 
 
 def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Sample:
-    picture = next((member for extension, member in parts.items() if extension in PICTURE_EXTENSIONS), None)
+    picture = next((member for extension, member in parts.items() if extension in IMAGE_EXTENSIONS), None)
     if picture is None or picture.size > MAX_FILE_BYTES:
-        return Sample(key, b"", {}, place=(path, 0), problem="no picture" if picture is None else "oversized")
+        return Sample(key, b"", {}, place=(path, 0), problem="no image" if picture is None else "oversized")
     place = (path, picture.offset)
 
     def beside(extension: str, limit: int | None = None) -> bytes:

@@ -1,4 +1,4 @@
-"""Two stores from one, without copying a picture and without cutting a person in two."""
+"""Two stores from one, without copying an image and without cutting a person in two."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,7 @@ from dpvision.errors import DataError
 def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fraction: float, seed: int = 0) -> tuple[Store, Store]:
     """Split a store by persons: each unit (a record without one is its own) goes wholly to A, with probability ``fraction``, or to B.
 
-    Every unit has its own coin, a keyed hash of (seed, unit), so that who else is in the store does not move anybody; the sizes are
+    Each unit's half follows from a keyed hash of (seed, unit), so that who else is in the store does not move anybody; the sizes are
     therefore near, not exactly, the fraction. Both halves read the shards of the parent where they are, keep its record ids and their key,
     and keep its ``store_id``: they draw on one privacy account, which is why they must lie beside the parent, where its ledgers are.
 
@@ -33,7 +33,7 @@ def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fra
         raise DataError(f"data split: fraction={fraction}; expected strictly between 0 and 1. E.g. 0.8.")
     store = open_store(store_dir)
     if store.generated:
-        raise DataError(f"data split: {store_dir} holds textures; expected pictures. Make a second store with `dpvision synth --first`.")
+        raise DataError(f"data split: {store_dir} holds textures; expected images. Make a second store with `dpvision synth --first`.")
     home = store.path.resolve()
     targets = [Path(out).resolve() for out in (out_a, out_b)]
     for target in targets:

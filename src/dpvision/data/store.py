@@ -61,10 +61,10 @@ REMEDY = "Import the source again, or restore the file."
 
 @dataclass(frozen=True)
 class Record:
-    """One record: a picture with all its captions."""
+    """One record: an image with all its captions."""
 
     id: int
-    """63-bit hash of the picture's bytes under the store's secret key: immutable, and independent of its place."""
+    """63-bit hash of the image's bytes under the store's secret key: immutable, and independent of its place."""
     key: str
     """Its name in the source."""
     unit: str | None
@@ -158,11 +158,11 @@ class Store:
                 raise DataError(f"store: index row {row} does not match {file}; expected the member it was made from. {REMEDY}")
 
     def read(self, row: int) -> bytes:
-        """Bytes of one picture file. Raises DataError when the shard cannot be read."""
+        """Bytes of one image file. Raises DataError when the shard cannot be read."""
         return self.read_many(np.array([row]))[0]
 
     def read_many(self, rows: np.ndarray) -> list[bytes]:
-        """Bytes of the picture files of int64 ``rows`` (B,), in their order.
+        """Bytes of the image files of int64 ``rows`` (B,), in their order.
 
         Raises:
             DataError: a shard can no longer be read, or ends early.
@@ -173,7 +173,7 @@ class Store:
         return [image for part in parts for image in part]
 
     def _read_some(self, rows: np.ndarray) -> list[bytes]:
-        """Pictures of rows in at most ``_OPEN_SHARDS`` shards. Written for speed: what this adds to os.pread is measured."""
+        """Images of rows in at most ``_OPEN_SHARDS`` shards. Written for speed: what this adds to os.pread is measured."""
         shards, sizes, offsets = (column[rows].tolist() for column in self._where)
         held = {shard: self._shard(shard) for shard in set(shards)}  # keeps the files open until they are read
         fd_of = {shard: file.fd for shard, file in held.items()}
@@ -196,7 +196,7 @@ class Store:
         return torch.from_numpy(pixels_BVHWC).permute(0, 1, 4, 2, 3), torch.from_numpy(valid_B)
 
     def captions(self, row: int) -> tuple[str, ...]:
-        """Captions of one record; those of all rows of the source that had the same picture."""
+        """Captions of one record; those of all rows of the source that had the same image."""
         return tuple(self._line(row)["captions"])
 
     def captions_many(self, rows: np.ndarray) -> list[tuple[str, ...]]:
@@ -280,7 +280,7 @@ class Store:
         """Rows that may be drawn when a unit (person) contributes at most k records: sorted int64.
 
         Which k of a unit's records stay is decided by a keyed hash of (seed, record id): it depends on the unit's own records only, so
-        adding or removing a person changes nobody else's rows. A record without a unit is its own unit.
+        adding or removing a person does not change other people's rows. A record without a unit is its own unit.
         """
         if not max_records_per_unit >= 1:
             raise DataError(f"eligible_rows: max_records_per_unit={max_records_per_unit}; expected at least 1. Use 1 for one record each.")

@@ -1,4 +1,4 @@
-"""Stores of procedural pictures: the demo's stand-in for a private set, and public sets for its probes."""
+"""Stores of procedural images: the demo's stand-in for a private set, and public sets for its probes."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""A store of procedural textures that holds no pictures: a description, and the generator makes each picture when it is asked for.
+"""A store of procedural textures that holds no images: a description, and the generator makes each image when it is asked for.
 
     store.json    format, store_id (random), visibility "public", num_records, first, size_px, generator_version
 
@@ -40,7 +40,7 @@ class TextureStore(Store):
         if meta.get("generator_version") != VERSION:
             got = meta.get("generator_version")
             raise DataError(
-                f"store: {path}: textures of generator {got!r}; expected {VERSION}, whose pictures are others. "
+                f"store: {path}: textures of generator {got!r}; expected {VERSION}, whose images are others. "
                 "Make it anew with `dpvision synth`."
             )
         self.path, self.meta = path, {"shards": [], "unit_field": None, **meta}
@@ -94,7 +94,7 @@ def write_texture_store(store_dir: str | Path, num: int, *, first: int = 0, size
     Args:
         num: records, 1 to 2^32.
         first: number of the first texture; other numbers are other textures.
-        size_px: side of the pictures outside training; training makes them at the model's size.
+        size_px: side of the images outside training; training makes them at the model's size.
 
     Raises:
         DataError: a number is out of range, or the folder exists.

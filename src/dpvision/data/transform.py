@@ -1,7 +1,7 @@
 """From uint8 pixels to the tensors a model sees: random crops and flips for training, a centre crop for everything else.
 
 Crop and resize are one call of Pillow's antialiased bicubic filter (``resize(box=...)``); at the edge of a box the filter sees the pixels
-just outside it, as if the whole picture had been resized and then cut.
+just outside it, as if the whole image had been resized and then cut.
 
 Legend: B records, V views, C channels, H height, W width, N random numbers.
 """
@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from dpvision.config import DataConfig
-from dpvision.data.decode import BadPicture, decode, upright_rgb
+from dpvision.data.decode import BadImage, decode, upright_rgb
 from dpvision.data.keys import StepKey
 from dpvision.errors import DataError
 
@@ -36,9 +36,9 @@ def crop_box(
     centred box of an allowed ratio) with its random numbers handed in.
 
     Args:
-        height, width: size of the picture.
+        height, width: size of the image.
         uniform_N: ``CROP_NUMBERS`` numbers in [0, 1).
-        scale: range of the crop's area as a part of the picture's.
+        scale: range of the crop's area as a part of the image's.
         ratio: range of width / height.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
@@ -60,13 +60,13 @@ def crop_box(
 
 
 def cut(image: Image.Image, box: tuple[float, float, float, float], image_size: int, flip: bool = False) -> np.ndarray:
-    """A box of an RGB picture resized to a square, uint8 of shape (image_size, image_size, 3), mirrored left to right on demand."""
+    """A box of an RGB image resized to a square, uint8 of shape (image_size, image_size, 3), mirrored left to right on demand."""
     pixels = np.asarray(image.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box))
     return pixels[:, ::-1] if flip else pixels
 
 
 def centre_box(width: int, height: int) -> tuple[float, float, float, float]:
-    """The centred square over the shorter side: what is left of the picture after resizing that side and cutting the centre."""
+    """The centred square over the shorter side: what is left of the image after resizing that side and cutting the centre."""
     side = min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
@@ -75,10 +75,10 @@ def centre_box(width: int, height: int) -> tuple[float, float, float, float]:
 def training_box(
     width: int, height: int, image_size: int, data: DataConfig, uniform_N: Sequence[float]
 ) -> tuple[float, float, float, float]:
-    """Box (left, top, right, bottom) of a training view in pixels of the picture.
+    """Box (left, top, right, bottom) of a training view in pixels of the image.
 
-    With ``data.resize`` the box is drawn, or centred, in a square of that side to which the whole picture is brought, and then carried over
-    to the picture: one resampling, where papers that resize first and crop then have two.
+    With ``data.resize`` the box is drawn, or centred, in a square of that side to which the whole image is brought, and then carried over
+    to the image: one resampling, where papers that resize first and crop then have two.
 
     Args:
         uniform_N: ``CROP_NUMBERS`` numbers in [0, 1), for crop="random".
@@ -118,13 +118,13 @@ def decoded(files: Iterable[bytes]) -> Iterator[Image.Image | None]:
     for file in files:
         try:
             yield Image.fromarray(decode(file))
-        except BadPicture:
+        except BadImage:
             yield None
 
 
 def evaluation_box(width: int, height: int, image_size: int, data: DataConfig) -> tuple[float, float, float, float]:
-    """Box of a picture for evaluation: the centred square over the shorter side; where a picture is resized to a square in training, the
-    whole picture, or with crop="centre" that square's centre of side ``image_size``."""
+    """Box of an image for evaluation: the centred square over the shorter side; where an image is resized to a square in training, the
+    whole image, or with crop="centre" that square's centre of side ``image_size``."""
     if data.resize is None:
         return centre_box(width, height)
     share = min(1.0, image_size / data.resize) if data.crop == "centre" else 1.0
@@ -209,7 +209,7 @@ class Preprocess:
 
 
 def preprocess(image_size: int, mean: Sequence[float], std: Sequence[float], own_sizes: tuple[int, ...] = ()) -> Preprocess:
-    """The evaluation transform of a model as a function of one picture: shorter side to ``image_size``, centre crop, normalised."""
+    """The evaluation transform of a model as a function of one image: shorter side to ``image_size``, centre crop, normalised."""
     return Preprocess(image_size, tuple(mean), tuple(std), DataConfig(own_sizes=own_sizes))
 
 

@@ -1,4 +1,4 @@
-"""An encoder of the harness as a network over pictures of any size, for detection and segmentation."""
+"""An encoder of the harness as a network over images of any size, for detection and segmentation."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""A plain vision transformer over pictures of any size, for detection and segmentation: the weights of a ``ViT`` and what those tasks add.
+"""A plain vision transformer over images of any size, for detection and segmentation: the weights of a ``ViT`` and what those tasks add.
 
-- Positions: the square table of pre-training, resized bicubically to the picture's grid; trained on from there.
+- Positions: the square table of pre-training, resized bicubically to the image's grid; trained on from there.
 - Windows (ViTDet, Li et al. 2022, section 3): most blocks attend within squares of ``window`` tokens; a few, the global ones, everywhere.
   A grid that is no multiple is padded with zeros right and below; as in ViTDet, padding is not hidden from the attention.
 - Relative positions (ViTDet, Li et al. 2022, after MViTv2): a query q adds q . R_row[i - i'] + q . R_column[j - j'] to its logit with the
@@ -31,7 +31,7 @@ Grid = tuple[int, int]
 
 
 class DenseViT(nn.Module):
-    """Maps of a transformer's blocks from pictures of any size that its patches tile.
+    """Maps of a transformer's blocks from images of any size that its patches tile.
 
     Without windows, relative positions and stochastic depth, at the size of pre-training, it is ``ViT.forward_blocks``.
     """
@@ -74,7 +74,7 @@ class DenseViT(nn.Module):
             ("class_token", class_token, not (class_token and window), f"False with windows (of {window}): a window has no place for it"),
         ):
             if not fits:
-                raise ConfigError(f"dense_vit: {name}={value!r}; expected {rule}. Correct it.")
+                raise ConfigError(f"dense_vit: {name}={value!r}; expected {rule}. Change the value.")
         self.patch_embed = copy.deepcopy(vit.patch_embed)
         self.cls_token = nn.Parameter(vit.cls_token.detach().clone()) if class_token else None
         self.position_LD = nn.Parameter(vit.position_LD.detach().clone())
@@ -92,7 +92,7 @@ class DenseViT(nn.Module):
         """Maps after those blocks (from 0 on), before the final norm, in the order asked for; later blocks are not computed.
 
         Args:
-            x_BCHW: normalised pictures, H and W multiples of the patch.
+            x_BCHW: normalised images, H and W multiples of the patch.
 
         Returns:
             (B, D, H / patch, W / patch) for each block asked for.
@@ -102,7 +102,7 @@ class DenseViT(nn.Module):
         """
         (height, width), p = x_BCHW.shape[-2:], self.patch_size
         if height % p or width % p or not height or not width:
-            raise ConfigError(f"dense_vit: picture of {height} x {width} px; expected multiples of the patch, {p} px. Pad it.")
+            raise ConfigError(f"dense_vit: image of {height} x {width} px; expected multiples of the patch, {p} px. Pad it.")
         if not blocks or not all(0 <= b < self.depth for b in blocks):
             raise ConfigError(f"dense_vit: blocks={blocks}; expected some of 0 to {self.depth - 1}. Choose others.")
         grid = (height // p, width // p)
@@ -167,7 +167,7 @@ class DenseBlock(nn.Module):
         """Queries and keys, (B, N, L, K + h + w and a few zeros), whose product is scaled logit + relative positions.
 
         A key of place (i', j') gets the unit vectors of i' and j', a query the numbers that they have to pick: no (L, L) table of
-        each head is ever held, which at 64 x 64 tokens is 800 MB a picture.
+        each head is ever held, which at 64 x 64 tokens is 800 MB an image.
         """
         (h, w), first = grid, q.shape[2] - grid[0] * grid[1]
         q_BNhwK = q[:, :, first:].unflatten(2, grid)

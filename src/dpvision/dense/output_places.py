@@ -18,11 +18,13 @@ def check_places(out: Path | None, picture: Path | None, work: Path | None, priv
         parts = place.absolute().parent.parts if within else place.absolute().parts
         if private and "confidential" not in parts:
             raise ConfigError(
-                f"evaluate: {name}={str(place)!r} would hold what private pictures shaped; expected a folder called confidential in its "
-                "path. Name one, or say --public if the pictures need no protection."
+                f"evaluate: {name}={str(place)!r} would hold what private images shaped; expected a folder called confidential in its "
+                "path. Name one, or say --public if the images need no protection."
             )
     if picture is not None and (picture.suffix != ".png" or picture.is_dir() or not picture.absolute().parent.is_dir()):
-        raise ConfigError(f"evaluate: picture={str(picture)!r}; expected a file that ends in .png in a folder that exists. Correct it.")
+        raise ConfigError(
+            f"evaluate: picture={str(picture)!r}; expected a file that ends in .png in a folder that exists. Name such a file."
+        )
     if work is not None and work.exists() and not work.is_dir():
         raise ConfigError(f"evaluate: work={str(work)!r}; expected a folder. Name another.")
 

@@ -14,4 +14,4 @@ def save_sheet(sheet: Image.Image, path: Path) -> None:
         with replacing(path) as partial:
             sheet.save(partial, "PNG")
     except OSError as error:
-        raise DataError(f"picture: {path} ({error.strerror or error}); expected a writable place with space. Choose another.") from None
+        raise DataError(f"image: {path} ({error.strerror or error}); expected a writable place with space. Choose another.") from None

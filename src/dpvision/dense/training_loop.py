@@ -1,11 +1,11 @@
-"""Training on public pictures for dense predictions (detection, segmentation): one loop, not private, for the paper's batch on any device.
+"""Training on public images for dense predictions (detection, segmentation): one loop, not private, for the paper's batch on any device.
 
-    fit(model, pictures, loss, groups, settings, hardware, work=Path("work/vip"), group=join("auto"), progress=print)
+    fit(model, images, loss, groups, settings, hardware, work=Path("work/vip"), group=join("auto"), progress=print)
 
 ``settings`` are what is learned. ``hardware`` and the number of processes under torchrun must not change it beyond rounding, BatchNorm
-and dropout aside: those see the pictures of one forward pass (``synchronised`` makes BatchNorm see all ranks').
+and dropout aside: those see the images of one forward pass (``synchronised`` makes BatchNorm see all ranks').
 
-What a batch holds follows from (seed, place in the stream) and what a picture looks like from (seed, epoch, picture), never from worker,
+What a batch holds follows from (seed, place in the stream) and what an image looks like from (seed, epoch, image), never from worker,
 rank or physical batch. Epochs follow one another without a gap, so that every batch is full.
 """
 
@@ -37,12 +37,12 @@ Loss = Callable[[nn.Module, list[T]], Tensor]
 
 
 class Pictures(Protocol[Example]):
-    """Training pictures by number."""
+    """Training images by number."""
 
     def __len__(self) -> int: ...
 
     def load(self, number: int, epoch: int) -> Example:
-        """A picture and its truth, augmented by (seed, epoch, number) alone: called from several threads, so no global generator."""
+        """An image and its truth, augmented by (seed, epoch, number) alone: called from several threads, so no global generator."""
         ...
 
 
@@ -78,7 +78,7 @@ def fit(
 ) -> None:
     """Train ``model`` in place with AdamW; it is left in evaluation mode.
 
-    With a ``work`` folder the state is kept there every so often, whole or not at all, and a call with the same model, pictures' number,
+    With a ``work`` folder the state is kept there every so often, whole or not at all, and a call with the same model, images' number,
     settings and ``about`` goes on where it stopped, bit for bit on one machine. All ranks have to see the folder.
 
     Args:
@@ -107,7 +107,7 @@ def fit(
     checkpoint: DenseCheckpoint | None = None
     step = 0
     if work is not None:
-        agreed = f"{settings}, {len(pictures)} pictures, {about}"
+        agreed = f"{settings}, {len(pictures)} images, {about}"
         checkpoint = open_checkpoint(work, model, optimizer, scaler, agreed, list(lineage))
         step = checkpoint.restore()
     counts = _micro_sizes(settings.batch_size // group.world_size, hardware.physical_batch_size)
@@ -151,17 +151,17 @@ def fit(
         dist.barrier()
 
 
-def checked_steps(settings: DenseTrainSettings, num_pictures: int, world_size: int = 1) -> int:
+def checked_steps(settings: DenseTrainSettings, num_images: int, world_size: int = 1) -> int:
     """Steps of a run.
 
     Raises:
-        ConfigError: no pictures, the warm-up is as long as the run, or the batch does not divide among the ranks.
+        ConfigError: no images, the warm-up is as long as the run, or the batch does not divide among the ranks.
     """
-    if num_pictures < 1:
-        raise ConfigError("training: no pictures; expected at least one. Name a folder that has some.")
-    steps = settings.steps(num_pictures)
+    if num_images < 1:
+        raise ConfigError("training: no images; expected at least one. Name a folder that has some.")
+    steps = settings.steps(num_images)
     if not settings.warmup_steps < steps:
-        got = f"warmup_steps={settings.warmup_steps} of {steps:,} steps ({settings.epochs:g} epochs of {num_pictures:,} pictures)"
+        got = f"warmup_steps={settings.warmup_steps} of {steps:,} steps ({settings.epochs:g} epochs of {num_images:,} images)"
         raise ConfigError(f"training: {got}; expected fewer than the steps. Lower warmup-steps to {max(0, steps // 20)}, or train longer.")
     if settings.batch_size % world_size:
         got = f"batch_size={settings.batch_size} on {world_size} processes"
@@ -193,7 +193,7 @@ def seconds_a_step(
 
 
 def synchronised(model: nn.Module, group: Group) -> nn.Module:
-    """The model with BatchNorm over all ranks' pictures where torch can do that, on GPUs under torchrun; else as it is."""
+    """The model with BatchNorm over all ranks' images where torch can do that, on GPUs under torchrun; else as it is."""
     if group.world_size > 1 and group.device.type == "cuda":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model
@@ -222,7 +222,7 @@ def _stream(
 
 
 def _micro_sizes(share: int, physical: int) -> list[int]:
-    """Sizes of the forward passes over ``share`` pictures, nearly equal and at most ``physical``."""
+    """Sizes of the forward passes over ``share`` images, nearly equal and at most ``physical``."""
     return [len(part) for part in np.array_split(np.arange(share), math.ceil(share / physical))]
 
 
@@ -230,7 +230,7 @@ def _sum_over_ranks(parameters: list[nn.Parameter], model: nn.Module, total: flo
     """Gradients and loss summed over the ranks (each holds its part of the batch's mean); running batch statistics averaged."""
     if group.world_size == 1:
         return total
-    for p in parameters:  # a parameter that this rank's pictures did not reach: an absent mask head's, say
+    for p in parameters:  # a parameter that this rank's images did not reach: an absent mask head's, say
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None] + [torch.tensor([total], device=group.device)])
     dist.all_reduce(flat)

@@ -17,9 +17,9 @@ class DenseTrainSettings:
     """What is learned. Rates stand in the parameter groups; the schedule multiplies them."""
 
     epochs: float = 100.0
-    """Passes over the pictures; parts of one are allowed. Steps are epochs x pictures / batch, rounded down, at least 1."""
+    """Passes over the images; parts of one are allowed. Steps are epochs x images / batch, rounded down, at least 1."""
     batch_size: int = 16
-    """Pictures of one step, over all ranks."""
+    """Images of one step, over all ranks."""
     warmup_steps: int = 1500
     """Steps in which the rate rises in a line from ``warmup_start`` of its scheduled value to all of it."""
     warmup_start: float = 1e-6
@@ -50,9 +50,9 @@ class DenseTrainSettings:
             ("seed", 0 <= self.seed < 2**31, "between 0 and 2^31 - 1"),
         )
 
-    def steps(self, num_pictures: int) -> int:
-        """Steps of a run over so many pictures."""
-        return max(1, int(self.epochs * num_pictures / self.batch_size + 1e-9))
+    def steps(self, num_images: int) -> int:
+        """Steps of a run over so many images."""
+        return max(1, int(self.epochs * num_images / self.batch_size + 1e-9))
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class DenseHardware:
     """Where and how fast; what is learned does not depend on it beyond rounding and batch statistics."""
 
     physical_batch_size: int = 2
-    """Pictures in one forward pass of one process; gradients of several passes are added up to the batch."""
+    """Images in one forward pass of one process; gradients of several passes are added up to the batch."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Autocast of the forward pass; weights, gradients and optimizer stay in float32. float16 needs a GPU."""
     workers: int = 2
-    """Threads that read and augment pictures."""
+    """Threads that read and augment images."""
     checkpoint_every_s: float = 600.0
     """Seconds between checkpoints in the work folder; one is also written at the end."""
 

@@ -81,7 +81,7 @@ class DenseCheckpoint:
         for name, ours in (("format", _FORMAT), ("start", self.start), ("about", self.about)):
             if meta.get(name) != ours:
                 got = f"{name}={meta.get(name)!r}"
-                remedy = "Name another work folder, or repeat the settings, the pictures and the encoder that it was begun with."
+                remedy = "Name another work folder, or repeat the settings, the images and the encoder that it was begun with."
                 raise CheckpointError(f"training: {self.path} has {got}; expected {ours!r}, this training's. {remedy}")
         self.model.load_state_dict(_below(tensors, "model."))
         states = [_below(tensors, f"optimizer.{i}.") for i in range(len(self._parameters))]

@@ -210,7 +210,7 @@ def _plain_sum(loss_fn: LossFn, model: nn.Module, params: dict[str, Tensor], bat
 def _check(rule: str, method: str, max_grad_norm: float | None, loss_scale: float, chunk_size: int | None) -> None:
     for name, value, choices in (("rule", rule, RULES), ("method", method, METHODS)):
         if value not in choices:
-            raise ConfigError(f"clip: {name}={value!r}; expected one of {', '.join(map(repr, choices))}. Correct it.")
+            raise ConfigError(f"clip: {name}={value!r}; expected one of {', '.join(map(repr, choices))}. Choose one of them.")
     # Beyond these, factors and squares leave the range of float32, and the bound on a contribution with it.
     if max_grad_norm is not None and not 1e-12 <= max_grad_norm <= 1e12:
         raise ConfigError(f"clip: max_grad_norm={max_grad_norm!r}; expected between 1e-12 and 1e12. Typical: 0.1 to 1.")

@@ -2,9 +2,9 @@
 
     DPGradient = round_g(sum of clipped gradients + N(0, noise_std^2)) / expected_batch_size     (Abadi et al. 2016)
 
-The plan scales the noise and names the divisor, which is public. Normals come from ``privacy.stream``, one subkey for each (step,
-parameter), one number for each coordinate: whoever owns a range of coordinates draws it, alone. Sum plus noise is computed in float64
-and rounded to the public grid g = 2^(floor(log2 noise_std) - 20) before anything else, so that low bits tell nothing of the sum
+The plan scales the noise and sets the normalisation constant, which is public. Normals come from ``privacy.stream``, one subkey for
+each (step, parameter), one number for each coordinate: whoever owns a range of coordinates draws it, alone. Sum plus noise is computed in
+float64 and rounded to the public grid g = 2^(floor(log2 noise_std) - 20) before anything else, so that low bits tell nothing of the sum
 (docs/clipping.md, "Noise").
 """
 

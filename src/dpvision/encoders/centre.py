@@ -1,9 +1,9 @@
-"""A public point to take off every feature: where an encoder puts pictures that show nothing in particular.
+"""A public point to take off every feature: where an encoder puts images that show nothing in particular.
 
 Features of most encoders share a large common part, which tells no class from another and yet takes most of a clipped record's length.
-The mean over procedural textures has nearly its direction and costs no privacy: no picture of anybody is in it.
+The mean over procedural textures has nearly its direction and costs no privacy: no image of anybody is in it.
 
-Legend: B pictures, D feature dimensions.
+Legend: B images, D feature dimensions.
 """
 
 import torch

@@ -44,7 +44,7 @@ def collect_features(
         on the CPU.
 
     Raises:
-        DataError: no picture could be read.
+        DataError: no image could be read.
     """
     total = store.num_records if rows is None else len(rows)
     found: dict[tuple[str, str], Tensor] = {}
@@ -62,5 +62,5 @@ def collect_features(
         if progress is not None:
             progress(done)
     if done == 0:
-        raise DataError(f"features: {store.path} has no readable picture among {total}; expected one or more. Import the source again.")
+        raise DataError(f"features: {store.path} has no readable image among {total}; expected one or more. Import the source again.")
     return {key: x_ND[:done] for key, x_ND in found.items()}, label_N[:done], row_N[:done]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save
 
-from dpvision.data.decode import BadPicture, decode
+from dpvision.data.decode import BadImage, decode
 from dpvision.data.open import is_store, open_store
 from dpvision.data.sources import open_source
 from dpvision.data.store import Store
@@ -35,10 +35,10 @@ class Embeddings:
     num: int
     width: int
     visibility: Literal["private", "public"]
-    """Embeddings of private pictures are as private as the pictures, whatever guarantee the encoder has; so are those of public pictures
-    by an encoder that private pictures shaped without a guarantee, and those of a store that was cleared of private twins."""
+    """Embeddings of private images are as private as the images, whatever guarantee the encoder has; so are those of public images
+    by an encoder that private images shaped without a guarantee, and those of a store that was cleared of private twins."""
     left_out: int
-    """Pictures that could not be decoded."""
+    """Images that could not be decoded."""
 
 
 def write_embeddings(
@@ -56,7 +56,7 @@ def write_embeddings(
     """Features of a store, or of anything that ``data import`` takes, in one file.
 
     The file has ``features`` float32 (N, D). From a store also ``id`` int64 (N,), the records' own ids, and ``label`` int64 (N,), -1 where
-    there is none, or zeros and ones uint8 (N, K) where records may have several (``Store.targets``); from another source the pictures'
+    there is none, or zeros and ones uint8 (N, K) where records may have several (``Store.targets``); from another source the images'
     names: the array ``key`` in .npz, a JSON list under ``key`` in the metadata of .safetensors. A source that is not a store counts as
     private.
 
@@ -113,7 +113,7 @@ def _embed_source(
         for sample in open_source(source, workers=workers).samples:
             total += 1
             if sample.problem is None:
-                with contextlib.suppress(BadPicture):
+                with contextlib.suppress(BadImage):
                     yield sample.key, encoder.preprocess(decode(sample.image))
 
     images = readable()
@@ -123,7 +123,7 @@ def _embed_source(
         if progress is not None:
             progress(len(keys))
     if not parts:
-        raise DataError(f"embed: {source} has no readable picture; expected one or more. Correct the path.")
+        raise DataError(f"embed: {source} has no readable image; expected one or more. Correct the path.")
     return np.concatenate(parts), keys, total
 
 

@@ -29,7 +29,7 @@ class Encoder:
     name: str
     """As tables print it; the same weights have the same name."""
     image_size: int
-    """Side of the pictures it takes, in pixels."""
+    """Side of the images it takes, in pixels."""
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     poolings: FeatureFunction
@@ -43,7 +43,7 @@ class Encoder:
     lineage: tuple[dict[str, Any], ...] = field(default=(), compare=False)
     """What shaped its weights (``runs.lineage``); empty for random weights, and for features without weights."""
     weights: Literal["trained", "random", "none"] = "trained"
-    """"random": an architecture whose weights nobody trained; "none": features without weights."""
+    """"random": an architecture with untrained weights; "none": features without weights."""
     own_sizes: tuple[int, ...] = ()
     """Resolutions that it takes, px, ascending up to ``image_size``: each image is seen at its own. Empty: at ``image_size`` alone."""
     resize: int | None = None

@@ -1,10 +1,10 @@
 """Features and scores kept beside the store that they were computed from, so that a second evaluation does not pay for them again.
 
-Features of private pictures are as private as the pictures: they lie under STORE/confidential/features/, readable by the owner only. A
+Features of private images are as private as the images: they lie under STORE/confidential/features/, readable by the owner only. A
 file's name is a digest of all that decides its content: the encoder (weights, and what it makes of fixed noise), the way from bytes to
 pixels (settings, our source, versions of the libraries), the store and its rows. Another name is another file; nothing is ever updated.
 
-Legend: N records, D feature dimensions, B pictures, C channels, H height, W width.
+Legend: N records, D feature dimensions, B images, C channels, H height, W width.
 """
 
 import contextlib

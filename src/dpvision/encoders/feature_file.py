@@ -8,7 +8,7 @@ the reading, which is what many steps wait for. Rounding is a function of the re
 below the noise of a million records.
 Numbers above 65504 do not fit, and take their record out like any other that is not finite.
 
-Legend: N records, B pictures of a batch, D feature dimensions, C channels, H height, W width.
+Legend: N records, B images of a batch, D feature dimensions, C channels, H height, W width.
 """
 
 import time

@@ -1,10 +1,10 @@
-"""Pictures of a public store that an encoder takes for pictures of a private one: crops, shifts and collages, which no hash finds.
+"""Images of a public store that an encoder takes for images of a private one: crops, shifts and collages, which no hash finds.
 
 The private store's features are kept in a file (float16) and searched block by block (faiss, exact inner products), the public store's
-pass by once; so memory does not grow with either store. From which similarity on two pictures count as one is measured on the public
-store alone: transformed copies of its pictures against its other pictures.
+pass by once; so memory does not grow with either store. From which similarity on two images count as one is measured on the public
+store alone: transformed copies of its images against its other images.
 
-Legend: N pictures, D feature dimensions, B pictures of a block, C channels, H height, W width.
+Legend: N images, D feature dimensions, B images of a block, C channels, H height, W width.
 """
 
 import io
@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from dpvision.config import DataConfig
-from dpvision.data.decode import BadPicture, decode
+from dpvision.data.decode import BadImage, decode
 from dpvision.data.loader import pictures
 from dpvision.data.overlap import Matches, matches_of
 from dpvision.data.store import Store
@@ -29,7 +29,7 @@ from dpvision.errors import ConfigError, DataError
 
 SAMPLE = 1000
 FALSE_ALARMS = 0.001
-"""Share of copies whose nearest one among ``SAMPLE`` other pictures may look like a copy. Among more pictures it grows in proportion."""
+"""Share of copies whose nearest one among ``SAMPLE`` other images may look like a copy. Among more images it grows in proportion."""
 _BLOCK = 1 << 15
 _BATCH = 64
 
@@ -38,18 +38,18 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Threshold:
-    """From which cosine on two pictures count as one, and what that finds among copies of public pictures."""
+    """From which cosine on two images count as one, and what that finds among copies of public images."""
 
     cosine: float
     centre_D: np.ndarray
-    """Mean of the public pictures' features, float32: taken off all features, as what all pictures have in common tells none apart."""
+    """Mean of the public images' features, float32: taken off all features, as what all images have in common tells none apart."""
     recall: dict[str, float]
     """By kind of copy."""
-    num_pictures: int
+    num_images: int
 
 
 def make_copies(pixels_HWC: np.ndarray) -> dict[str, np.ndarray]:
-    """What people do to pictures before they publish them again, by name: uint8 RGB."""
+    """What people do to images before they publish them again, by name: uint8 RGB."""
     image = Image.fromarray(pixels_HWC)
     width, height = image.size
 
@@ -81,15 +81,15 @@ def measure_threshold(
     device: str | torch.device = "cpu",
     say: Say = lambda text: None,
 ) -> Threshold:
-    """The smallest cosine at which at most ``false_alarms`` of all copies have another picture than their own that counts as the same.
+    """The smallest cosine at which at most ``false_alarms`` of all copies have another image than their own that counts as the same.
 
     A function of the public store and of public settings.
 
     Args:
-        sample: pictures, spread evenly over the store.
+        sample: images, spread evenly over the store.
 
     Raises:
-        DataError: fewer than ten readable pictures.
+        DataError: fewer than ten readable images.
     """
     rows = np.unique(np.linspace(0, public.num_records - 1, min(sample, public.num_records)).astype(np.int64))
     prepare = preprocess(encoder.image_size, encoder.mean, encoder.std)
@@ -104,15 +104,15 @@ def measure_threshold(
         for name in copies[0]:
             shown = _stacked([prepare(c[name]) for c in copies])
             copied.setdefault(name, []).append((_features(encoder, shown, device), _features(encoder, shown.flip(-1), device)))
-        say(f"measuring the threshold: {at + len(originals):,} of {len(rows):,} public pictures")
+        say(f"measuring the threshold: {at + len(originals):,} of {len(rows):,} public images")
     raw_ND = np.concatenate(own) if own else np.zeros((0, 1), dtype=np.float32)
     if len(raw_ND) < 10:
         raise DataError(
-            f"overlap: {public.path} has {len(raw_ND)} readable pictures; expected ten or more to measure by. Leave --encoder out."
+            f"overlap: {public.path} has {len(raw_ND)} readable images; expected ten or more to measure by. Leave --encoder out."
         )
     centre_D = raw_ND.mean(axis=0)
     x_ND = _unit(raw_ND, centre_D)
-    # A picture that the public store holds twice is a copy itself, and no false alarm.
+    # An image that the public store holds twice is a copy itself, and no false alarm.
     same_NN = x_ND @ x_ND.T > 1 - 1e-4
     true, other = {}, []
     for name, parts in copied.items():
@@ -136,10 +136,10 @@ def find_feature_matches(
     device: str | torch.device = "cpu",
     say: Say = lambda text: None,
 ) -> Matches:
-    """Public pictures whose features, or those of their mirror image, have a cosine above the threshold with a private picture's.
+    """Public images whose features, or those of their mirror image, have a cosine above the threshold with a private image's.
 
     Raises:
-        ConfigError: faiss is not installed, or the threshold is out of range. DataError: no readable picture in a store.
+        ConfigError: faiss is not installed, or the threshold is out of range. DataError: no readable image in a store.
     """
     cosine = threshold.cosine
     if not -1 <= cosine < 1:
@@ -161,7 +161,7 @@ def find_feature_matches(
                 private_rows.append(row_B)
         row_N = np.concatenate(private_rows) if private_rows else np.zeros(0, dtype=np.int64)
         if not len(row_N):
-            raise DataError(f"overlap: {private.path} has no readable picture; expected one or more. Import the source again.")
+            raise DataError(f"overlap: {private.path} has no readable image; expected one or more. Import the source again.")
         base_ND = np.memmap(kept, dtype=np.float16, mode="r").reshape(len(row_N), -1)
         for x_BD, row_B in _blocks(encoder, public, threshold, True, batch_size, workers, device, say, "public"):
             best_B, near_B = np.full(len(x_BD), -2.0, dtype=np.float32), np.zeros(len(x_BD), dtype=np.int64)
@@ -186,7 +186,7 @@ def _blocks(
     say: Say,
     what: str,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Unit features float32 (B, D) and rows of about ``_BLOCK`` readable pictures at a time; with the mirror images after them."""
+    """Unit features float32 (B, D) and rows of about ``_BLOCK`` readable images at a time; with the mirror images after them."""
     data = DataConfig(mean=encoder.mean, std=encoder.std)
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     done = 0
@@ -194,7 +194,7 @@ def _blocks(
         for shown in (x_BCHW, x_BCHW.flip(-1)) if mirrored else (x_BCHW,):
             parts.append((_unit(_features(encoder, shown, device), threshold.centre_D), row_B.numpy()))
         done += len(row_B)
-        say(f"features of {what} pictures: {done:,} of {store.num_records:,}")
+        say(f"features of {what} images: {done:,} of {store.num_records:,}")
         if sum(len(rows) for _, rows in parts) >= _BLOCK:
             yield np.concatenate([x for x, _ in parts]), np.concatenate([rows for _, rows in parts])
             parts = []
@@ -223,5 +223,5 @@ def _stacked(x: list[np.ndarray]) -> Tensor:
 def _pixels(data: bytes) -> np.ndarray | None:
     try:
         return decode(data)
-    except BadPicture:
+    except BadImage:
         return None

@@ -50,7 +50,7 @@ def fixed_encoder(name: str, image_size: int | None = None, device: str | torch.
         ConfigError: unknown name, or the images are too small.
     """
     if name not in FIXED:
-        raise ConfigError(f"encoder: {name!r}; expected one of {list(FIXED)}. Correct it.")
+        raise ConfigError(f"encoder: {name!r}; expected one of {list(FIXED)}. Name one of them.")
     least = 12 if name == "scattering" else _FEWEST_SIDE
     if image_size is not None and not image_size >= least:
         raise ConfigError(f"encoder: image_size={image_size}; expected {least} px or more for {name}. Enlarge the images.")
@@ -68,7 +68,7 @@ def fixed_encoder(name: str, image_size: int | None = None, device: str | torch.
 
 
 def raw_pixels(x_BCHW: Tensor) -> dict[str, Tensor]:
-    """Pixels as features: pictures larger than 16 px are averaged down to 16 x 16 areas.
+    """Pixels as features: images larger than 16 px are averaged down to 16 x 16 areas.
 
     On CIFAR-10 the linear probe is no worse on these 768 numbers than on all 3072 (docs/evaluation.md) and six times as fast.
 

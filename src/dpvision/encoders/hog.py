@@ -1,10 +1,10 @@
-"""Histograms of oriented gradients (Dalal & Triggs 2005, "Histograms of oriented gradients for human detection"), many pictures at once.
+"""Histograms of oriented gradients (Dalal & Triggs 2005, "Histograms of oriented gradients for human detection"), many images at once.
 
 Their default: gradient by [-1, 0, 1] without smoothing, at each pixel that of the colour channel where it is longest; nine orientations
 from 0 to 180 degrees; a pixel's vote, its gradient's length, shared between the two nearest orientations and the four nearest cells;
 blocks of 2 x 2 cells that overlap by one cell, each cut and normalised by L2-Hys. Left out: the Gaussian window over a block.
 
-Legend: B pictures, C channels, H height, W width, O orientations, G cells down, F cells across, D feature dimensions.
+Legend: B images, C channels, H height, W width, O orientations, G cells down, F cells across, D feature dimensions.
 """
 
 import math
@@ -20,9 +20,9 @@ _FADE = 1 / 255
 
 
 def hog(x_BCHW: Tensor, cell_px: int, num_orientations: int = NUM_ORIENTATIONS) -> Tensor:
-    """Normalised blocks of every picture, row by row: float32 (B, (G - 1) (F - 1) 4 O) where G = H // cell_px, F = W // cell_px.
+    """Normalised blocks of every image, row by row: float32 (B, (G - 1) (F - 1) 4 O) where G = H // cell_px, F = W // cell_px.
 
-    A block is its four cells, row by row, each O orientations; its length is 1, less where the picture is flat to about a grey level.
+    A block is its four cells, row by row, each O orientations; its length is 1, less where the image is flat to about a grey level.
     Pixels that do not fill a cell are left out evenly at the four borders.
 
     Args:

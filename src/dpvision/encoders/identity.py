@@ -1,9 +1,9 @@
-"""Which encoder it is, and whether a picture's features are that picture's alone.
+"""Which encoder it is, and whether an image's features are that image's alone.
 
 A guarantee for a head holds for features that depend on one record each. An encoder that looks at its batch (normalisation by batch
 statistics, say) is refused by name; one that comes back changed is not taken for the one that a head was fitted to.
 
-Legend: B pictures, D feature dimensions, C channels, H height, W width.
+Legend: B images, D feature dimensions, C channels, H height, W width.
 """
 
 import hashlib
@@ -18,16 +18,16 @@ from dpvision.errors import CheckpointError, ConfigError
 
 _BRIGHTNESS = (0.2, 0.4, 0.6, 0.8)
 _CONTRAST = (0.02, 0.3, 0.1, 0.2)
-"""Pictures that differ so much that any statistic of the batch shows."""
+"""Images that differ so much that any statistic of the batch shows."""
 _TOLERANCE = {"cpu": 1e-4, "cuda": 5e-3}
 """Of the largest number: rounding depends on the size of a batch, on a GPU with reduced products in the third digit."""
 _SAME = 1e-2
-_PROBE_PICTURES, _PROBE_NUMBERS = 2, 32
+_PROBE_IMAGES, _PROBE_NUMBERS = 2, 32
 
 
 @torch.inference_mode()
 def check_alone(encoder: Encoder, pooling: str | None = None, device: str | torch.device = "cpu") -> tuple[str, int]:
-    """Refuse an encoder whose features of a picture depend on the other pictures of the batch, or are no numbers.
+    """Refuse an encoder whose features of an image depend on the other images of the batch, or are no numbers.
 
     Args:
         pooling: which features; None for the default.
@@ -36,22 +36,22 @@ def check_alone(encoder: Encoder, pooling: str | None = None, device: str | torc
         The pooling, and the numbers of its features D.
 
     Raises:
-        ConfigError: it does (the layers that do it are named where they can be told), a feature of a public picture is not finite, two
+        ConfigError: it does (the layers that do it are named where they can be told), a feature of a public image is not finite, two
             passes differ, or there is no such pooling.
     """
-    x_BCHW = _public_pictures(encoder).to(device)
+    x_BCHW = _public_images(encoder).to(device)
     pooling, whole_BD = encoder.named(x_BCHW, pooling)
     if whole_BD.ndim != 2 or not torch.isfinite(whole_BD).all():
         raise ConfigError(
-            f"encoder: {encoder.name} gives features that are not finite for public pictures; expected numbers. Use other weights."
+            f"encoder: {encoder.name} gives features that are not finite for public images; expected numbers. Use other weights."
         )
     again_BD = encoder(x_BCHW, pooling)
     alone_BD = torch.cat([encoder(x_BCHW[i : i + 1], pooling) for i in range(len(x_BCHW))])
     room = _TOLERANCE["cuda" if whole_BD.is_cuda else "cpu"] * float(whole_BD.abs().max())
-    for other_BD, what in ((again_BD, "differ from one pass to the next"), (alone_BD, "depend on the other pictures of a batch")):
+    for other_BD, what in ((again_BD, "differ from one pass to the next"), (alone_BD, "depend on the other images of a batch")):
         if not float((other_BD - whole_BD).abs().max()) <= room:
             raise ConfigError(
-                f"encoder: features of {encoder.name} {what}{_culprits(encoder)}; expected a function of one picture alone, without which "
+                f"encoder: features of {encoder.name} {what}{_culprits(encoder)}; expected a function of one image alone, without which "
                 "no guarantee holds. Use an encoder in evaluation mode, whose normalisation has running statistics or needs none."
             )
     return pooling, whole_BD.shape[1]
@@ -85,7 +85,7 @@ def check_same(encoder: Encoder, about: dict[str, Any], where: str, device: str 
         where: whose encoder it should be, for the error.
 
     Raises:
-        CheckpointError: picture size, normalisation, weights or features differ.
+        CheckpointError: image size, normalisation, weights or features differ.
     """
     remedy = "Name the encoder that the head was fitted to (encoder=, or --model.encoder.spec)."
     about = {"resize": None, "crop": "random"} | about  # descriptions from before encoders had them
@@ -93,7 +93,7 @@ def check_same(encoder: Encoder, about: dict[str, Any], where: str, device: str 
         got: Any = getattr(encoder, name)
         if (list(got) if isinstance(got, tuple) else got) != about[name]:
             raise CheckpointError(f"encoder: {name}={got} of {encoder.name}; expected {about[name]}, as in {where}. {remedy}")
-    named = encoder.poolings(_public_pictures(encoder).to(device))
+    named = encoder.poolings(_public_images(encoder).to(device))
     if about["pooling"] not in named or named[about["pooling"]].shape[1] != about["width"]:
         raise CheckpointError(
             f"encoder: {encoder.name} has no features {about['pooling']!r} of {about['width']} numbers; expected those of {where}. {remedy}"
@@ -108,8 +108,8 @@ def check_same(encoder: Encoder, about: dict[str, Any], where: str, device: str 
         )
 
 
-def _public_pictures(encoder: Encoder) -> Tensor:
-    """Four pictures of fixed noise, normalised for the encoder: float32 (B, C, H, W)."""
+def _public_images(encoder: Encoder) -> Tensor:
+    """Four images of fixed noise, normalised for the encoder: float32 (B, C, H, W)."""
     size, generator = encoder.image_size, torch.Generator().manual_seed(0)
     bright, contrast = (torch.tensor(v)[:, None, None, None] for v in (_BRIGHTNESS, _CONTRAST))
     pixel_BCHW = (bright + contrast * torch.randn(4, 3, size, size, generator=generator)).clamp(0, 1)
@@ -119,7 +119,7 @@ def _public_pictures(encoder: Encoder) -> Tensor:
 
 @torch.inference_mode()
 def _probe(encoder: Encoder, pooling: str, device: str | torch.device) -> list[list[float]]:
-    x_BCHW = _public_pictures(encoder)[:_PROBE_PICTURES].to(device)
+    x_BCHW = _public_images(encoder)[:_PROBE_IMAGES].to(device)
     return encoder(x_BCHW, pooling)[:, :_PROBE_NUMBERS].float().cpu().tolist()
 
 

@@ -2,7 +2,7 @@
 
 Nothing is downloaded.
 
-Legend: B pictures, L tokens, D width, C channels, H height, W width, G patches on a side.
+Legend: B images, L tokens, D width, C channels, H height, W width, G patches on a side.
 """
 
 import difflib
@@ -37,14 +37,14 @@ def library_encoder(
 ) -> Encoder:
     """The encoder of a timm model, or of a torchvision classification model, frozen, in evaluation mode, on ``device``.
 
-    Mean, standard deviation and picture size are those of the library's own preprocessing. Without a file the weights are those that
+    Mean, standard deviation and image size are those of the library's own preprocessing. Without a file the weights are those that
     timm's caches hold, or else the library's initialisation under a fixed seed; ``weights`` and ``name`` of the result say which.
 
     Args:
         kind: "timm" or "torchvision".
         name: the model's name there; timm's may have a tag (``vit_base_patch16_224.mae``), which decides the preprocessing only.
         file: weights: safetensors, or a pickle (opened as ``unpickle`` describes). The classifier in it may have any number of classes.
-        image_size: side of the pictures in pixels, for models that take any.
+        image_size: side of the images in pixels, for models that take any.
 
     Raises:
         ConfigError: no such model, or it gives no tokens and no map, or not at this size.

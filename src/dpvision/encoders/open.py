@@ -49,7 +49,7 @@ def open_encoder(spec: str | Path, *, ema: bool = False, device: str | torch.dev
         return run_encoder(rest, untrained=True, device=device)
     if spec and Path(spec).exists():  # an empty text would be the working directory
         return run_encoder(spec, ema=ema, device=device)
-    raise ConfigError(f"encoder: {spec!r}; expected {_FORMS}. Correct it.")
+    raise ConfigError(f"encoder: {spec!r}; expected {_FORMS}. Name an encoder in one of these forms.")
 
 
 def trained_on(encoder: Encoder, images: dict[str, Any]) -> Encoder:

@@ -1,6 +1,6 @@
 """Encoders as their authors published them: masked autoencoders and ViP, SimCLR's ResNet-50, TAN's NF-ResNets.
 
-Legend: B pictures, L tokens, D width, C channels, H height, W width.
+Legend: B images, L tokens, D width, C channels, H height, W width.
 """
 
 import math
@@ -53,7 +53,7 @@ def released_encoder(kind: str, path: Path, device: str | torch.device = "cpu") 
         return replace(made, lineage=weights.lineage)
     if kind == "tan":
         return _tan(path, device)
-    raise ConfigError(f"encoder: released kind={kind!r}; expected vip, mae, simclr or tan. Correct it.")
+    raise ConfigError(f"encoder: released kind={kind!r}; expected vip, mae, simclr or tan. Name one of them.")
 
 
 def _masked_autoencoder(kind: str, path: Path, device: str | torch.device) -> Encoder:
@@ -94,7 +94,7 @@ def _config(given: dict[str, Tensor], path: Path) -> ViTConfig:
     grid = math.isqrt(num_tokens - 1)
     where = f"weights: {path}: patch_embed.proj.weight={(width, channels, patch, other_side)}, {num_tokens} positions"
     if channels != 3 or patch != other_side or grid**2 != num_tokens - 1 or width % _HEAD_WIDTH != 0:
-        rule = f"expected RGB, square patches and pictures, a class token, and a width that is a multiple of {_HEAD_WIDTH}"
+        rule = f"expected RGB, square patches and images, a class token, and a width that is a multiple of {_HEAD_WIDTH}"
         raise CheckpointError(f"{where}; {rule}. Open another model with timm:NAME@FILE.")
     depth = len({name.split(".")[1] for name in given if name.startswith("blocks.")})
     return ViTConfig(

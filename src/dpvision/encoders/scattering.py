@@ -4,11 +4,11 @@
 
 each at every 2^J-th pixel. psi_jl are Morlet wavelets of J scales and L directions, phi a Gaussian as wide as the largest of them. At
 every resolution |phi|^2 + 1/2 sum (|psi(w)|^2 + |psi(-w)|^2) <= 1 holds for the filters' Fourier transforms as they are used
-(Littlewood-Paley), so that no layer expands distances. Pictures are continued by mirroring, which shows a pixel at most four times; taking
+(Littlewood-Paley), so that no layer expands distances. Images are continued by mirroring, which shows a pixel at most four times; taking
 every 2^J-th pixel of an average leaves about a share 4^-J of its energy. With J >= 2 that makes ||S(x) - S(y)|| <= ||x - y||.
 
-Legend: B pictures, N their channels, C channels, H height, W width, P paths, J scales, L directions, R resolutions, S side of a padded
-picture.
+Legend: B images, N their channels, C channels, H height, W width, P paths, J scales, L directions, R resolutions, S side of a padded
+image.
 """
 
 import math
@@ -27,7 +27,7 @@ _WIDTH = 0.8  # of its Gaussian envelope, pixels
 
 @dataclass(frozen=True)
 class Scattering:
-    """Filters for one picture size. Made by ``make_scattering``."""
+    """Filters for one image size. Made by ``make_scattering``."""
 
     side_px: int
     num_scales: int
@@ -46,7 +46,7 @@ class Scattering:
 
     @cached_property
     def _averages(self) -> list[Tensor]:
-        """Convolution with phi along one axis at every 2^J-th pixel of the picture itself, by resolution: (H / 2^J, S / 2^r)."""
+        """Convolution with phi along one axis at every 2^J-th pixel of the image itself, by resolution: (H / 2^J, S / 2^r)."""
         step, found = 1 << self.num_scales, []
         for resolution, low_S in enumerate(self.low_RS):
             count, device = len(low_S), low_S.device
@@ -91,11 +91,11 @@ class Scattering:
 
     @property
     def pad_px(self) -> int:
-        """Pixels by which a picture is continued on each side: what the widest filters see."""
+        """Pixels by which an image is continued on each side: what the widest filters see."""
         return 2 << self.num_scales
 
     def _average(self, u: Tensor, resolution: int) -> Tensor:
-        """Convolution with phi at every 2^J-th pixel of the picture itself: (..., H / 2^J, W / 2^J)."""
+        """Convolution with phi at every 2^J-th pixel of the image itself: (..., H / 2^J, W / 2^J)."""
         matrix_HS = self._averages[resolution]
         return matrix_HS @ u @ matrix_HS.T
 
@@ -103,7 +103,7 @@ class Scattering:
 def make_scattering(
     side_px: int, num_scales: int = 2, num_directions: int = 8, device: str | torch.device = "cpu", *, centred: bool = False
 ) -> Scattering:
-    """Filters for square pictures of ``side_px`` pixels.
+    """Filters for square images of ``side_px`` pixels.
 
     Args:
         side_px: a multiple of 2^num_scales, more than 2^(num_scales + 1) (mirroring needs that many pixels).
@@ -149,7 +149,7 @@ def littlewood_paley(bank: Scattering, resolution: int) -> Tensor:
 
 
 def _energy(waves_LSS: dict[tuple[int, int], Tensor], resolution: int) -> Tensor:
-    """1/2 sum (|psi(w)|^2 + |psi(-w)|^2) of real transforms: a real picture has the same energy at w and -w. 0 without wavelets."""
+    """1/2 sum (|psi(w)|^2 + |psi(-w)|^2) of real transforms: a real image has the same energy at w and -w. 0 without wavelets."""
     one_way = sum(wave_LSS.square().sum(dim=0) for (_, r), wave_LSS in waves_LSS.items() if r == resolution)
     if not isinstance(one_way, Tensor):
         return torch.zeros(())
@@ -157,7 +157,7 @@ def _energy(waves_LSS: dict[tuple[int, int], Tensor], resolution: int) -> Tensor
 
 
 def _frequencies(side: int, resolution: int) -> tuple[Tensor, Tensor]:
-    """Radians per pixel of the full picture, float64, of a grid of every 2^r-th pixel: (3, 3, side, side) with what aliases onto it."""
+    """Radians per pixel of the full image, float64, of a grid of every 2^r-th pixel: (3, 3, side, side) with what aliases onto it."""
     base = 2 * math.pi * torch.fft.fftfreq(side, dtype=torch.float64) / 2**resolution
     # The filters used at a resolution are below 1e-7 beyond the next repetition of its band.
     alias = 2 * math.pi / 2**resolution * torch.arange(-1, 2, dtype=torch.float64)

@@ -25,7 +25,7 @@ def open_parent(init_from: str) -> Checkpoint:
 
     Args:
         init_from: a run or checkpoint folder; or ``timm:NAME``, whose weights timm has fetched at some time, or ``timm:NAME@FILE``. A tag
-            in NAME says how pictures are normalised; for a file without a tag in NAME it is timm's default for the name.
+            in NAME says how images are normalised; for a file without a tag in NAME it is timm's default for the name.
 
     Returns:
         A run's checkpoint as it is. Of timm's weights one in memory: the encoder under a classifier's names, without its classifier;
@@ -59,7 +59,7 @@ def open_parent(init_from: str) -> Checkpoint:
 
 
 def timm_encoder(name: str) -> tuple[TimmEncoder, tuple[float, ...], tuple[float, ...]]:
-    """A timm model by a name that may have a tag, for pictures of its own size and without values, with mean and deviation of its pictures.
+    """A timm model by a name that may have a tag, for images of its own size and without values, with mean and deviation of its images.
 
     Raises:
         ConfigError: timm does not know the name, or it normalises with statistics of the batch.
@@ -79,9 +79,9 @@ def timm_encoder(name: str) -> tuple[TimmEncoder, tuple[float, ...], tuple[float
 
 
 def adapted(config: RunConfig, init_from: str) -> RunConfig:
-    """A classifier's recipe on another encoder: that of ``init_from``, with the constants of its pictures.
+    """A classifier's recipe on another encoder: that of ``init_from``, with the constants of its images.
 
-    The picture size stays the recipe's where the encoder is timm's; one of ours keeps the size it was trained with.
+    The image size stays the recipe's where the encoder is timm's; one of ours keeps the size it was trained with.
 
     Args:
         config: of kind "classifier".

@@ -1,7 +1,7 @@
 """Accuracy where any of several labels is right, as in ImageNet-ReaL (Beyer et al. 2020, arXiv 2006.07159).
 
-Many pictures show things of several classes, and one label was given by chance or by mistake. People looked again and wrote down, for each
-picture, every class that is in it. A prediction is right if it is one of them; a picture for which nobody found any class does not count.
+Many images show things of several classes, and one label was given by chance or by mistake. People looked again and wrote down, for each
+image, every class that is in it. A prediction is right if it is one of them; an image for which nobody found any class does not count.
 
 Legend: N records, C classes.
 """

@@ -20,9 +20,9 @@ def read_json(path: Path, what: str) -> Any:
         raise DataError(f"{what}: {path}: not JSON; expected the benchmark's file. Download it again.") from None
 
 
-def picture_finder(folder: Path, what: str) -> dict[str, Path]:
+def image_finder(folder: Path, what: str) -> dict[str, Path]:
     """Files of a folder and of the folders right below it, by name. Raises DataError when it is no folder."""
     if not folder.is_dir():
-        raise DataError(f"{what}: {folder} is no folder; expected the pictures. Correct the path.")
+        raise DataError(f"{what}: {folder} is no folder; expected the images. Correct the path.")
     below = sorted(entry for entry in folder.iterdir() if entry.is_dir())
     return {file.name: file for part in [*reversed(below), folder] for file in part.iterdir() if file.is_file()}

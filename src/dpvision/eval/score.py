@@ -27,7 +27,7 @@ class Score:
     chance: float
     """What one gets who does not look: of classes, the share of the most frequent one among the test records; where records have several,
     the share of positives (average precision) or what the best constant answers get (decisions); of a choice among captions, one in their
-    number; of CIDEr, what the same captions get when each is given to another picture."""
+    number; of CIDEr, what the same captions get when each is given to another image."""
     protocol: str
     """How, in words that are complete enough to repeat it."""
     visibility: Visibility
@@ -59,7 +59,7 @@ def printed(protocol: str, *values: float) -> str:
 
 def is_of_the_run(name: str) -> bool:
     """Whether a score is of the trained network itself, and of no control beside it."""
-    return name.startswith(("encoder", "own head")) or (name.startswith("captioner") and not name.endswith("other pictures"))
+    return name.startswith(("encoder", "own head")) or (name.startswith("captioner") and not name.endswith("other images"))
 
 
 def wilson_interval(correct: float, n: int) -> tuple[float, float]:

@@ -14,7 +14,7 @@ def trained_store(data: DataConfig) -> Store | None:
 
 
 def check_unseen(data: DataConfig, store: Store, what: str) -> None:
-    """Refuse pictures of the training store, as far as it is still where it was; halves of one store may be given.
+    """Refuse images of the training store, as far as it is still where it was; halves of one store may be given.
 
     Args:
         data: of the run.
@@ -23,6 +23,6 @@ def check_unseen(data: DataConfig, store: Store, what: str) -> None:
     trained = trained_store(data)
     if trained is not None and trained.store_id == store.store_id and len(np.intersect1d(trained.index["id"], store.index["id"])):
         raise DataError(
-            f"{what}: {store.path} shares records with the store that the run was trained on; expected other pictures. "
+            f"{what}: {store.path} shares records with the store that the run was trained on; expected other images. "
             "Hold some out before training: dpvision data split."
         )

@@ -1,6 +1,6 @@
-"""Beam search over captions, all pictures of a batch at once.
+"""Beam search over captions, all images of a batch at once.
 
-Legend: B pictures not yet done, N beams (unfinished captions of a picture), K captions wanted, L words, V vocabulary.
+Legend: B images not yet done, N beams (unfinished captions of an image), K captions wanted, L words, V vocabulary.
 """
 
 import torch
@@ -25,7 +25,7 @@ def beam_search(
     """The best finished captions by log probability / words^length_penalty (the end counted as a word) that the search meets.
 
     At each place every kept beginning may end, which makes it a candidate, and the ``beams`` likeliest of all its continuations are kept.
-    A picture is done when not even a certain rest would bring one of its beginnings among the best ``num``: the search leaves out nothing
+    An image is done when not even a certain rest would bring one of its beginnings among the best ``num``: the search leaves out nothing
     that it would have found by going on, and with as many beams as there are beginnings it is exhaustive.
 
     Args:
@@ -37,15 +37,15 @@ def beam_search(
     Returns:
         said_BKL int64, best first: words, EOS, padding; total_BK float64 log probabilities, -inf where there is no caption.
     """
-    num_pictures, vocab, device = *logit_BV.shape, logit_BV.device
-    total_BN = torch.full((num_pictures, beams), -torch.inf, dtype=torch.float64, device=device)
+    num_images, vocab, device = *logit_BV.shape, logit_BV.device
+    total_BN = torch.full((num_images, beams), -torch.inf, dtype=torch.float64, device=device)
     total_BN[:, 0] = 0
-    said_BNL = torch.full((num_pictures, beams, max_words + 1), PAD_ID, device=device)
+    said_BNL = torch.full((num_images, beams, max_words + 1), PAD_ID, device=device)
     score_BK, best_BK = total_BN[:, :num] - torch.inf, total_BN[:, :num] - torch.inf  # score: by length; best: log probability
     best_BKL = said_BNL[:, :num].clone()
     found_total, found_said = best_BK.clone(), best_BKL.clone()
-    picture_B = torch.arange(num_pictures, device=device)
-    row_R = picture_B.repeat_interleave(beams)
+    image_B = torch.arange(num_images, device=device)
+    row_R = image_B.repeat_interleave(beams)
     logit_RV, cache = logit_BV[row_R], cache.select(row_R)
     for place in range(max_words + 1):
         wide = torch.promote_types(logit_RV.dtype, torch.float32)
@@ -66,15 +66,15 @@ def beam_search(
             # Words to come can only lower the sum; divided by the greatest length it is a bound of the score.
             on_B = total_BN[:, 0] / (max_words + 1) ** length_penalty > score_BK[:, -1]
         else:
-            on_B = torch.zeros_like(picture_B, dtype=torch.bool)
-        found_total[picture_B], found_said[picture_B] = best_BK, best_BKL
+            on_B = torch.zeros_like(image_B, dtype=torch.bool)
+        found_total[image_B], found_said[image_B] = best_BK, best_BKL
         if not on_B.any():
             break
         row_BN = parent_BN + beams * torch.arange(len(parent_BN), device=device)[:, None]
         some_are_done = not bool(on_B.all())
         if some_are_done:
             row_BN, token_BN, total_BN, said_BNL = row_BN[on_B], token_BN[on_B], total_BN[on_B], said_BNL[on_B]
-            score_BK, best_BK, best_BKL, picture_B = score_BK[on_B], best_BK[on_B], best_BKL[on_B], picture_B[on_B]
-        # The beams of a picture share its memory: only what was said changes places.
+            score_BK, best_BK, best_BKL, image_B = score_BK[on_B], best_BK[on_B], best_BKL[on_B], image_B[on_B]
+        # The beams of an image share its memory: only what was said changes places.
         logit_RV, cache = model.step(token_BN.flatten(), cache.select(row_BN.flatten(), memory=some_are_done))
     return found_said, found_total

@@ -20,7 +20,7 @@ from dpvision.models.vit import ViT
 
 
 class Cache(NamedTuple):
-    """What a decoder keeps of pictures and of the words said so far; every tensor has the record as its first dimension."""
+    """What a decoder keeps of images and of the words said so far; every tensor has the record as its first dimension."""
 
     memory: list[KeysValues]
     """Keys and values of the encoder's tokens, one per block."""
@@ -30,13 +30,13 @@ class Cache(NamedTuple):
     """Words so far."""
 
     def select(self, row_B: Tensor, *, memory: bool = True) -> "Cache":
-        """The cache of records ``row_B``, int64, in that order, as often as named; ``memory=False``: the pictures stay as they are."""
+        """The cache of records ``row_B``, int64, in that order, as often as named; ``memory=False``: the images stay as they are."""
         chosen = [KeysValues(k[row_B], v[row_B]) for k, v in self.memory] if memory else self.memory
         return Cache(chosen, [None if past is None else KeysValues(past[0][row_B], past[1][row_B]) for past in self.past], self.length)
 
 
 class Captioner(nn.Module):
-    """Picture encoder and caption decoder over one vocabulary."""
+    """Image encoder and caption decoder over one vocabulary."""
 
     word_position_LD: Tensor
 
@@ -56,11 +56,11 @@ class Captioner(nn.Module):
         self.register_buffer("word_position_LD", sincos_sequence(cfg.num_tokens, width), persistent=False)
 
     def encode(self, x_BCHW: Tensor) -> Tensor:
-        """What the decoder sees of the pictures: all tokens after the bridge, patches with their positions, memory_BSD."""
+        """What the decoder sees of the images: all tokens after the bridge, patches with their positions, memory_BSD."""
         return self.decoder.remember(self.encoder(x_BCHW))
 
     def decode(self, token_BL: Tensor, memory_BSD: Tensor, parallel_B: Tensor | None = None) -> Tensor:
-        """Hidden states, (B, L, D): state l is for predicting token l + 1, from the picture and the tokens up to l.
+        """Hidden states, (B, L, D): state l is for predicting token l + 1, from the image and the tokens up to l.
 
         Args:
             token_BL: int64, from BOS on; at most ``num_tokens``.
@@ -117,10 +117,10 @@ def caption_losses(model: Captioner, memory_BSD: Tensor, token_BL: Tensor, paral
 
 
 def losses(model: Captioner, x_BCHW: Tensor, token_BL: Tensor, parallel_B: Tensor | None = None, order_BL: Tensor | None = None) -> Tensor:
-    """Training loss of each picture with its caption.
+    """Training loss of each image with its caption.
 
     Args:
-        x_BCHW: normalised pictures.
+        x_BCHW: normalised images.
         token_BL, parallel_B: as for ``caption_losses``.
         order_BL: int64 random keys of the patches, as for ``cross_mae.losses``; needed where the model has a second loss.
 

@@ -74,7 +74,7 @@ def losses(model: Classifier, x_BVCHW: Tensor, label_B: Tensor) -> Tensor:
         label_B: int64 (B,); for the sigmoid loss also (B, K) of any integers, 1 for each class of a record and 0 elsewhere.
 
     Returns:
-        loss_B, float32 also under autocast (float64 for float64 pictures).
+        loss_B, float32 also under autocast (float64 for float64 images).
     """
     views = x_BVCHW.shape[1]
     logits = model(x_BVCHW.flatten(0, 1))

@@ -36,14 +36,14 @@ class CrossMAE(nn.Module):
 
     @property
     def num_patches(self) -> int:
-        """Patches of a picture, visible and masked."""
+        """Patches of an image, visible and masked."""
         return self.encoder.num_patches
 
     def forward(self, patch_BLE: Tensor, order_BL: Tensor) -> Tensor:
         """Predicted targets of the masked patches, prediction_BMT.
 
         Args:
-            patch_BLE: all patches of the pictures.
+            patch_BLE: all patches of the images.
             order_BL: permutation of the patches; the first ``patch_head.num_visible`` are seen.
         """
         return self.patch_head(self.encoder, self.decoder, patch_BLE, order_BL)
@@ -75,7 +75,7 @@ class PatchHead(nn.Module):
         return self.linear(decoder(self.mask_token + decoder.position_LD[masked_BM], memory))
 
     def losses(self, encoder: ViT, decoder: CrossDecoder, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
-        """Mean squared error of each picture over the targets of its masked patches: as ``losses`` below."""
+        """Mean squared error of each image over the targets of its masked patches: as ``losses`` below."""
         patch_BLE = patchify(x_BCHW, self.patch_size)
         order_BL = order_BL.argsort(dim=1)
         prediction_BMT = self(encoder, decoder, patch_BLE, order_BL)
@@ -86,13 +86,13 @@ class PatchHead(nn.Module):
 
 
 def losses(model: CrossMAE, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
-    """Reconstruction loss of each picture: mean squared error over the targets of its masked patches.
+    """Reconstruction loss of each image: mean squared error over the targets of its masked patches.
 
     Args:
-        x_BCHW: normalised pictures.
+        x_BCHW: normalised images.
         order_BL: int64 random keys, one per record and patch; the patches with the smallest keys are seen.
 
     Returns:
-        loss_B, float32 also under autocast (float64 for float64 pictures).
+        loss_B, float32 also under autocast (float64 for float64 images).
     """
     return model.patch_head.losses(model.encoder, model.decoder, x_BCHW, order_BL)

@@ -4,10 +4,10 @@
     said = generate(model, memory_BSD, GenerateSettings(method="beam"))
     text = tokenizer.decode(said[0][0].ids)
 
-A picture's captions are functions of the weights, the settings and that picture alone (and, when sampled, of the numbers handed in for it):
+An image's captions are functions of the weights, the settings and that image alone (and, when sampled, of the numbers handed in for it):
 which others it is batched with changes no more than the last bits of a sum.
 
-Legend: B pictures, N captions of a picture, A captions not yet ended, L words, V vocabulary, S encoder tokens, D decoder width.
+Legend: B images, N captions of an image, A captions not yet ended, L words, V vocabulary, S encoder tokens, D decoder width.
 """
 
 import math
@@ -36,9 +36,9 @@ class GenerateSettings:
     method: Literal["greedy", "beam", "sample"] = "greedy"
     """Greedy: the likeliest word each time. Beam: the likeliest captions that a search of bounded width finds. Sample: words drawn."""
     num: int = 1
-    """Captions of each picture: of a beam search the best ones, best first; when sampled, independent draws."""
+    """Captions of each image: of a beam search the best ones, best first; when sampled, independent draws."""
     beams: int = 4
-    """Unfinished captions that a beam search keeps for each picture."""
+    """Unfinished captions that a beam search keeps for each image."""
     length_penalty: float = 1.0
     """A beam search ranks by log probability / words^length_penalty, the end counted as a word: 1 is minus the training loss, 0 the plain
     probability, which prefers short captions."""
@@ -106,14 +106,14 @@ class Said(NamedTuple):
 def generate(
     model: Captioner, memory_BSD: Tensor, settings: GenerateSettings | None = None, uniform_BNL: Tensor | None = None
 ) -> list[list[Said]]:
-    """Captions of pictures. PAD and BOS are never said; a caption that fills all places is ended there.
+    """Captions of images. PAD and BOS are never said; a caption that fills all places is ended there.
 
     Args:
         memory_BSD: of ``Captioner.encode``.
-        uniform_BNL: for sampling, numbers in [0, 1): one for each picture, caption and word, at least ``settings.longest(...) + 1`` words.
+        uniform_BNL: for sampling, numbers in [0, 1): one for each image, caption and word, at least ``settings.longest(...) + 1`` words.
 
     Returns:
-        for each picture its ``num`` captions, best first where they are ranked; fewer where a tiny vocabulary has not as many.
+        for each image its ``num`` captions, best first where they are ranked; fewer where a tiny vocabulary has not as many.
 
     Raises:
         ConfigError: as ``GenerateSettings.longest``. CheckpointError: the model's logits are not finite.

@@ -59,7 +59,7 @@ def patchify(x_BCHW: Tensor, patch_size: int) -> Tensor:
 
 
 def unpatchify(patch_BLE: Tensor, patch_size: int) -> Tensor:
-    """The picture of ``patchify``'s patches: its inverse.
+    """The image of ``patchify``'s patches: its inverse.
 
     Returns:
         (B, C, H, W) with H = W.

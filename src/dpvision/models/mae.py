@@ -45,7 +45,7 @@ class MAE(nn.Module):
 
     @property
     def num_patches(self) -> int:
-        """Patches of a picture, visible and masked."""
+        """Patches of an image, visible and masked."""
         return self.encoder.num_patches
 
     @property
@@ -60,7 +60,7 @@ class MAE(nn.Module):
         depend on the order of tokens, so nothing has to be put back into place.
 
         Args:
-            patch_BLE: all patches of the pictures.
+            patch_BLE: all patches of the images.
             order_BL: permutation of the patches; the first ``num_visible`` are seen.
 
         Returns:
@@ -79,14 +79,14 @@ class MAE(nn.Module):
 
 
 def losses(model: MAE, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
-    """Reconstruction loss of each picture: mean squared error over the targets of its masked patches.
+    """Reconstruction loss of each image: mean squared error over the targets of its masked patches.
 
     Args:
-        x_BCHW: normalised pictures.
+        x_BCHW: normalised images.
         order_BL: int64 random keys, one per record and patch; the patches with the smallest keys are seen.
 
     Returns:
-        loss_B, float32 also under autocast (float64 for float64 pictures).
+        loss_B, float32 also under autocast (float64 for float64 images).
     """
     patch_BLE = patchify(x_BCHW, model.cfg.encoder.patch_size)
     order_BL = order_BL.argsort(dim=1)
@@ -99,16 +99,16 @@ def losses(model: MAE, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reconstruct(model: MAE, x_BCHW: Tensor, order_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """The pictures with their masked patches as the model predicts them, and which patches were masked; for reports.
+    """The images with their masked patches as the model predicts them, and which patches were masked; for reports.
 
     Args:
         x_BCHW, order_BL: as for ``losses``.
 
     Returns:
-        (prediction_BCHW, normalised like the pictures, visible patches unchanged; mask_BL bool, True where masked).
+        (prediction_BCHW, normalised like the images, visible patches unchanged; mask_BL bool, True where masked).
 
     Raises:
-        ConfigError: the model predicts gradients, which are no picture.
+        ConfigError: the model predicts gradients, which are no image.
     """
     if model.cfg.target == "gradients":
         raise ConfigError("reconstruct: target='gradients'; expected a model that predicts pixels. Leave the reconstructions out.")

@@ -123,7 +123,7 @@ def _conv(cfg: ResNetConfig, inputs: int, outputs: int, kernel: int, *, stride: 
     """A convolution padded to keep the side (divided by the stride); with a bias only where no norm follows.
 
     Args:
-        after_relu: False for the stem, which sees pictures; timm gives it the gain of a ReLU all the same.
+        after_relu: False for the stem, which sees images; timm gives it the gain of a ReLU all the same.
     """
     padding = kernel // 2
     if cfg.norm == "none":

@@ -1,6 +1,6 @@
 """What a masked autoencoder predicts of a hidden patch: pixels, pixels less the patch's own mean and contrast, or oriented gradients.
 
-Each is a fixed function of the record's own picture, so the loss stays separable and private training is unchanged.
+Each is a fixed function of the record's own image, so the loss stays separable and private training is unchanged.
 
 Legend: B records, L patches, E numbers in a patch, T numbers in a target, C channels, H height, W width, P patch side, S cell side.
 """
@@ -28,7 +28,7 @@ def make_targets(x_BCHW: Tensor, patch_size: int, kind: str) -> Tensor:
     """Targets of all patches, (B, L, T), in raster order.
 
     Args:
-        x_BCHW: normalised pictures.
+        x_BCHW: normalised images.
         kind: "pixels" (ViP); "normalised_pixels" (MAE's better variant: each patch minus its mean, over its standard deviation);
             "gradients" (MaskFeat, Wei et al. 2022: histograms of gradient orientations).
     """

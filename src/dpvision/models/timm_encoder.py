@@ -1,4 +1,4 @@
-"""Encoders of timm, built by name and trained like ours: what they give the head, and positions for pictures of another size.
+"""Encoders of timm, built by name and trained like ours: what they give the head, and positions for images of another size.
 
 Legend: B records, L places, D width, C channels, H height, W width.
 """
@@ -70,7 +70,7 @@ class TimmEncoder(nn.Module):
         return any("Attention" in type(part).__name__ and "Pool" not in type(part).__name__ for part in self.model.modules())
 
     def fitted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``weights``, by the names of ``state_dict``, their trained positions interpolated to this encoder's picture size by timm.
+        """``weights``, by the names of ``state_dict``, their trained positions interpolated to this encoder's image size by timm.
 
         Positions of other kinds than a vision transformer's table are left as they are.
         """
@@ -91,7 +91,7 @@ def make_timm(cfg: TimmConfig) -> Any:
     """timm's model of a config, without its classifier; no weights are read.
 
     Raises:
-        ConfigError: timm does not know the name, or does not take the options or the picture size.
+        ConfigError: timm does not know the name, or does not take the options or the image size.
     """
     try:
         known = timm.get_pretrained_cfg(cfg.name) if timm.is_model(cfg.name) else None

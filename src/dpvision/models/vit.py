@@ -32,7 +32,7 @@ class ViT(nn.Module):
 
     @property
     def num_patches(self) -> int:
-        """Patches of a picture (the class token not counted)."""
+        """Patches of an image (the class token not counted)."""
         return (self.cfg.image_size // self.cfg.patch_size) ** 2
 
     def embed(self, patch_BLE: Tensor, position: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def record_event(
 def unit_event(sampling: str, sample_rate: float, noise_multiplier: float, steps: int, max_records_per_unit: int) -> dp_event.DpEvent:
     """Event of ``steps`` executed steps for one unit of at most ``max_records_per_unit`` = k records.
 
-    Each record of the unit is drawn by its own coin, so that Binomial(k, sample_rate) of them are in the batch and move the
+    Each record of the unit is sampled independently, so that Binomial(k, sample_rate) of them are in the batch and move the
     sum by at most that many clip norms: a mixture of Gaussians (Choquette-Choo et al., arXiv 2310.15526). In a full batch
     all k are: one Gaussian of sensitivity k. A unit of one record is that record. Truncation has no such event; ``make_plan``
     refuses it for units.

@@ -1,6 +1,8 @@
-"""The one object that keeps the promise: it draws the batches, scales the noise, names the divisor and describes what was executed.
+"""The one object that keeps the promise.
 
-Nobody else holds a sample rate, a noise scale, a divisor or a number of steps.
+It draws the batches, scales the noise, sets the normalisation constant and describes what was executed.
+
+No other object holds a sample rate, a noise scale, a divisor or a number of steps.
 """
 
 import math

@@ -13,7 +13,7 @@ ATTACK_FPRS = (0.001, 0.01)
 PRETRAINING_PAYS_FROM = 1_000_000
 """Records below which private pre-training is not known to beat features that cost nothing (docs/features_free.md, docs/log.md)."""
 LARGE_RHO_STAR = 0.1
-"""A common direction this strong, in clip norms, is rare among the gradients of pictures: weaker ones drown."""
+"""A common direction this strong, in clip norms, is rare among the gradients of images: weaker ones drown."""
 
 
 def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[str, Any]:

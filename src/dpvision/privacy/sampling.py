@@ -22,7 +22,7 @@ def derive_rng(key: bytes, step: int) -> Stream:
 
 
 def draw_poisson(num_records: int, sample_rate: float, rng: Stream) -> np.ndarray:
-    """Each of ``num_records`` records by its own coin of probability ``sample_rate``.
+    """Sample each of ``num_records`` records independently with probability ``sample_rate``.
 
     The gaps between heads of independent coins are independent Geometric(sample_rate) numbers, so the heads are found by
     jumping from one to the next.

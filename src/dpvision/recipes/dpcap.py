@@ -66,7 +66,7 @@ def large() -> RunConfig:
 def decoder_finetune() -> RunConfig:
     """The decoder for one epoch on public captions, the encoder frozen (Table 12: CIDEr on COCO 15.7 before, 51.3 after).
 
-    118,287 pictures of COCO train2017; the paper states neither batch nor rate: 256 and 1e-4 with the same kind of schedule.
+    118,287 images of COCO train2017; the paper states neither batch nor rate: 256 and 1e-4 with the same kind of schedule.
     """
     captioner = base()
     assert isinstance(captioner.model, CaptionerConfig)

@@ -1,6 +1,6 @@
 """The laboratory's captioner: procedural scenes of 32 px, 90 minutes of a CPU core. Not of the paper; docs/dpcap.md has what it shows.
 
-    dpvision data scenes stores/scenes --num 1000000 --size-px 32     the pictures with their sentences
+    dpvision data scenes stores/scenes --num 1000000 --size-px 32     the images with their sentences
     dpvision data tokenizer stores/words.json --scenes 20000 --vocab-size 440
     dpvision train synthetic.dpcap_micro
     dpvision train dpcap.micro --data stores/scenes --data.tokenizer stores/words.json

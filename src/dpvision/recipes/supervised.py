@@ -23,7 +23,7 @@ def tan() -> RunConfig:
     and defaults. Learning rate 32 is a default too, which the README's command leaves as it is; the paper's run may have had another.
     Departures: views are there shifts by up to 20 px over reflected borders, flips, and colour jitter with probability 0.3; here crops of
     83 to 100% of the area, and flips. The last gains of branches start there at 0, the head at N(0, 0.01); here at 1 and at zeros. Test
-    pictures are scored there by an average over views too, here by one centre crop.
+    images are scored there by an average over views too, here by one centre crop.
     """
     return RunConfig(
         recipe="supervised.tan",
@@ -54,7 +54,7 @@ def dp_nfnet() -> RunConfig:
 
 
 def micro() -> RunConfig:
-    """A small residual network (WRN-10-1: 77,850 parameters) for 50,000 pictures of 32 px in ten classes, epsilon 8, two CPU cores.
+    """A small residual network (WRN-10-1: 77,850 parameters) for 50,000 images of 32 px in ten classes, epsilon 8, two CPU cores.
 
     Not of a paper: De et al.'s way with WRN-16-4 on CIFAR-10 (GroupNorm, standardised weights, SGD without momentum, clip norm 1, views,
     averaged weights), made small: 75,000 records of 4 views each. The rest is rules of thumb: nothing was chosen by looking at a private
@@ -76,7 +76,7 @@ def vip_dp_finetune() -> RunConfig:
     q = 262,144 / N, noise 5.6, 1500 steps, rate 1.02e-3 after 50 steps of warm-up, decay 0.005, otherwise PyTorch's AdamW; delta 8e-7.
     The paper does not state: the clip norm (here 1; the noise scales with it, and AdamW feels it by its eps only while most records are
     clipped), the head's start (here zeros) and pooling (here the mean of the patch tokens), the augmentation (here that of the
-    pre-training) and the number of views (here 1). The guarantee for the pictures of the pre-training stands beside the new one, or adds
+    pre-training) and the number of views (here 1). The guarantee for the images of the pre-training stands beside the new one, or adds
     to it where both saw the same store.
     """
     parent = vip.base()
@@ -94,7 +94,7 @@ def vip_dp_finetune() -> RunConfig:
 
 
 def vip_micro_finetune() -> RunConfig:
-    """vip.dp_finetune in small: vip.micro's encoder on 50,000 pictures of 32 px in ten classes, epsilon 8, 150,000 sample-gradients.
+    """vip.dp_finetune in small: vip.micro's encoder on 50,000 images of 32 px in ten classes, epsilon 8, 150,000 sample-gradients.
 
     Not of the paper; the paper's rate and decay, a sample rate of 5% for its 20%, 60 steps for its 1500. No accuracy is promised.
     """

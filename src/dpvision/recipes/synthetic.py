@@ -1,6 +1,6 @@
-"""Warm starts on procedural textures: masked autoencoders trained without privacy on pictures of nobody (ViP, section 3.2, appendix A.2).
+"""Warm starts on procedural textures: masked autoencoders trained without privacy on procedural images (ViP, section 3.2, appendix A.2).
 
-Settings of the MAE paper (its Table 8): AdamW with betas 0.9 and 0.95, weight decay 0.05 on matrices, base rate 1.5e-4 per 256 pictures,
+Settings of the MAE paper (its Table 8): AdamW with betas 0.9 and 0.95, weight decay 0.05 on matrices, base rate 1.5e-4 per 256 images,
 batch 4096, 40 of 1000 epochs of warm-up, then a cosine; 75% masked. ViP has 1.3 million textures in its appendix (1.05 million in its
 section 4.1) and pixels that are not normalised per patch. Named departures: batches are Poisson draws of that expected size, and a look at
 a texture (place, zoom, turn, mirror, exposure, new in each step) takes the part of the random resized crop.

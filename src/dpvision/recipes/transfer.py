@@ -1,4 +1,4 @@
-"""DP transfer: a public encoder adapted to private pictures with labels (Mehta et al., TMLR 2022), whole or its last layer.
+"""DP transfer: a public encoder adapted to private images with labels (Mehta et al., TMLR 2022), whole or its last layer.
 
 At the paper's scale: ``torchrun --nproc-per-node 8 -m dpvision train transfer.pretrain_vit_b16 --data PUBLIC``, then the same with
 ``transfer.vit_b16 --data STORE``, which starts from it; or ``--init-from timm:vit_base_patch16_224.augreg_in21k`` with weights that others
@@ -8,7 +8,7 @@ PLD. The tables' other rows are in transfer_tables.py; one full-batch step on fr
 Not in the paper: which rates won (here the middle of the swept ones), the area of the crops (here that of the Inception crop, 5 to 100%),
 and the end of a step's rounding (steps = epochs x N / batch, rounded; 0.25 epochs of warm-up likewise). Departures: batches are Poisson
 draws of that expected size, as the accounting assumes; its algorithm 1 adds noise after the division, here as in its equation 4 before.
-Pictures are cropped in one resampling (``data.resize``).
+Images are cropped in one resampling (``data.resize``).
 """
 
 from collections.abc import Callable
@@ -89,7 +89,7 @@ def last(model: str) -> RunConfig:
 
 
 _TITLES = {
-    "vit_b16": "ViT-B/16", "vit_l16": "ViT-L/16", "vit_h14": "ViT-H/14", "vit_h14_4b": "ViT-H/14 from 4 billion pictures",
+    "vit_b16": "ViT-B/16", "vit_l16": "ViT-L/16", "vit_h14": "ViT-H/14", "vit_h14_4b": "ViT-H/14 from 4 billion images",
     "r50x4": "ResNet-50x4 (BiT)", "r152x4": "ResNet-152x4 (BiT)",
 }  # fmt: skip
 _SCORES = {

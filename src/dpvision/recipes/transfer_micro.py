@@ -1,4 +1,4 @@
-"""The laboratory's transfer: vip.micro's encoder adapted to 32 px pictures in ten classes with every way of tuning, minutes on a laptop.
+"""The laboratory's transfer: vip.micro's encoder adapted to 32 px images in ten classes with every way of tuning, minutes on a laptop.
 
     dpvision train synthetic.vip_micro
     dpvision train transfer.micro_film --data stores/mine
@@ -17,7 +17,7 @@ _NEW = {"pretrained_multiplier": 1.0}
 
 
 def micro() -> RunConfig:
-    """The whole of vip.micro's encoder and a head from zeros: 50,000 pictures, epsilon 8, 150,000 sample-gradients."""
+    """The whole of vip.micro's encoder and a head from zeros: 50,000 images, epsilon 8, 150,000 sample-gradients."""
     parent = vip.micro().model
     assert isinstance(parent, MAEConfig)
     return RunConfig(

@@ -110,9 +110,9 @@ VARIATIONS = _tables() | TABLE_4
 
 
 def pretrain(model: str) -> RunConfig:
-    """Supervised pre-training on public pictures with labels (Table 5, appendix C): Adam, decay 0.1, batch 4096, sigmoid loss.
+    """Supervised pre-training on public images with labels (Table 5, appendix C): Adam, decay 0.1, batch 4096, sigmoid loss.
 
-    Departures: one label for a picture, where JFT has several; records and classes are the paper's round numbers, to be set to the store's.
+    Departures: one label for an image, where JFT has several; records and classes are the paper's round numbers, to be set to the store's.
     """
     epochs, rate = _TABLE_5[model]
     records, classes = _JFT[model.endswith("_4b")]
@@ -139,7 +139,7 @@ def _pretraining() -> dict[str, Callable[[], RunConfig]]:
             return pretrain(model)
 
         length = f"{epochs} epochs" if epochs > 1 else "one epoch"
-        recipe.__doc__ = f"The start of transfer.{model}: {length} of public pictures without a guarantee (Table 5)."
+        recipe.__doc__ = f"The start of transfer.{model}: {length} of public images without a guarantee (Table 5)."
         return recipe
 
     return {f"transfer.pretrain_{model}": function(model, epochs) for model, (epochs, _) in _TABLE_5.items()}

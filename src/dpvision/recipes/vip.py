@@ -51,7 +51,7 @@ def large() -> RunConfig:
 
 
 def micro() -> RunConfig:
-    """A small ViP for 32 px pictures and two CPU cores: 50,000 records, epsilon 8, a million sample-gradients.
+    """A small ViP for 32 px images and two CPU cores: 50,000 records, epsilon 8, a million sample-gradients.
 
     Not of the paper: its targets are MAE's normalised pixels, which at this size teach several times as much as ViP's plain ones
     (docs/log.md), and its rate is below that of a random start, because noise undoes a warm start at a rate that random weights want. Rules

@@ -1,6 +1,6 @@
 """Several runs beside each other on one page: losses, what they cost, and how their encoders score.
 
-Losses are functions of the records, so the page is confidential unless every picture that shaped these runs is public (guarantee.md,
+Losses are functions of the records, so the page is confidential unless every image that shaped these runs is public (guarantee.md,
 rule 6): ``page_path`` decides where it may lie before anything is read from ``confidential/``.
 """
 
@@ -14,7 +14,7 @@ from dpvision.config import to_dict
 from dpvision.errors import CheckpointError, ConfigError, PrivacyError
 from dpvision.eval.score import is_of_the_run, is_share, printed
 from dpvision.eval.score_file import NOTHING_FITTED
-from dpvision.report.compared_run import ComparedRun, made_of_public_pictures, read_compared
+from dpvision.report.compared_run import ComparedRun, made_of_public_images, read_compared
 from dpvision.report.curves import Curve, Point, curves_figure, end_value, scaling_figure, size_text
 from dpvision.report.figures import SERIES, bars_figure
 from dpvision.report.html import render, write_page
@@ -30,10 +30,10 @@ def make_compare_page(run_dirs: Sequence[str | Path], out: str | Path | None = N
     Args:
         run_dirs: one or more run folders; at most six colours are told apart, a warm and a random start of the same settings sharing one.
         out: file to write. None: compare.html in the first run's ``confidential/``. Outside of a folder of that name only where all
-            pictures behind the runs are public; then private scores are left out.
+            images behind the runs are public; then private scores are left out.
 
     Raises:
-        PrivacyError: ``out`` is not under ``confidential/`` and a run is not of public pictures alone; a ledger was altered.
+        PrivacyError: ``out`` is not under ``confidential/`` and a run is not of public images alone; a ledger was altered.
         ConfigError: no run, the same run twice, too many, or ``out`` is not an .html file.
         CheckpointError: there is no run, no loss has been logged, or a file cannot be read or written.
     """
@@ -62,7 +62,7 @@ def page_path(roots: Sequence[Path], out: Path | None) -> Path:
     """Where the page is written.
 
     Raises:
-        PrivacyError: outside of a confidential folder, and a run is not of public pictures alone.
+        PrivacyError: outside of a confidential folder, and a run is not of public images alone.
         ConfigError: not an .html file. CheckpointError: there is no run.
     """
     if out is None:
@@ -70,11 +70,11 @@ def page_path(roots: Sequence[Path], out: Path | None) -> Path:
         return roots[0] / "confidential" / "compare.html"
     if out.suffix != ".html" or out.is_dir():
         raise ConfigError(f"compare: out={str(out)!r}; expected a file whose name ends in .html. Rename it.")
-    closed = [root for root in roots if not made_of_public_pictures(root)]
+    closed = [root for root in roots if not made_of_public_images(root)]
     if closed and not _is_confidential(out):
         raise PrivacyError(
             f"compare: out={str(out)!r}; expected a place under a folder named confidential, for losses of {closed[0]} come from private "
-            "pictures. Leave --out away, or put confidential/ into it."
+            "images. Leave --out away, or put confidential/ into it."
         )
     return out
 
@@ -143,7 +143,7 @@ def _differing(runs: Sequence[ComparedRun]) -> list[str]:
             "kind of model": model.get("kind"),
             "share of hidden patches": model.get("mask_ratio"),
             "patch size": model["encoder"].get("patch_size"),
-            "picture size": model["encoder"].get("image_size"),
+            "image size": model["encoder"].get("image_size"),
             "crop": run.config.data.crop_scale,
             "normalisation": (run.config.data.mean, run.config.data.std),
         }
@@ -172,7 +172,7 @@ def _score_figures(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
             continue
         chance = max(score["chance"] for _, score in entries)
         private = any(score["visibility"] == "private" for _, score in entries)
-        pictures = f"{'private' if private else 'public'} pictures ({data}), {protocol}"
+        pictures = f"{'private' if private else 'public'} images ({data}), {protocol}"
         if len({run.num_parameters for run, _ in ours}) > 1:
             untrained = [(runs[i], score) for i, score in entries if score["name"] == "random weights"]
             svg = scaling_figure([*_points(ours), *_untrained(untrained)], chance, pictures)

@@ -84,7 +84,7 @@ class ComparedRun:
         return f"{self.name}: {size_text(self.num_parameters)}, {self.cost}"
 
 
-def made_of_public_pictures(root: Path) -> bool:
+def made_of_public_images(root: Path) -> bool:
     """Whether a run's store is public, not cleared of private twins, and whatever shaped the weights it started from public or guaranteed.
 
     Raises:
@@ -103,7 +103,7 @@ def read_compared(root: Path, name: str, *, public_scores_only: bool = False) ->
 
     Args:
         name: as the page prints it.
-        public_scores_only: leave scores on private pictures out.
+        public_scores_only: leave scores on private images out.
 
     Raises:
         CheckpointError: there is no run, no loss has been logged, or a file cannot be read. PrivacyError: its ledger was altered.

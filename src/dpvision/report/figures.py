@@ -1,4 +1,4 @@
-"""Figures of the report in one house style: SVG text to put into a page, whose colours follow the page's light or dark theme."""
+"""Figures of the report in one style: SVG text to put into a page, whose colours follow the page's light or dark theme."""
 
 import io
 import re
@@ -106,14 +106,14 @@ def profile_figure(profile: Sequence[Sequence[float]], epsilon: float, delta: fl
 def bars_figure(
     groups: Sequence[tuple[str, Sequence[tuple[str, float, float, float, bool]]]],
     chances: Sequence[float],
-    pictures: str = "public pictures",
+    pictures: str = "public images",
 ) -> str:
     """Scores as SVG: horizontal bars with intervals, in groups, and in each a line where blind guessing stands.
 
     Args:
         groups: (title, bars), a bar being (label, value, low, high, whether it is what the figure is about), shares in [0, 1].
         chances: score of blind guessing in each group.
-        pictures: what they were measured on, for those who cannot see the figure.
+        images: what they were measured on, for those who cannot see the figure.
     """
     said = [
         f"{title}: {', '.join(f'{name} {value:.1%}' for name, value, *_ in bars)}; chance {chance:.1%}"
@@ -182,7 +182,7 @@ def series_figure(
 
 @contextmanager
 def svg_axes(alt: str, size: tuple[float, float] = _SIZE) -> Iterator[tuple[Axes, list[str]]]:
-    """Axes in the house style to draw on; when the block ends, the list holds the SVG.
+    """Axes in the report's style to draw on; when the block ends, the list holds the SVG.
 
     Args:
         alt: what the figure shows, for those who cannot see it.

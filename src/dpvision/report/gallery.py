@@ -1,7 +1,7 @@
-"""Pictures with what people and captioners say of them: some drawn at random, some from those that the captioner does best (DP-Cap's
+"""Images with what people and captioners say of them: some drawn at random, some from those that the captioner does best (DP-Cap's
 figures 7 and 8).
 
-Nobody chooses the pictures by looking: their order is drawn by a hash of their ids.
+Images are not chosen by hand: their order follows from a hash of their ids.
 
 Legend: N candidates, H height, W width.
 """
@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from dpvision.data.decode import BadPicture, decode
+from dpvision.data.decode import BadImage, decode
 from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
 from dpvision.data.store import Store
@@ -26,7 +26,7 @@ from dpvision.eval.captions.cider import cider_d
 from dpvision.eval.captions.cider_scores import say_captions
 from dpvision.eval.captions.open_captioner import OpenCaptioner, open_captioner
 from dpvision.models.generate import GenerateSettings
-from dpvision.report.compared_run import made_of_public_pictures
+from dpvision.report.compared_run import made_of_public_images
 
 NUM_CANDIDATES = 500
 BEST_SHARE = 0.1
@@ -48,7 +48,7 @@ class Saying:
 
 @dataclass(frozen=True)
 class Row:
-    """One picture of the gallery."""
+    """One image of the gallery."""
 
     picture: str
     """data: URI."""
@@ -59,24 +59,24 @@ class Row:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Pictures of one store and what is said of them. Made by ``make_gallery``."""
+    """Images of one store and what is said of them. Made by ``make_gallery``."""
 
     store: str
     """Name of its folder."""
     visibility: Literal["private", "public"]
-    """"public" when the store's pictures and all captioners' words may be shown to anybody."""
+    """"public" when the store's images and all captioners' words may be shown to anybody."""
     means: dict[str, float]
     """Mean CIDEr-D over the candidates, by captioner; the run's own first."""
     chance: float
-    """That of the run's own captions, each given to the next picture."""
+    """That of the run's own captions, each given to the next image."""
     open_names: frozenset[str]
-    """Captioners whose words about public pictures may leave."""
+    """Captioners whose words about public images may leave."""
     num_candidates: int
     random: tuple[Row, ...]
     best: tuple[Row, ...]
 
     def public_part(self) -> "Gallery | None":
-        """What of it may stand in report.html: nothing where the pictures are private, else without captioners that must not leave."""
+        """What of it may stand in report.html: nothing where the images are private, else without captioners that must not leave."""
         if self.visibility == "public":
             return self
         if not self.open_names:
@@ -92,15 +92,15 @@ class Gallery:
 def gallery_of_run(run: str | Path, store_dir: str | Path, beside: Sequence[str | Path] = (), *, count: int = 8) -> Gallery:
     """The gallery of a run's captioner on a store, with those of other runs beside it, by greedy captions.
 
-    Words of a run beside it may leave only when all of its pictures are public: the statement of this run does not speak for another's.
+    Words of a run beside it may leave only when all of its images are public: the statement of this run does not speak for another's.
 
     Args:
         beside: run folders of other captioners.
-        count: pictures of each kind.
+        count: images of each kind.
 
     Raises:
         ConfigError: a run is no captioner, or is named twice. CheckpointError: there is no checkpoint, or it lacks its tokenizer.
-        DataError: fewer than two pictures with captions could be read.
+        DataError: fewer than two images with captions could be read.
     """
     runs = {OWN: Path(run)}
     for other in map(Path, beside):
@@ -109,9 +109,7 @@ def gallery_of_run(run: str | Path, store_dir: str | Path, beside: Sequence[str 
             raise ConfigError(f"gallery: {other} is named twice; expected each run once. Leave one out.")
         runs[name] = other
     captioners = {name: open_captioner(path) for name, path in runs.items()}
-    open_names = {
-        name for name, path in runs.items() if not captioners[name].confidential and (name == OWN or made_of_public_pictures(path))
-    }
+    open_names = {name for name, path in runs.items() if not captioners[name].confidential and (name == OWN or made_of_public_images(path))}
     return make_gallery(captioners, open_store(store_dir), open_names, count=count)
 
 
@@ -128,7 +126,7 @@ def make_gallery(
     The best are drawn from the tenth of the candidates whose captions have the highest score, as in the paper's figure 8.
 
     Args:
-        open_names: captioners whose words about public pictures may leave.
+        open_names: captioners whose words about public images may leave.
         score: (captions, references of each) -> float64 (N,).
     """
     rows = _candidates(store)
@@ -136,13 +134,11 @@ def make_gallery(
     own = next(iter(captioners))
     rows = np.array([row for row in rows.tolist() if all(row in by_row for by_row in said.values())], dtype=np.int64)
     if len(rows) < 2:
-        raise DataError(
-            f"gallery: {store.path}: {len(rows)} pictures with captions could be read; expected two. Name a store with captions."
-        )
+        raise DataError(f"gallery: {store.path}: {len(rows)} images with captions could be read; expected two. Name a store with captions.")
     references = store.captions_many(rows)
     scores = {name: score([by_row[row] for row in rows.tolist()], references) for name, by_row in said.items()}
     own_texts = [said[own][row] for row in rows.tolist()]
-    # Several other pictures for each: one pairing can by luck bring like pictures together.
+    # Several other images for each: one pairing can by luck bring like images together.
     moves = range(1, min(len(own_texts), 9))
     chance = float(np.mean([score([*own_texts[k:], *own_texts[:k]], references).mean() for k in moves or (0,)]))
 
@@ -169,7 +165,7 @@ def make_gallery(
 
 
 def _candidates(store: Store) -> np.ndarray:
-    """Rows with captions, int64, at most NUM_CANDIDATES, in an order that is drawn by the pictures' ids."""
+    """Rows with captions, int64, at most NUM_CANDIDATES, in an order that is drawn by the images' ids."""
     row_N = np.arange(store.num_records)
     row_N = row_N[store.has_captions(row_N)]
     return row_N[_drawn_order(store, row_N, "gallery")][:NUM_CANDIDATES]
@@ -181,10 +177,10 @@ def _drawn_order(store: Store, row_N: np.ndarray, stream: str) -> np.ndarray:
 
 
 def _picture(data: bytes) -> str:
-    """The whole picture, at most 224 px along its longer side, as a data: URI."""
+    """The whole image, at most 224 px along its longer side, as a data: URI."""
     try:
         image = Image.fromarray(decode(data))
-    except BadPicture as error:  # it was read a moment ago
+    except BadImage as error:  # it was read a moment ago
         raise DataError(f"gallery: {error}") from None
     image.thumbnail((_LARGEST_PX, _LARGEST_PX), Image.Resampling.LANCZOS)
     small, file = max(image.size) <= _PNG_UP_TO_PX, io.BytesIO()

@@ -6,8 +6,8 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.report.phrases import CLIPPED
 
 HEADS = (
-    "The head is what this run releases: it was fitted to the private pictures under this guarantee, and scores measured with it on public "
-    "pictures cost nothing more. The encoder below it was not changed."
+    "The head is what this run releases: it was fitted to the private images under this guarantee, and scores measured with it on public "
+    "images cost nothing more. The encoder below it was not changed."
 )
 
 
@@ -17,13 +17,11 @@ def is_head(config: dict[str, Any]) -> bool:
 
 
 def released(plan: DPPlan) -> str:
-    """What leaves the house."""
+    """What may be released."""
     what = "The head (weight and bias), settings, ledger, public scores, this statement, report.html."
     if plan.guarantee != "dp":
-        return f"{what} All of them may hold whatever the pictures show."
-    return (
-        f"{what} They are computed from noisy sums alone, from public data, or from neither. Features of the pictures stay with the store."
-    )
+        return f"{what} All of them may hold whatever the images show."
+    return f"{what} They are computed from noisy sums alone, from public data, or from neither. Features of the images stay with the store."
 
 
 def clipping(plan: DPPlan) -> str:
@@ -40,12 +38,12 @@ def clipping(plan: DPPlan) -> str:
 def preprocessing(config: dict[str, Any]) -> list[str]:
     """What was derived from the data before the first release."""
     model = config["model"]
-    public = "The encoder's mean over procedural textures, which are nobody's, was taken off every feature."
+    public = "The encoder's mean over procedural textures, which contain no private data, was subtracted from every feature."
     centre = f" {public}" if model["centre"] == "textures" else ""
     chosen = f" Which head was decided by declared numbers alone: {model['reason']}." if model.get("reason") else ""
     return [
-        "Features: of one centre crop of each picture, by an encoder that was not trained here; encoders whose features of a picture "
-        "depend on other pictures are refused. Normalisation constants are the encoder's own."
+        "Features: of one centre crop of each image, by an encoder that was not trained here; encoders whose features of an image "
+        "depend on other images are refused. Normalisation constants are the encoder's own."
         f"{centre}",
         f"Labels: {model['num_classes']} classes, declared{'; a record may have several' if model.get('multi_label') else ''}.{chosen}",
         "Unreadable and oversized files were left out at import, each judged by itself. Identical files were merged into one record.",

@@ -1,6 +1,6 @@
-"""What an encoder takes for alike: a few pictures of a store, each with its nearest neighbours in feature space.
+"""What an encoder takes for alike: a few images of a store, each with its nearest neighbours in feature space.
 
-Legend: N candidates, Q queries, K neighbours, D feature dimensions, B pictures, H height, W width.
+Legend: N candidates, Q queries, K neighbours, D feature dimensions, B images, H height, W width.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ NUM_CANDIDATES = 500
 
 @dataclass(frozen=True)
 class Neighbours:
-    """A grid: a row for each query, a group of columns for each encoder. Pictures are data: URIs of PNG images."""
+    """A grid: a row for each query, a group of columns for each encoder. Images are data: URIs of PNG images."""
 
     names: tuple[str, ...]
     """Of the encoders."""
@@ -33,9 +33,9 @@ class Neighbours:
     """(query, strip of its k nearest by each encoder, nearest first)."""
     k: int
     num_candidates: int
-    """Pictures among which neighbours were looked for."""
+    """Images among which neighbours were looked for."""
     same_class: tuple[float, ...] | None
-    """By encoder: share of the k nearest that are of the picture's own class, over all candidates; None where not all have labels."""
+    """By encoder: share of the k nearest that are of the image's own class, over all candidates; None where not all have labels."""
     chance: float | None
     """The same share for neighbours chosen blindly."""
     pooling: str
@@ -46,13 +46,13 @@ def neighbours_of_run(run: str | Path, store: Store, *, num_queries: int = 6, k:
 
     Args:
         run: run or checkpoint folder.
-        store: its pictures will be in the result.
+        store: its images will be in the result.
 
     Returns:
-        None where the store has too few pictures to compare, or the run is a head on an encoder that it did not train.
+        None where the store has too few images to compare, or the run is a head on an encoder that it did not train.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it was altered. DataError: no picture could be read.
+        CheckpointError: there is no checkpoint, or it was altered. DataError: no image could be read.
     """
     if is_head(load_checkpoint(run)):
         return None  # its encoder is somebody else's
@@ -61,12 +61,12 @@ def neighbours_of_run(run: str | Path, store: Store, *, num_queries: int = 6, k:
 
 
 def find_neighbours(encoders: dict[str, Encoder], store: Store, *, num_queries: int = 6, k: int = 6) -> Neighbours | None:
-    """Nearest neighbours by each of several encoders, among at most 500 pictures spread over ``store``.
+    """Nearest neighbours by each of several encoders, among at most 500 images spread over ``store``.
 
-    Which candidates and queries depends on the number of pictures only.
+    Which candidates and queries depends on the number of images only.
 
     Args:
-        encoders: by the name that the grid prints; of one picture size and one normalisation. Each one's default pooling is taken.
+        encoders: by the name that the grid prints; of one image size and one normalisation. Each one's default pooling is taken.
 
     Returns, raises: as ``neighbours_of_run``.
     """

@@ -21,14 +21,14 @@ from dpvision.runs.folder import read_run
 
 
 def make_operator_page(run_dir: str | Path, private_store: str | Path | None = None, *, gallery: Gallery | None = None) -> Path:
-    """Write RUN/confidential/operator.html: losses, gradient norms, batch sizes, throughput, private scores and pictures.
+    """Write RUN/confidential/operator.html: losses, gradient norms, batch sizes, throughput, private scores and images.
 
     Made for every run, also for those without a guarantee.
 
     Args:
         run_dir: run folder.
-        private_store: store whose pictures are reconstructed and compared on the page; None for no pictures.
-        gallery: pictures with their captions.
+        private_store: store whose images are reconstructed and compared on the page; None for no images.
+        gallery: images with their captions.
 
     Raises:
         CheckpointError: there is no run, or its metrics cannot be read.
@@ -75,7 +75,7 @@ def _figures(metrics: list[dict[str, Any]], plan: DPPlan) -> dict[str, Markup]:
             ylabel="records in the batch",
             reference=("expected", plan.expected_batch_size),
         ),
-        "rate": series_figure(hours, {"rate": columns["pictures_per_s"]}, xlabel="hours since the start", ylabel="pictures per second"),
+        "rate": series_figure(hours, {"rate": columns["images_per_s"]}, xlabel="hours since the start", ylabel="images per second"),
     }
     return {name: Markup(svg) for name, svg in drawn.items()}
 

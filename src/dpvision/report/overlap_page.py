@@ -1,4 +1,4 @@
-"""Matches of ``data overlap`` side by side, for the operator: is the picture on the left the one on the right?"""
+"""Matches of ``data overlap`` side by side, for the operator: is the image on the left the one on the right?"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from dpvision.data.decode import BadPicture, decode
+from dpvision.data.decode import BadImage, decode
 from dpvision.data.overlap import HOWS, Matches
 from dpvision.data.store import Store
 from dpvision.report.html import render, write_page
@@ -26,13 +26,13 @@ class Pair:
     """One match on the page."""
 
     strip: str
-    """Both pictures, the public one first: a data: URI."""
+    """Both images, the public one first: a data: URI."""
     names: tuple[str, str]
     distance: str
 
 
 def write_overlap_page(path: Path, public: Store, private: Store, found: Matches, methods: list[str], *, most: int = 60) -> Path:
-    """Write the page; confidential, as it shows private pictures.
+    """Write the page; confidential, as it shows private images.
 
     Args:
         most: pairs of each kind that are shown, spread evenly from the nearest to the farthest.
@@ -58,10 +58,10 @@ def _pair(public: Store, private: Store, found: Matches, m: int, distance: str) 
 
 
 def _tile(data: bytes) -> np.ndarray:
-    """The whole picture in a square, grey around it; grey all over where it cannot be read (identical bytes may be no picture)."""
+    """The whole image in a square, grey around it; grey all over where it cannot be read (identical bytes may be no image)."""
     try:
         image = Image.fromarray(decode(data))
-    except BadPicture:
+    except BadImage:
         image = Image.new("RGB", (1, 1), "grey")
     method = Image.Resampling.NEAREST if max(image.size) < _SIDE_PX // 2 else Image.Resampling.LANCZOS
     return np.asarray(ImageOps.pad(image, (_SIDE_PX, _SIDE_PX), method=method, color="grey"))

@@ -36,9 +36,9 @@ def make_report(
 
     Args:
         run_dir: run folder.
-        public_store: public store whose pictures are reconstructed and compared on the page; None for no pictures.
+        public_store: public store whose images are reconstructed and compared on the page; None for no images.
         store_dir, tuning: as in ``statement.make_statement``.
-        gallery: pictures with their captions, the public part (``Gallery.public_part``).
+        gallery: images with their captions, the public part (``Gallery.public_part``).
 
     Raises:
         PrivacyError: the run may not be reported (``make_statement``), or ``public_store`` or ``gallery`` is private.

@@ -11,26 +11,26 @@ from dpvision.report.numbers import count, factor, one_in, percent_up, round_up,
 from dpvision.report.schema import Tuning
 
 TRUST_MODEL = (
-    "Whoever runs the training is trusted with the pictures. The guarantee is towards everybody who receives what is released, also if "
-    "they see the weights after every single step. It presumes that nobody else learns the random keys of the run or which pictures a "
+    "Whoever runs the training is trusted with the images. The guarantee is towards everybody who receives what is released, also if "
+    "they see the weights after every single step. It presumes that nobody else learns the random keys of the run or which images a "
     "step has drawn."
 )
-ADJACENCY = "Add or remove one: two sets of pictures are neighbours when one of them has one more than the other, and they agree otherwise."
+ADJACENCY = "Add or remove one: two sets of images are neighbours when one of them has one more than the other, and they agree otherwise."
 DATASET_SIZE = (
-    "The number of pictures is a declared, public constant of the plan. The sampling rate and the divisor follow from it and never from "
-    "the number of pictures that the store holds, which is allowed to differ by up to 1% (in full batches: to be up to 1% smaller)."
+    "The number of images is a declared, public constant of the plan. The sampling rate and the divisor follow from it and never from "
+    "the number of images that the store holds, which is allowed to differ by up to 1% (in full batches: to be up to 1% smaller)."
 )
 BAD_RECORDS = (
-    "A picture that cannot be decoded, or whose gradient is not finite, contributes exactly zero to its step. It is not replaced by "
+    "An image that cannot be decoded, or whose gradient is not finite, contributes exactly zero to its step. It is not replaced by "
     "another, skips no step and stops nothing."
 )
 HEADS = (
-    "Scores in this statement were measured on public pictures with heads that were fitted to public pictures: they cost no privacy. A "
-    "head fitted to private pictures needs a guarantee of its own, which this statement does not give."
+    "Scores in this statement were measured on public images with heads that were fitted to public images: they cost no privacy. A "
+    "head fitted to private images needs a guarantee of its own, which this statement does not give."
 )
 NO_AUDITS = "No attack was run against this model. The bounds on attacks in this statement are proven and do not rest on one."
 OTHER_RUNS_UNKNOWN = (
-    "Unknown: the store was out of reach when this statement was written. If other runs used the same pictures, what they cost comes on "
+    "Unknown: the store was out of reach when this statement was written. If other runs used the same images, what they cost comes on "
     "top; `dpvision ledger STORE` adds it up."
 )
 COPIES_UNKNOWN = (
@@ -38,24 +38,24 @@ COPIES_UNKNOWN = (
     "its own, and what is charged there comes on top."
 )
 TUNING: dict[Tuning, str] = {
-    "none": "Declared by the operator: the settings were fixed before the first run on these pictures, and the checkpoint is the last one.",
+    "none": "Declared by the operator: the settings were fixed before the first run on these images, and the checkpoint is the last one.",
     "public": (
         "Declared by the operator: settings and checkpoint were chosen by public scores alone. A choice among several runs on the same "
-        "pictures is covered by the total of those runs, not by the epsilon of the one that was chosen."
+        "images is covered by the total of those runs, not by the epsilon of the one that was chosen."
     ),
     "not_covered": (
-        "Not covered: it is not recorded how the settings and the checkpoint were chosen. If results on these pictures were looked at in "
+        "Not covered: it is not recorded how the settings and the checkpoint were chosen. If results on these images were looked at in "
         "order to choose, that choice has a price that is not in epsilon."
     ),
 }
 SELECTION = (
-    "Charged: among a public list of settings one was chosen by its score on these pictures, in a private selection. A secret random "
+    "Charged: among a public list of settings one was chosen by its score on these images, in a private selection. A secret random "
     "number of runs was made, each with a setting drawn from the list and a score with noise of its own, and the best of them is what is "
     "released; epsilon covers all of them and the choice. Of how everything else was chosen: "
 )
 """Comes before the operator's declaration about the rest."""
 SIDE_CHANNELS = [
-    "Time: how long a step takes depends on how many pictures it drew. Times are kept out of what is released.",
+    "Time: how long a step takes depends on how many images it drew. Times are kept out of what is released.",
     "Floating point: noise is added in finite precision, whose rounding an attacker could in theory exploit.",
     "The machine: memory, disks, backups, and what was typed on its terminal.",
 ]
@@ -79,8 +79,8 @@ COMPOSITION: dict[Method, str] = {
 }
 
 TWINS = (
-    "Whether a picture that is public as well was among the private ones: a public store in the lineage was cleared of such pictures, and "
-    "what is missing from it tells. For a picture without a public twin the guarantee holds in full: with and without it that store is the "
+    "Whether an image that is public as well was among the private ones: a public store in the lineage was cleared of such images, and "
+    "what is missing from it tells. For an image without a public twin the guarantee holds in full: with and without it that store is the "
     "same."
 )
 
@@ -90,24 +90,24 @@ def summary(plan: DPPlan, guarantee: dict[str, Any] | None) -> tuple[str, list[s
     if guarantee is None:
         simulated = " It simulates a private run to find settings for it." if plan.guarantee == "simulated" else ""
         return "This run guarantees nothing.", [
-            "Its pictures were imported as public or are synthetic, and nothing was done to hide any of them: the model may reproduce "
+            "Its images were imported as public or are synthetic, and nothing was done to hide any of them: the model may reproduce "
             f"them.{simulated}",
             "The figures below describe what was executed. None of them is a statement about privacy.",
         ]
     epsilon, delta, attack = guarantee["epsilon"], guarantee["delta"], guarantee["attack"]
     seen = "the model after every step" if plan.selection is None else "the model that was chosen, with its score,"
-    headline = f"Differential privacy with epsilon {round_up(epsilon, 2)} and delta {short(delta)} for each single picture."
+    headline = f"Differential privacy with epsilon {round_up(epsilon, 2)} and delta {short(delta)} for each single image."
     return headline, [
-        f"Take any one of the {plan.dataset_size:,} pictures away, with everything that belongs to it. Whatever came out of this "
+        f"Take any one of the {plan.dataset_size:,} images away, with everything that belongs to it. Whatever came out of this "
         "training could have come out without it as well: the probability of any result changes by a factor of at most "
         f"e^epsilon = {factor(epsilon)}, give or take delta, {one_in(delta)}.",
-        f"To see what that is worth, imagine the strongest attacker: one who knows all other pictures, sees {seen} "
-        "and only has to say whether one given picture was used. If a tossed coin had decided it, no method whatever would tell which "
+        f"To see what that is worth, imagine the strongest attacker: one who knows all other images, sees {seen} "
+        "and only has to say whether one given image was used. If a tossed coin had decided it, no method whatever would tell which "
         f"side came up more than {percent_up(attack['coin_accuracy'])} of the time; guessing is right 50% of the time.",
-        f"If the attacker may accuse only 1 in 100 of the pictures that were not used, at most {percent_up(attack['tpr_at_fpr_0.01'])} "
+        f"If the attacker may accuse only 1 in 100 of the images that were not used, at most {percent_up(attack['tpr_at_fpr_0.01'])} "
         f"of those that were used can be found; if only 1 in 1,000, at most {percent_up(attack['tpr_at_fpr_0.001'])}. Blind guessing "
         "would find 1% and 0.1%.",
-        f"These are limits for the worst case, proven and not measured; real attackers know less. {tier(epsilon)} What many pictures "
+        f"These are limits for the worst case, proven and not measured; real attackers know less. {tier(epsilon)} What many images "
         "have in common is learned on purpose and is not protected: the promise is about each one of them.",
     ]
 
@@ -125,34 +125,34 @@ def tier(epsilon: float) -> str:
 
 
 def released(plan: DPPlan) -> str:
-    """What leaves the house."""
+    """What may be released."""
     what = "Checkpoints (weights, moving average, optimizer state), settings, ledger, public scores, this statement, report.html."
     if plan.guarantee != "dp":
-        return f"{what} All of them may hold whatever the pictures show."
+        return f"{what} All of them may hold whatever the images show."
     return f"{what} They are computed from noisy sums alone, from public data, or from neither."
 
 
 def not_covered(plan: DPPlan) -> list[str]:
     """What the guarantee says nothing about."""
     if plan.guarantee != "dp":
-        return ["Everything: no picture of this run is protected."]
+        return ["Everything: no image of this run is protected."]
     said = [
-        "Everything under confidential/: losses, gradient norms, batch sizes, times, pictures. It must not leave.",
-        "Facts about the whole population that the model learns from many pictures together.",
-        "How the store was put together before the run: removing private pictures because of other private pictures (such as "
-        "near-duplicates) is not covered; judging each picture by itself, or against a fixed public set, is free. The guarantee is for "
+        "Everything under confidential/: losses, gradient norms, batch sizes, times, images. It must not leave.",
+        "Facts about the whole population that the model learns from many images together.",
+        "How the store was put together before the run: removing private images because of other private images (such as "
+        "near-duplicates) is not covered; judging each image by itself, or against a fixed public set, is free. The guarantee is for "
         "the store as it was.",
-        "The same picture, or pictures of the same person, in other data sets or under other run ledgers.",
+        "The same image, or images of the same person, in other data sets or under other run ledgers.",
     ]
     if plan.num_units is None:
-        said.append("Several different pictures of one person: the import did not name the person of each picture.")
+        said.append("Several different images of one person: the import did not name the person of each image.")
     return said
 
 
 def unit(plan: DPPlan) -> str:
     """Whom the guarantee is for."""
     k = plan.max_records_per_unit
-    record = "One record: a picture with all its captions and labels. Files with identical picture bytes are one record."
+    record = "One record: an image with all its captions and labels. Files with identical image bytes are one record."
     if plan.num_units is None:
         return record
     return (
@@ -166,7 +166,7 @@ def delta_rule(plan: DPPlan, num_parents: int) -> str:
     """How delta was chosen."""
     default = "1 / (2 N)" if plan.delta < MAX_DELTA else f"{MAX_DELTA:g}, the largest default"
     rule = default if plan.delta == default_delta(plan.population) else "set explicitly"
-    whom = "pictures" if plan.num_units is None else "people"
+    whom = "images" if plan.num_units is None else "people"
     joined = f" With {count(num_parents, 'earlier run')} in the lineage, every figure holds at the smallest delta." if num_parents else ""
     return f"{rule}, N being the declared number of {whom}; training is refused when N x delta exceeds 1.5.{joined}"
 
@@ -209,8 +209,8 @@ def deduplicated(record: dict[str, Any] | None) -> dict[str, Any] | None:
         "against": record["against"],
         "methods": record["methods"],
         "text": (
-            f"Public pictures that are also in store {stores} were left out before training on this store "
-            f"({'; '.join(record['methods'])}). How many is not said: it depends on the private pictures."
+            f"Public images that are also in store {stores} were left out before training on this store "
+            f"({'; '.join(record['methods'])}). How many is not said: it depends on the private images."
         ),
     }
 
@@ -262,8 +262,8 @@ def sampling_assumed(plan: DPPlan) -> str:
     """The sampling scheme that the accountant was told."""
     q = f"probability {plan.sample_rate:.6g}"
     return {
-        "poisson": f"Poisson: in each step every record is drawn by a coin of its own, with {q}.",
-        "truncated_poisson": f"Truncated Poisson: each record by its own coin, with {q}; beyond {plan.max_batch_size} a random subset.",
+        "poisson": f"Poisson: in each step each record is sampled independently, with {q}.",
+        "truncated_poisson": f"Truncated Poisson: each record sampled independently, with {q}; beyond {plan.max_batch_size} a random part.",
         "full_batch": "Full batch: every record in every step.",
     }[plan.sampling]
 
@@ -368,7 +368,7 @@ def other_runs(account: StoreAccount, run_id: str) -> str:
     others = sum(run.run_id != run_id for run in account.runs)
     if account.unprotected:
         return (
-            f"{count(len(account.unprotected), 'run')} without a guarantee used the same pictures. Their results are confidential; if "
+            f"{count(len(account.unprotected), 'run')} without a guarantee used the same images. Their results are confidential; if "
             "they were released, or chosen by, no total would hold."
         )
     unknown = COPIES_UNKNOWN if not account.moves else f"{COPIES_UNKNOWN} {_moved(account.moves)}"
@@ -379,7 +379,7 @@ def other_runs(account: StoreAccount, run_id: str) -> str:
     image = "" if of_unit is None else " for an image,"
     total = f"{person}epsilon {round_up(account.epsilon or 0.0, 2)}{image}"
     return (
-        f"{count(others, 'other run')} used the same pictures. All together cost {total} at delta {short(account.delta or 0.0)} if their "
+        f"{count(others, 'other run')} used the same images. All together cost {total} at delta {short(account.delta or 0.0)} if their "
         f"settings were fixed beforehand; epsilon_filter is for settings chosen after seeing earlier runs. {unknown}"
     )
 

@@ -1,6 +1,6 @@
-"""What a masked autoencoder makes of pictures it sees a quarter of, before and after a run: strips of pictures for a page.
+"""What a masked autoencoder makes of images it sees a quarter of, before and after a run: strips of images for a page.
 
-Legend: B pictures, L patches, C channels, H height, W width.
+Legend: B images, L patches, C channels, H height, W width.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ LOST_START = "random initial weights (the warm start it had is not at hand)"
 
 @dataclass(frozen=True)
 class Reconstructions:
-    """Strips of the same pictures, as data: URIs of PNG images."""
+    """Strips of the same images, as data: URIs of PNG images."""
 
     seen: str
     """The patches that the models were shown; the others are transparent."""
@@ -46,21 +46,21 @@ class Reconstructions:
 
 
 def reconstruct_some(run: str | Path, store: Store, count: int = 8) -> Reconstructions | None:
-    """Pictures of ``store``, masked, and filled in by what the run started from and by what it ended with.
+    """Images of ``store``, masked, and filled in by what the run started from and by what it ended with.
 
     "Before" is the checkpoint that ``init_from`` names, where it is still the one that the run's lineage tells of; otherwise the weights
     that the seed initialises. The name of the strip says which.
 
     Args:
         run: run or checkpoint folder.
-        store: its pictures will be in the result.
+        store: its images will be in the result.
 
     Returns:
-        None where the run's model does not fill in pictures.
+        None where the run's model does not fill in images.
 
     Raises:
         CheckpointError: there is no checkpoint, or it was altered.
-        DataError: no picture could be read.
+        DataError: no image could be read.
     """
     checkpoint = load_checkpoint(run)
     config = from_dict(RunConfig, checkpoint.manifest["config"], f"{checkpoint.path}: config")
@@ -72,18 +72,18 @@ def reconstruct_some(run: str | Path, store: Store, count: int = 8) -> Reconstru
 
 
 def reconstruct(models: Mapping[str, Checkpoint | None], config: RunConfig, store: Store, count: int = 8) -> Reconstructions:
-    """The same masked pictures as each of several models fills them in.
+    """The same masked images as each of several models fills them in.
 
-    Which pictures, and their masks, depends on the store's size, the pictures' ids and the config's seed only.
+    Which images, and their masks, depends on the store's size, the images' ids and the config's seed only.
 
     Args:
         models: one or more; name of a row -> checkpoint, or None for the weights that the config's seed initialises.
         config: of the masked autoencoder that all of them are.
-        store: ``count`` pictures spread over it will be in the result.
+        store: ``count`` images spread over it will be in the result.
 
     Raises:
         ConfigError: the config is not of a masked autoencoder. CheckpointError: a checkpoint is of another architecture.
-        DataError: no picture could be read.
+        DataError: no image could be read.
     """
     if not isinstance(config.model, MAEConfig):
         raise ConfigError(f"reconstructions: model.kind={config.model.kind!r}; expected 'mae'. Choose a run of a vip recipe.")
@@ -91,7 +91,7 @@ def reconstruct(models: Mapping[str, Checkpoint | None], config: RunConfig, stor
     rows = np.unique(np.linspace(0, store.num_records - 1, count).astype(np.int64))
     found = next(pictures(store, rows, config.model.encoder.image_size, config.data, batch_size=len(rows), workers=1), None)
     if found is None:
-        raise DataError(f"report: none of {len(rows)} pictures of {store.path} could be read; expected pictures. Import the source again.")
+        raise DataError(f"report: none of {len(rows)} images of {store.path} could be read; expected images. Import the source again.")
     x_BCHW, row_B, _ = found
     record_id_B = torch.from_numpy(store.index["id"][row_B.numpy()].astype(np.int64))
     fills = {}

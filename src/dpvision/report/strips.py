@@ -1,6 +1,6 @@
-"""Rows of pictures for a page: normalised tensors to pixels, pixels to one image in a data: URI.
+"""Rows of images for a page: normalised tensors to pixels, pixels to one image in a data: URI.
 
-Legend: B pictures, C channels, H height, W width.
+Legend: B images, C channels, H height, W width.
 """
 
 import base64
@@ -16,13 +16,13 @@ _LARGEST_PX = 128
 
 
 def pixels_of(x_BCHW: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
-    """uint8 (B, H, W, 3) of normalised pictures."""
+    """uint8 (B, H, W, 3) of normalised images."""
     mean_C11, std_C11 = (torch.tensor(values)[:, None, None] for values in (mean, std))
     return ((x_BCHW * std_C11 + mean_C11).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
 
 
 def strip_of(image_BHWC: np.ndarray) -> str:
-    """One row of pictures with transparent gaps between them, at most 128 px high, as a data: URI of a PNG.
+    """One row of images with transparent gaps between them, at most 128 px high, as a data: URI of a PNG.
 
     Args:
         image_BHWC: uint8, C = 3, or 4 with the opacity.

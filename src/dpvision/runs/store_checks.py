@@ -53,7 +53,7 @@ def check_store(plan: DPPlan, store: Store, rows: np.ndarray) -> None:
 def check_labels(store: Store, rows: np.ndarray, num_classes: int, *, multi_label: bool = False) -> None:
     """Refuse a store that a classifier cannot be trained on.
 
-    Labels are private where the pictures are: the message is for whoever holds them, and stands in no file of the run. During a step
+    Labels are private where the images are: the message is for whoever holds them, and stands in no file of the run. During a step
     nothing is raised (``models.classifier.losses``).
 
     Args:
@@ -89,5 +89,5 @@ def check_labels(store: Store, rows: np.ndarray, num_classes: int, *, multi_labe
         raise DataError(f"{where}: {OPERATOR_ONLY}every record has the same labels; expected some that differ. Correct the labels.")
     if not multi_label and len(rows) and count_K.max() == len(rows):
         raise DataError(
-            f"{where}: {OPERATOR_ONLY}one class only, label={int(class_M[0])}; expected two or more. Add pictures of another class."
+            f"{where}: {OPERATOR_ONLY}one class only, label={int(class_M[0])}; expected two or more. Add images of another class."
         )

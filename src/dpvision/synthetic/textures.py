@@ -78,7 +78,7 @@ def textures(
         world, look = _draw_world(program_N[here]), _draw_look(program_N[here], instance[here], instance_N is None)
         most_things = int(things_N[here].max())
         if fused:
-            out[here] = _fused_picture(world, look, size_px, most_things)
+            out[here] = _fused_image(world, look, size_px, most_things)
         else:
             out[here] = _picture(world, look, _material(device), size_px, most_things, (_begin, _paint, _develop))
     return out
@@ -103,7 +103,7 @@ def _picture(
     return develop(canvas, look, size_px)
 
 
-def _fused_picture(world: dict[str, Tensor], look: dict[str, Tensor], size_px: int, most_things: int) -> Tensor:
+def _fused_image(world: dict[str, Tensor], look: dict[str, Tensor], size_px: int, most_things: int) -> Tensor:
     """``_picture`` through three compiled programs per size: a part that is not full is filled up, so that none is compiled twice."""
     device = look["cos"].device
     num, full = len(look["cos"]), max(1, (_CPU_PIXELS if device.type == "cpu" else _GPU_PIXELS) // size_px**2)

@@ -97,7 +97,7 @@ class RunLog:
         rate = metrics.batch_size / metrics.step_s
         _line(self._public, self._meter.entry(done))
         values = {key: _finite(value) for key, value in vars(metrics).items()}
-        _line(self._private, {"step": done, **values, "pictures_per_s": _finite(rate), "time": time.time()})
+        _line(self._private, {"step": done, **values, "images_per_s": _finite(rate), "time": time.time()})
         for name, value in values.items():
             if value is not None:
                 self._board.add_scalar(name, value, done)

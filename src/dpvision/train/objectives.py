@@ -71,7 +71,7 @@ def loss_function(config: RunConfig) -> LossFn:
 
 
 def example_batch(config: RunConfig, num_records: int = 4) -> Batch:
-    """Public batch of random pictures, with labels or captions as the model needs them, in the shapes of a run; for the gates."""
+    """Public batch of random images, with labels or captions as the model needs them, in the shapes of a run; for the gates."""
     size, views, cfg = config.model.encoder.image_size, config.data.views, config.model
     generator = torch.Generator().manual_seed(config.seed)
     number_B = torch.arange(1, num_records + 1)

@@ -36,7 +36,7 @@ def start_from(model: nn.Module, cfg: ModelConfig, parent: Checkpoint) -> None:
 
     Of a parent of the same kind all weights are taken, but a classifier keeps its own head where the parent has another number of classes,
     and a captioner those of a second loss or of parallel prediction where the parent has none. A captioner takes encoder and decoder of its
-    warm start; every other pair has the encoder in common. Pictures may have another size: positions of our encoders are no weights, those
+    warm start; every other pair has the encoder in common. Images may have another size: positions of our encoders are no weights, those
     of timm's are interpolated. What a parent's tuning had put in is merged into the weights beside it; what this run's puts in starts anew.
 
     Raises:
@@ -58,7 +58,7 @@ def start_from(model: nn.Module, cfg: ModelConfig, parent: Checkpoint) -> None:
 
 
 def check_constants(config: RunConfig, parent: Checkpoint) -> None:
-    """Weights know pictures by the constants that they were normalised with: others would be pictures of another kind to them.
+    """Weights know images by the constants that they were normalised with: others would be images of another kind to them.
 
     Raises:
         ConfigError: mean or std differ from the parent's.
@@ -73,7 +73,7 @@ def check_constants(config: RunConfig, parent: Checkpoint) -> None:
 
 
 def _fitted(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Trained positions of a timm encoder brought to the new run's picture size."""
+    """Trained positions of a timm encoder brought to the new run's image size."""
     encoder = getattr(model, "encoder", None)
     if not isinstance(encoder, TimmEncoder):
         return weights

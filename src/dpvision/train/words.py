@@ -1,4 +1,4 @@
-"""What a captioner's run knows of words: the tokenizer, checked against model, store and parent."""
+"""Tokenizer loading and checks: against the model, the store and the parent run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Pictures of coloured rectangles with COCO's annotations: known boxes, polygons and masks."""
+"""Images of coloured rectangles with COCO's annotations: known boxes, polygons and masks."""
 
 import json
 from pathlib import Path
@@ -11,17 +11,17 @@ CATEGORIES = [{"id": 3, "name": "red"}, {"id": 7, "name": "green"}, {"id": 9, "n
 
 
 def write_shapes(
-    root: Path, num: int, *, height: int = 48, width: int = 64, seed: int = 0, shuffled: bool = False, per_picture: int = 2
+    root: Path, num: int, *, height: int = 48, width: int = 64, seed: int = 0, shuffled: bool = False, per_image: int = 2
 ) -> tuple[Path, Path]:
-    """``num`` pictures, one rectangle in each half; the file and the folder. ``shuffled``: each class is one of the other two."""
+    """``num`` images, one rectangle in each half; the file and the folder. ``shuffled``: each class is one of the other two."""
     rng = np.random.Generator(np.random.PCG64(seed))
     images = root / "pictures"
     images.mkdir(parents=True)
     entries, marks = [], []
     for i in range(num):
         pixels = np.full((height, width, 3), 128, dtype=np.uint8)
-        for k in range(per_picture):
-            half = width // per_picture
+        for k in range(per_image):
+            half = width // per_image
             w, h = int(rng.integers(half // 2, half - 3)), int(rng.integers(height // 3, height - 6))
             left, top = k * half + int(rng.integers(1, half - w - 1)), int(rng.integers(1, height - h - 1))
             c = int(rng.integers(0, 3))

@@ -70,7 +70,7 @@ def test_what_is_left_out_is_counted_and_what_stands_out_is_cut(tmp_path: Path) 
 
     coco = load_coco(changed(file, change), images)
     assert coco.notes == (
-        "1 boxes outside their picture left out", "1 boxes that stood out of their picture cut", "1 boxes without area left out",
+        "1 boxes outside their image left out", "1 boxes that stood out of their image cut", "1 boxes without area left out",
         "1 objects with a mask of fewer than three points, which keep their box",
     )  # fmt: skip
     first, second = coco.pictures
@@ -93,12 +93,12 @@ WRONG = {
     "categories": (_set(["categories"], []), "no categories"),
     "twice": (lambda given: given["categories"].append(given["categories"][0]), "categories with the same id"),
     "no list": (lambda given: given.pop("annotations"), "no list 'annotations'"),
-    "pictures": (_set(["images"], []), "no pictures"),
-    "same picture": (lambda given: given["images"].append(given["images"][0]), "pictures with the same id"),
+    "pictures": (_set(["images"], []), "no images"),
+    "same image": (lambda given: given["images"].append(given["images"][0]), "images with the same id"),
     "no size": (_set(["images", 0, "height"], 0), "without size"),
     "height": (_set(["images", 0, "height"], "48"), "height='48'"),
-    "unknown picture": (_set(["annotations", 0, "image_id"], 99), "annotation 1: image_id=99, category_id="),
-    "unknown class": (_set(["annotations", 0, "category_id"], 4), "category_id=4; expected a picture and a category of the file"),
+    "unknown image": (_set(["annotations", 0, "image_id"], 99), "annotation 1: image_id=99, category_id="),
+    "unknown class": (_set(["annotations", 0, "category_id"], 4), "category_id=4; expected an image and a category of the file"),
     "box": (_set(["annotations", 0, "bbox"], [1, 2, 3]), r"bbox=\[1, 2, 3\]; expected left, top, width, height"),
     "nan": (_set(["annotations", 0, "bbox"], [1, 2, 3, float("nan")]), "annotation 1: bbox="),
     "polygon": (_set(["annotations", 0, "segmentation"], [[1, 2, 3]]), "expected polygons or a run-length mask"),
@@ -129,35 +129,35 @@ def test_files_that_cannot_be_read_are_said(tmp_path: Path) -> None:
         load_coco(tmp_path / "list.json", images)
 
 
-def test_missing_pictures_stop_it_or_are_counted(tmp_path: Path) -> None:
+def test_missing_images_stop_it_or_are_counted(tmp_path: Path) -> None:
     file, images = write_shapes(tmp_path, 3)
     (images / "001.png").unlink()
-    with pytest.raises(DataError, match=r"1 of 3 pictures .* the first is 001.png; expected all. Restore them"):
+    with pytest.raises(DataError, match=r"1 of 3 images .* the first is 001.png; expected all. Restore them"):
         load_coco(file, images)
     coco = load_coco(file, images, allow_missing=True)
-    assert len(coco.pictures) == 2 and coco.notes == ("1 pictures whose file is missing left out",)
+    assert len(coco.pictures) == 2 and coco.notes == ("1 images whose file is missing left out",)
     for left in images.iterdir():
         left.unlink()
-    with pytest.raises(DataError, match="Correct the folder of pictures"):
+    with pytest.raises(DataError, match="Correct the folder of images"):
         load_coco(file, images, allow_missing=True)
 
 
-def test_a_picture_that_is_another_or_none_is_said(tmp_path: Path) -> None:
+def test_an_image_that_is_another_or_none_is_said(tmp_path: Path) -> None:
     file, images = write_shapes(tmp_path, 2)
     first, second = load_coco(file, images).pictures
     Image.new("RGB", (60, 48)).save(images / "000.png")
     with pytest.raises(DataError, match=r"000\.png: 60 x 48 px; expected 64 x 48, as its annotations say"):
         first.read()
     (images / "001.png").write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"001\.png: picture: not a picture"):
+    with pytest.raises(DataError, match=r"001\.png: image: not an image"):
         second.read()
 
 
-def test_another_list_of_classes_and_the_same_pictures_are_refused(tmp_path: Path) -> None:
+def test_another_list_of_classes_and_the_same_images_are_refused(tmp_path: Path) -> None:
     file, images = write_shapes(tmp_path / "a", 2)
     train, other = load_coco(file, images), load_coco(*write_shapes(tmp_path / "b", 2, seed=1))
     check_apart(train, other)
-    with pytest.raises(DataError, match="2 pictures are trained on and scored, the first is 000"):
+    with pytest.raises(DataError, match="2 images are trained on and scored, the first is 000"):
         check_apart(train, train)
     test = load_coco(changed(file, _set(["categories", 1, "name"], "verde")), images)
     with pytest.raises(DataError, match="apart in 7 'green', 7 'verde'; expected the same numbers and names"):

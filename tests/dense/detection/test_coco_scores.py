@@ -17,8 +17,8 @@ NAMES = ["AP", "AP50", "AP75", "small", "medium", "large"]
 
 
 def shapes(tmp_path: Path, num: int = 12) -> CocoSet:
-    """Rectangles of small, medium and large sizes, one crowd, one object without mask, one picture without objects."""
-    file, images = write_shapes(tmp_path, num, height=160, width=320, per_picture=4)
+    """Rectangles of small, medium and large sizes, one crowd, one object without mask, one image without objects."""
+    file, images = write_shapes(tmp_path, num, height=160, width=320, per_image=4)
 
     def change(given: dict) -> None:
         for i, mark in enumerate(given["annotations"]):
@@ -102,7 +102,7 @@ def test_it_is_pycocotools_on_random_answers(tmp_path: Path, kind, theirs: str, 
     assert [p.name.replace(f" {kind}", "").removeprefix("AP ") for p in made] == NAMES
     np.testing.assert_allclose([p.value for p in made], expected, atol=1e-12)
     assert 0.05 < made[0].value < 0.9, "neither nothing nor all: the comparison says something"
-    assert {p.num_pictures for p in made} == {13 if kind == "box" else 12}
+    assert {p.num_images for p in made} == {13 if kind == "box" else 12}
 
 
 @pytest.mark.parametrize("kind", ["box", "mask"])
@@ -115,8 +115,8 @@ def test_the_truth_gets_all_and_nothing_gets_nothing(tmp_path: Path, kind) -> No
     assert [(p.value, p.low, p.high) for p in nothing] == [(0.0, 0.0, 0.0)] * 6
 
 
-def test_the_interval_is_that_of_pictures_drawn_again(tmp_path: Path) -> None:
-    """Each resample, made by hand as a test of its own with pictures standing there twice, has the value that the interval is from."""
+def test_the_interval_is_that_of_images_drawn_again(tmp_path: Path) -> None:
+    """Each resample, made by hand as a test of its own with images standing there twice, has the value that the interval is from."""
     coco = shapes(tmp_path, num=6)
     found = answers(coco, 3, spread=4.0)
     rng, values = np.random.Generator(np.random.PCG64(0)), []

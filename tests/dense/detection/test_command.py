@@ -1,4 +1,4 @@
-"""``dpvision evaluate detection``: the whole way, where scores and pictures go, what a dry run says, one clear error for wrong input."""
+"""``dpvision evaluate detection``: the whole way, where scores and images go, what a dry run says, one clear error for wrong input."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     test, test_images = write_shapes(root / "test", 5, seed=3)
 
     def change(given: dict) -> None:
-        """The first picture has a crowd and an object without mask, the last nothing at all."""
+        """The first image has a crowd and an object without mask, the last nothing at all."""
         given["annotations"][0]["iscrowd"] = 1
         del given["annotations"][1]["segmentation"]
         given["annotations"] = given["annotations"][:8]
@@ -80,18 +80,18 @@ def test_scores_go_to_the_run_to_one_file_and_to_people(data: dict[str, Path], t
     found = json.loads(said(capsys, [*argv, "--picture", str(picture), "--json"]))
     measures = {(s["name"], s["protocol"].rpartition(", ")[2]): s for s in found["scores"]}
     assert {name for name, _ in measures} == {run, f"random:{run}"}
-    # Rectangles in pictures of 64 x 48 px are small or medium, never large.
+    # Rectangles in images of 64 x 48 px are small or medium, never large.
     assert {m for _, m in measures} >= {"AP box", "AP50 box", "AP75 box", "AP box small", "AP mask", "AP50 mask", "AP75 mask"}
     for (_, measure), score in measures.items():
         assert 0 <= score["low"] <= score["value"] <= score["high"] <= 1 and score["visibility"] == "public" and score["chance"] == 0
-        assert score["n"] == (5 if "box" in measure else 4), "the picture with an object without mask does not count for masks"
+        assert score["n"] == (5 if "box" in measure else 4), "the image with an object without mask does not count for masks"
         assert "2 epochs, batch 4" in score["protocol"] and "channels 8" in score["protocol"]
     kept = read_scores(Path(run) / "scores.json")
     assert {e["name"] for e in kept} == {"encoder"} and {(e["train_data"], e["test_data"]) for e in kept} == {
         ("instances", "instances-changed")
     }
     assert len(read_scores(out)) == len(found["scores"]) == 2 * len(kept)
-    assert any("1 pictures have objects without mask and do not count for AP mask" in note for note in found["notes"])
+    assert any("1 images have objects without mask and do not count for AP mask" in note for note in found["notes"])
     for i in (1, 2):
         assert Image.open(tmp_path / f"seen-{i}.png").width > 300
     # The trainings are kept: scored again, nothing is trained and the scores are the same.
@@ -100,13 +100,13 @@ def test_scores_go_to_the_run_to_one_file_and_to_people(data: dict[str, Path], t
     assert "AP mask" in text and "written to" in text and "no guarantee" not in text
 
 
-def test_private_pictures_and_weights_without_a_guarantee_stay_confidential(
+def test_private_images_and_weights_without_a_guarantee_stay_confidential(
     data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, bare = write_run(tmp_path / "run"), write_run(tmp_path / "bare", guarantee=False)
     assert "expected a folder called confidential" in said(capsys, [run, *argv_of(data), *SMALL, "--out", str(tmp_path / "o.json")], 2)
     for flag, place in (("--picture", "o.png"), ("--work", "work")):
-        assert "what private pictures shaped" in said(capsys, [run, *argv_of(data), *SMALL, flag, str(tmp_path / place)], 2)
+        assert "what private images shaped" in said(capsys, [run, *argv_of(data), *SMALL, flag, str(tmp_path / place)], 2)
     assert "not printed where others may read" in said(capsys, [run, *argv_of(data), *SMALL])
     said(capsys, [bare, *argv_of(data), *SMALL, "--public"])
     for root in (run, bare):
@@ -118,7 +118,7 @@ def test_a_dry_run_counts_and_times_and_writes_nothing(data: dict[str, Path], tm
     run = write_run(tmp_path / "run")
     argv = [run, *argv_of(data), *SMALL, "--public", "--work", str(tmp_path / "work"), "--dry-run"]
     facts = json.loads(said(capsys, [*argv, "--json"]))
-    assert facts["training pictures with objects"] == 4 and facts["test pictures"] == 5 and facts["classes"] == 3
+    assert facts["training images with objects"] == 4 and facts["test images"] == 5 and facts["classes"] == 3
     assert facts["steps for each encoder"] == 2 and facts["seconds a step here"] > 0
     assert facts["days for each encoder"] == pytest.approx(2 / facts["steps a day"])
     text = said(capsys, argv)
@@ -148,7 +148,7 @@ def test_wrong_inputs_are_one_clear_error(data: dict[str, Path], tmp_path: Path,
         ([run, *argv_of(data, train_images=tmp_path / "nowhere"), *SMALL], "is no folder"),
         ([run, *argv_of(data, test_images=data["test"].parent), *SMALL[:0]], "warmup_steps=250"),
         ([run, *argv_of(data, test=few), *SMALL], "expected the same numbers and names"),
-        ([run, *argv_of(data, test=data["train"], test_images=data["train-images"]), *SMALL], "4 pictures are trained on and scored"),
+        ([run, *argv_of(data, test=data["train"], test_images=data["train-images"]), *SMALL], "4 images are trained on and scored"),
         ([*good, "--detection.image-size", "40"], "expected a multiple of 16. Use 32"),
         ([*good, "--detection.jitter", "0", "1"], "expected 0 < low <= high"),
         ([*good, "--detection.warmup-steps", "9"], "expected fewer than the steps"),

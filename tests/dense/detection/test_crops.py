@@ -1,4 +1,4 @@
-"""Squares for the detector: pictures, boxes and masks move together, and what is random follows the key and the picture alone."""
+"""Squares for the detector: images, boxes and masks move together, and what is random follows the key and the image alone."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from dpvision.data.keys import StepKey
-from dpvision.dense.detection.coco_data import CocoPicture, load_coco
+from dpvision.dense.detection.coco_data import CocoImage, load_coco
 from dpvision.dense.detection.crops import DetectionExample, Placement, example, fitted, jittered
 
 from .coco_shapes import COLOURS, changed, write_shapes
@@ -17,7 +17,7 @@ pytest.importorskip("faster_coco_eval", reason="needs the extra `dense`")
 MEAN = (0.5, 0.4, 0.3)
 
 
-def shapes(tmp_path: Path, num: int = 6, *, masks: bool = True) -> tuple[CocoPicture, ...]:
+def shapes(tmp_path: Path, num: int = 6, *, masks: bool = True) -> tuple[CocoImage, ...]:
     file, images = write_shapes(tmp_path, num)
 
     def change(given: dict) -> None:
@@ -28,13 +28,13 @@ def shapes(tmp_path: Path, num: int = 6, *, masks: bool = True) -> tuple[CocoPic
     return load_coco(changed(file, change), images).pictures
 
 
-def make(picture: CocoPicture, place: Placement, side: int = 40) -> DetectionExample:
+def make(picture: CocoImage, place: Placement, side: int = 40) -> DetectionExample:
     return example(picture, picture.read(), place, side, MEAN)
 
 
 @pytest.mark.parametrize("masks", [True, False])
-def test_boxes_and_masks_lie_on_the_colours_wherever_the_picture_is_put(tmp_path: Path, masks: bool) -> None:
-    """The class of each object is its colour: the pixels of each box, moved with the picture, show it."""
+def test_boxes_and_masks_lie_on_the_colours_wherever_the_image_is_put(tmp_path: Path, masks: bool) -> None:
+    """The class of each object is its colour: the pixels of each box, moved with the image, show it."""
     seen, cut = 0, 0
     for epoch in range(12):
         for picture in shapes(tmp_path / f"{epoch}{masks}", 4, masks=masks):
@@ -57,7 +57,7 @@ def test_boxes_and_masks_lie_on_the_colours_wherever_the_picture_is_put(tmp_path
     assert seen > 40 and cut > 3
 
 
-def test_a_mirrored_picture_is_the_mirrored_example(tmp_path: Path) -> None:
+def test_a_mirrored_image_is_the_mirrored_example(tmp_path: Path) -> None:
     picture = shapes(tmp_path)[0]
     place = Placement(60, 80, 7, 11, mirrored=False)
     plain, mirrored = make(picture, place), make(picture, Placement(60, 80, 7, 11, mirrored=True))
@@ -69,7 +69,7 @@ def test_a_mirrored_picture_is_the_mirrored_example(tmp_path: Path) -> None:
 
 
 def test_a_cut_is_a_part_of_the_whole(tmp_path: Path) -> None:
-    """Cut and resized in one go, it equals Pillow's whole resized picture cut afterwards, up to rounding at the edges of the cut."""
+    """Cut and resized in one go, it equals Pillow's whole resized image cut afterwards, up to rounding at the edges of the cut."""
     picture = shapes(tmp_path)[1]
     place = Placement(96, 128, 20, 50, mirrored=False)
     whole = np.asarray(Image.fromarray(picture.read()).resize((128, 96), Image.Resampling.BILINEAR))
@@ -86,7 +86,7 @@ def test_what_is_smaller_is_padded_with_the_mean_and_boxes_without_masks_scale(t
     torch.testing.assert_close(made.box_N4, expected, rtol=0, atol=1e-4)
 
 
-def test_jitter_follows_the_key_and_the_picture_alone_and_covers_its_range(tmp_path: Path) -> None:
+def test_jitter_follows_the_key_and_the_image_alone_and_covers_its_range(tmp_path: Path) -> None:
     first, second, *_ = shapes(tmp_path)
     assert jittered(first, StepKey(1, 2), 40, (0.1, 2.0)) == jittered(first, StepKey(1, 2), 40, (0.1, 2.0))
     assert jittered(first, StepKey(1, 2), 40, (0.1, 2.0)) != jittered(second, StepKey(1, 2), 40, (0.1, 2.0))

@@ -1,4 +1,4 @@
-"""The detector: what it learns from, what it answers in a picture's own pixels, and that it finds what it was shown."""
+"""The detector: what it learns from, what it answers in an image's own pixels, and that it finds what it was shown."""
 
 import copy
 from dataclasses import replace
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dpvision.config import ViTConfig
-from dpvision.dense.detection.coco_data import CocoPicture, load_coco
+from dpvision.dense.detection.coco_data import CocoImage, load_coco
 from dpvision.dense.detection.crops import DetectionExample, fitted
 from dpvision.dense.detection.detector import Detector, detection_losses
-from dpvision.dense.detection.evaluation import detect, detection_scores, in_picture, make_detector, train_detector, training_crops
+from dpvision.dense.detection.evaluation import detect, detection_scores, in_image, make_detector, train_detector, training_crops
 from dpvision.dense.detection.settings import DetectionSettings
 from dpvision.dense.training_settings import DenseHardware
 from dpvision.encoders.encoder import Encoder
@@ -75,7 +75,7 @@ def test_objects_without_mask_teach_boxes_and_no_masks(tmp_path: Path) -> None:
 
 
 def test_of_two_objects_the_one_with_a_mask_teaches_it(tmp_path: Path) -> None:
-    """The mask loss of a picture with a masked and a bare object is that of the masked one: its other mask may be anything."""
+    """The mask loss of an image with a masked and a bare object is that of the masked one: its other mask may be anything."""
     model, (first, *_) = made(), examples(tmp_path)
     half = first._replace(has_mask_N=torch.tensor([True, False]))
     other = half._replace(mask_NSS=torch.stack([first.mask_NSS[0], 1 - first.mask_NSS[1]]))
@@ -83,7 +83,7 @@ def test_of_two_objects_the_one_with_a_mask_teaches_it(tmp_path: Path) -> None:
     assert not torch.equal(losses(model, [first])["loss_mask"], losses(model, [half])["loss_mask"])
 
 
-def test_pictures_without_objects_teach_that_there_is_nothing(tmp_path: Path) -> None:
+def test_images_without_objects_teach_that_there_is_nothing(tmp_path: Path) -> None:
     model, (first, *_) = made(), examples(tmp_path)
     nothing = first._replace(
         box_N4=first.box_N4[:0], label_N=first.label_N[:0], mask_NSS=first.mask_NSS[:0], has_mask_N=first.has_mask_N[:0]
@@ -116,7 +116,7 @@ def test_a_fresh_detector_is_a_function_of_the_seed_and_takes_the_encoders_weigh
 
 
 @pytest.mark.parametrize(("depth", "quarters"), [(12, [2, 5, 8, 11]), (4, [0, 1, 2, 3]), (2, [0, 1]), (1, [0])])
-def test_global_blocks_end_the_quarters_and_windows_fit_the_picture(depth: int, quarters: list[int]) -> None:
+def test_global_blocks_end_the_quarters_and_windows_fit_the_image(depth: int, quarters: list[int]) -> None:
     vit = made(replace(SETTINGS, window=14, image_size=128), depth=depth).pyramid.vit
     assert [i for i, block in enumerate(vit.blocks) if block.window == 0] == quarters
     assert {block.window for block in vit.blocks} <= {0, 14}
@@ -125,16 +125,16 @@ def test_global_blocks_end_the_quarters_and_windows_fit_the_picture(depth: int, 
     assert all(len(block.row_RK) == 11 for block in small.blocks)
 
 
-def test_an_answer_comes_in_the_pictures_own_pixels_and_padding_holds_nothing(tmp_path: Path) -> None:
-    """A picture of 64 x 32 in a square of 48: a scale of 3/4, rows from 24 on are padding."""
-    picture = CocoPicture(1, tmp_path / "p.png", 32, 64, ())
+def test_an_answer_comes_in_the_images_own_pixels_and_padding_holds_nothing(tmp_path: Path) -> None:
+    """An image of 64 x 32 in a square of 48: a scale of 3/4, rows from 24 on are padding."""
+    picture = CocoImage(1, tmp_path / "p.png", 32, 64, ())
     answer = {
         "boxes": torch.tensor([[12.0, 6.0, 36.0, 18.0], [0.0, 12.0, 24.0, 36.0], [0.0, 30.0, 20.0, 40.0]]),
         "labels": torch.tensor([1, 3, 2]),
         "scores": torch.tensor([0.9, 0.8, 0.7]),
         "masks": torch.ones(3, 1, 28, 28),
     }
-    found = in_picture(answer, picture, fitted(32, 64, 48))
+    found = in_image(answer, picture, fitted(32, 64, 48))
     np.testing.assert_allclose(found.box_N4, [[16, 8, 48, 24], [0, 16, 32, 32]], atol=1e-5)
     assert found.label_N.tolist() == [0, 2] and len(found.runs) == 2
     for run, (left, top, right, bottom) in zip(found.runs, found.box_N4, strict=True):
@@ -144,7 +144,7 @@ def test_an_answer_comes_in_the_pictures_own_pixels_and_padding_holds_nothing(tm
         assert abs(rows.min() - top) <= 1 and abs(rows.max() + 1 - bottom) <= 1
 
 
-def test_two_ranks_answer_for_all_pictures_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_answer_for_all_images_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dpvision.dense.detection import evaluation as detection
     from dpvision.train.distributed import Group
 
@@ -205,18 +205,18 @@ def test_another_training_is_not_gone_on_with(tmp_path: Path, wrong: dict) -> No
         train_detector(made(other), encoder, train, other, HARDWARE, work=tmp_path / "work")
 
 
-def test_crowds_and_empty_pictures_are_not_trained_on(tmp_path: Path) -> None:
+def test_crowds_and_empty_images_are_not_trained_on(tmp_path: Path) -> None:
     file, images = write_shapes(tmp_path, 3)
 
     def change(given: dict) -> None:
-        given["annotations"] = given["annotations"][:3]  # the third picture has none, the second has one, a crowd
+        given["annotations"] = given["annotations"][:3]  # the third image has none, the second has one, a crowd
         given["annotations"][2]["iscrowd"] = 1
 
     train = load_coco(changed(file, change), images)
     crops = training_crops(train, make_encoder(), SETTINGS)
     assert [picture.id for picture in crops.pictures] == [1] and len(crops.load(0, 0).label_N) == 2
     nothing = replace(train, pictures=train.pictures[1:])
-    with pytest.raises(DataError, match="no picture with an object"):
+    with pytest.raises(DataError, match="no image with an object"):
         training_crops(nothing, make_encoder(), SETTINGS)
 
 
@@ -260,7 +260,7 @@ def test_every_setting_that_learns_is_in_the_words() -> None:
 
 @pytest.mark.slow
 def test_it_finds_what_it_was_shown_and_not_where_classes_were_shuffled(tmp_path: Path) -> None:
-    """Four pictures of two coloured rectangles, learned by heart; with wrong classes it finds them and calls them wrong."""
+    """Four images of two coloured rectangles, learned by heart; with wrong classes it finds them and calls them wrong."""
     encoder, settings = make_encoder(), replace(SETTINGS, epochs=260, warmup_steps=5)
     test = load_coco(*write_shapes(tmp_path / "truth", 4, height=48, width=48, seed=1))
     ap = {}

@@ -9,7 +9,7 @@ import torch
 
 from dpvision.dense.detection.coco_data import CocoObject, load_coco
 from dpvision.dense.detection.crops import fitted
-from dpvision.dense.detection.evaluation import in_picture
+from dpvision.dense.detection.evaluation import in_image
 from dpvision.dense.detection.sheet import detection_sheet
 
 from .coco_shapes import write_shapes
@@ -21,7 +21,7 @@ def test_the_sheet_shows_truth_at_the_left_and_answers_at_the_right(tmp_path: Pa
     test = load_coco(*write_shapes(tmp_path, 1))
     [picture] = test.pictures
     thing: CocoObject = picture.objects[0]
-    answer = in_picture(
+    answer = in_image(
         {"boxes": torch.tensor([thing.box]), "labels": torch.tensor([1]), "scores": torch.tensor([0.9]), "masks": torch.ones(1, 1, 28, 28)},
         picture, fitted(48, 64, 64),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Pictures of coloured shapes with a mask of ids beside each, and an untrained small encoder: for tests of segmentation."""
+"""Images of coloured shapes with a mask of ids beside each, and an untrained small encoder: for tests of segmentation."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def draw(number: int, width: int = 48, height: int = 40) -> tuple[np.ndarray, np
 
 
 def write_shapes(root: Path, count: int, first: int = 0, *, shuffled: bool = False) -> Path:
-    """``root/images``, ``root/masks`` and ``root/classes.json``; shuffled: each picture has another's mask."""
+    """``root/images``, ``root/masks`` and ``root/classes.json``; shuffled: each image has another's mask."""
     for name in ("images", "masks"):
         (root / name).mkdir(parents=True)
     drawn = [draw(first + n) for n in range(count)]

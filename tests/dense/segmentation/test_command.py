@@ -86,14 +86,14 @@ def test_two_encoders_are_trained_scored_drawn_and_written(
 def test_people_read_a_table(data: list[str], run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "segmentation", run, *data, "--public", *SMALL]) == 0
     out = capsys.readouterr().out
-    assert "mIoU" in out and "pixel accuracy" in out and "5 test pictures, 3 classes, public" in out and "UPerNet of 16 channels" in out
+    assert "mIoU" in out and "pixel accuracy" in out and "5 test images, 3 classes, public" in out and "UPerNet of 16 channels" in out
 
 
 def test_a_dry_run_says_what_would_be_done_and_trains_nothing(
     data: list[str], run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = _json(capsys, [run, *data[:-3], "--public", "--dry-run", "--work", str(tmp_path / "work")])
-    assert found["data"]["train"] == {"name": "train/masks", "pictures": 4, "classes": 4}
+    assert found["data"]["train"] == {"name": "train/masks", "images": 4, "classes": 4}
     plan = found["plans"][0]
     assert plan["steps"] == 3 and plan["steps_per_day"] == pytest.approx(86400 / plan["seconds_per_step"])
     assert "is called 'unlabeled' and counts" in found["notes"][0]
@@ -102,7 +102,7 @@ def test_a_dry_run_says_what_would_be_done_and_trains_nothing(
     assert "Nothing was trained." in capsys.readouterr().out
 
 
-def test_private_pictures_and_weights_without_a_guarantee_stay_confidential(
+def test_private_images_and_weights_without_a_guarantee_stay_confidential(
     data: list[str], run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["evaluate", "segmentation", run, *data, *SMALL]
@@ -140,7 +140,7 @@ def test_wrong_input_gets_one_clear_error(data: list[str], run: str, tmp_path: P
         ([run, *but(train_masks=str(tmp_path / "empty")), *ignoring], "has none (png)"),
         ([run, *but(test=str(tmp_path / "empty")), *ignoring], "has none"),
         ([run, *but(classes=str(tmp_path / "none.json")), *ignoring], "No such file"),
-        ([run, *but(test=flags["--train"], test_masks=flags["--train-masks"]), *ignoring], "4 pictures are in training and test"),
+        ([run, *but(test=flags["--train"], test_masks=flags["--train-masks"]), *ignoring], "4 images are in training and test"),
         ([run, *data, "--segmentation.crop-size", "18"], "expected a multiple of encoder's patch, 4 px"),
         ([run, *data, "--segmentation.warmup-steps", "1500"], "expected fewer than the steps"),
         ([run, *data, "--hardware.physical-batch-size", "1"], "--segmentation.norm group"),

@@ -67,7 +67,7 @@ def test_shapes_are_learned_and_found_again_and_shuffled_masks_teach_nothing(fol
     assert mean_iou(shuffled, folders["train"]) < 0.4 and mean_iou(shuffled, folders["test"]) < 0.4
 
 
-def test_on_one_scale_with_one_window_a_picture_is_one_forward_pass(folders: dict[str, SemanticFolder]) -> None:
+def test_on_one_scale_with_one_window_an_image_is_one_forward_pass(folders: dict[str, SemanticFolder]) -> None:
     encoder = tiny_encoder()
     model = trained(folders["train"], SHORT)
     pixels = folders["test"].read(0).pixels_HWC[:32, :32]
@@ -78,7 +78,7 @@ def test_on_one_scale_with_one_window_a_picture_is_one_forward_pass(folders: dic
     np.testing.assert_array_equal(predict(model, encoder, pixels, SHORT), expected)
 
 
-def test_answers_have_the_pictures_size_whatever_it_is(folders: dict[str, SemanticFolder]) -> None:
+def test_answers_have_the_images_size_whatever_it_is(folders: dict[str, SemanticFolder]) -> None:
     model = make_segmenter(tiny_encoder(), SHORT, 3).eval()
     for height, width in ((40, 48), (17, 90), (200, 33), (8, 8), (3, 70)):
         pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -88,7 +88,7 @@ def test_answers_have_the_pictures_size_whatever_it_is(folders: dict[str, Semant
         assert min(wide, tall) <= 32 and max(wide, tall) <= 128
 
 
-def test_counts_are_those_of_the_answers_picture_by_picture(folders: dict[str, SemanticFolder]) -> None:
+def test_counts_are_those_of_the_answers_image_by_image(folders: dict[str, SemanticFolder]) -> None:
     model, test = trained(folders["train"], SHORT), folders["test"]
     found = pixel_counts(model, tiny_encoder(), test, SHORT, replace(HARDWARE, workers=3, physical_batch_size=1))
     assert found.shape == (12, 3, 3)
@@ -232,9 +232,9 @@ def test_what_cannot_be_trained_is_said_before_the_first_step() -> None:
         checked_fit(encoder, replace(SETTINGS, crop_size=30), HARDWARE, 8, ALONE)
     with pytest.raises(ConfigError, match="Use 16"):
         checked_fit(encoder, replace(SETTINGS, crop_size=8), HARDWARE, 8, ALONE)
-    with pytest.raises(ConfigError, match="1 picture in a forward pass"):
+    with pytest.raises(ConfigError, match="1 image in a forward pass"):
         checked_fit(encoder, SETTINGS, replace(HARDWARE, physical_batch_size=1), 8, ALONE)
-    with pytest.raises(ConfigError, match="1 picture in a forward pass"):
+    with pytest.raises(ConfigError, match="1 image in a forward pass"):
         checked_fit(encoder, replace(SETTINGS, batch_size=5), replace(HARDWARE, physical_batch_size=2), 8, ALONE)
     assert checked_fit(encoder, replace(SETTINGS, norm="group"), replace(HARDWARE, physical_batch_size=1), 8, ALONE) == 120
     with pytest.raises(ConfigError, match="warmup_steps=1500"):

@@ -1,4 +1,4 @@
-"""mIoU and its companions are scikit-learn's on all pixels together; the interval is that of pictures drawn again."""
+"""mIoU and its companions are scikit-learn's on all pixels together; the interval is that of images drawn again."""
 
 import numpy as np
 import pytest
@@ -62,13 +62,13 @@ def test_classes_that_occur_nowhere_are_left_out_and_those_only_answered_are_not
     assert count[TRUE].sum() == count[SAID].sum() == count[RIGHT].sum() == 4
 
 
-def test_pixels_of_all_pictures_count_alike_and_pictures_do_not() -> None:
+def test_pixels_of_all_images_count_alike_and_images_do_not() -> None:
     large, small = np.zeros((10, 10), np.uint8), np.ones((2, 2), np.uint8)
     found = {m.name: m.value for m in measures(counts([large, small], [large, large[:2, :2]], 2))}
     assert found["pixel accuracy"] == pytest.approx(100 / 104) and found["mIoU"] == pytest.approx((100 / 104 + 0) / 2)
 
 
-def test_the_interval_covers_the_whole_from_samples_of_pictures() -> None:
+def test_the_interval_covers_the_whole_from_samples_of_images() -> None:
     truths, answers = masks(11, num=3000, num_classes=4)
     every = counts(truths, answers, 4)
     whole = measures(every)[0].value
@@ -78,7 +78,7 @@ def test_the_interval_covers_the_whole_from_samples_of_pictures() -> None:
         inside += low <= whole <= high
     assert 85 <= inside <= 99
     one = measures(every[:1])[0]
-    assert (one.low, one.high) == (0, 1), "a single picture says nothing about others"
+    assert (one.low, one.high) == (0, 1), "a single image says nothing about others"
 
 
 def test_no_pixel_that_counts_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""Training views: picture and mask stay together under every change, and the draws follow the picture and the epoch alone."""
+"""Training views: image and mask stay together under every change, and the draws follow the image and the epoch alone."""
 
 from dataclasses import replace
 
@@ -18,25 +18,25 @@ PLAIN = Augmentation(32, (0.5, 2.0), False, False, 1.0, (0.5, 0.5, 0.5), (0.25, 
 
 
 def coded(height: int = 48, width: int = 64) -> Labelled:
-    """A picture of blocks of 16 px whose colours say their classes: class k has red 40 k."""
+    """An image of blocks of 16 px whose colours say their classes: class k has red 40 k."""
     rng = np.random.default_rng(0)
     blocks = np.kron(rng.integers(0, 6, (height // 16, width // 16)), np.ones((16, 16), int)).astype(np.uint8)
     return Labelled(np.stack([40 * blocks, 0 * blocks, 255 - 40 * blocks], axis=-1).astype(np.uint8), blocks)
 
 
-def test_picture_and_mask_are_cut_resized_and_mirrored_together() -> None:
+def test_image_and_mask_are_cut_resized_and_mirrored_together() -> None:
     labelled, how = coded(), replace(PLAIN, flip=True)
     for number in range(30):
         x_CHW, class_HW = draw_view(labelled, how, StepKey(0, 0), number)
         counted = class_HW != IGNORED
         around = F.max_pool2d(torch.stack([class_HW, -class_HW])[None].float(), 5, 1, 2)[0]
-        inside = F.pad((counted & (around[0] == -around[1]))[2:-2, 2:-2], (2, 2, 2, 2))  # edges, also just outside, blur the picture
+        inside = F.pad((counted & (around[0] == -around[1]))[2:-2, 2:-2], (2, 2, 2, 2))  # edges, also just outside, blur the image
         red = (x_CHW[0] * 0.25 + 0.5) * 255
         assert inside.any() and ((red - 40 * class_HW).abs() < 2)[inside].all()
-        assert counted.any() and (x_CHW[:, ~counted] == 0).all(), "what is beyond the picture is grey and does not count"
+        assert counted.any() and (x_CHW[:, ~counted] == 0).all(), "what is beyond the image is grey and does not count"
 
 
-def test_without_resizing_a_view_is_a_part_of_the_picture() -> None:
+def test_without_resizing_a_view_is_a_part_of_the_image() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (32, 80, 3), dtype=np.uint8)
     labelled, places = Labelled(pixels, (pixels[..., 0] // 64).astype(np.uint8)), set()
     for number in range(60):
@@ -48,7 +48,7 @@ def test_without_resizing_a_view_is_a_part_of_the_picture() -> None:
     assert min(places) < 8 and max(places) > 40
 
 
-def test_a_mirrored_picture_has_the_mirrored_mask() -> None:
+def test_a_mirrored_image_has_the_mirrored_mask() -> None:
     labelled, key = coded(), StepKey(3, 1)
     mirrored = 0
     for number in range(20):

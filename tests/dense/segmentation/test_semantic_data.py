@@ -1,4 +1,4 @@
-"""Folders of pictures and masks: what is read is what was written, and every fault is said in one clear error."""
+"""Folders of images and masks: what is read is what was written, and every fault is said in one clear error."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_ids_above_255_are_classes_too(tmp_path: Path) -> None:
     assert numbers.tolist() == [[0, 1], [IGNORED, IGNORED]] and unknown == [9]
 
 
-def test_pictures_without_a_mask_are_left_out(tmp_path: Path) -> None:
+def test_images_without_a_mask_are_left_out(tmp_path: Path) -> None:
     root = write_shapes(tmp_path / "a", 3)
     (root / "masks" / "001.png").unlink()
     (root / "masks" / "notes.txt").write_text("not a mask")
@@ -97,9 +97,9 @@ def test_every_fault_is_one_clear_error(tmp_path: Path) -> None:
         return lambda root: Image.fromarray(array).save(root / "masks" / "001.png")
 
     assert "mode RGB, 3 channels" in opened(mask(np.stack([ids] * 3, -1)))
-    assert "20 x 40 px for a picture of 48 x 40" in opened(mask(ids[:, :20]))
+    assert "20 x 40 px for an image of 48 x 40" in opened(mask(ids[:, :20]))
     assert "ids 3, 4" in opened(mask(np.where(ids == 7, 3, np.where(ids == 21, 4, ids)).astype(np.uint8)))
-    assert "1 of 3 masks have no picture" in opened(lambda root: (root / "images" / "001.png").unlink())
+    assert "1 of 3 masks have no image" in opened(lambda root: (root / "images" / "001.png").unlink())
     assert "001.jpg and 001.jpeg" in opened(
         lambda root: (
             [Image.fromarray(draw(1)[0]).save(root / "images" / f"001.{e}") for e in ("jpg", "jpeg")]
@@ -112,7 +112,7 @@ def test_every_fault_is_one_clear_error(tmp_path: Path) -> None:
     assert "no pixel of 3 masks counts" in opened(
         lambda root: [Image.fromarray(np.zeros_like(ids)).save(p) for p in (root / "masks").iterdir()]
     )
-    assert "expected a picture" in opened(lambda root: (root / "masks" / "001.png").write_text("text"))
+    assert "expected an image" in opened(lambda root: (root / "masks" / "001.png").write_text("text"))
     assert "expected a whole PNG" in opened(
         lambda root: (root / "masks" / "001.png").write_bytes((root / "masks" / "001.png").read_bytes()[:150])
     )

@@ -26,7 +26,7 @@ def test_pixels_are_painted_by_class_and_ignored_ones_are_black() -> None:
     np.testing.assert_allclose(made[0, 0], 0.35 * 100 + 0.65 * colours[0], atol=1)
 
 
-def test_the_sheet_has_a_cell_for_picture_truth_and_every_answer(tmp_path: Path) -> None:
+def test_the_sheet_has_a_cell_for_image_truth_and_every_answer(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (40, 48, 3), dtype=np.uint8)
     truth, wrong = np.zeros((40, 48), np.uint8), np.ones((40, 48), np.uint8)
     rows = [SheetRow(pixels, truth, (truth, wrong)), SheetRow(pixels[:20], truth[:20], (wrong[:20], wrong[:20]))]

@@ -1,4 +1,4 @@
-"""Windows cover the picture, and averaging them is what a slow loop over pixels gives."""
+"""Windows cover the image, and averaging them is what a slow loop over pixels gives."""
 
 import itertools
 
@@ -35,7 +35,7 @@ def test_windows_cover_every_place_and_none_lies_outside(length: int, window: in
     assert all(b - a <= stride for a, b in itertools.pairwise(starts))
 
 
-def test_one_window_is_the_whole_picture() -> None:
+def test_one_window_is_the_whole_image() -> None:
     x = torch.randn(3, 16, 16)
     torch.testing.assert_close(window_probabilities(neighbours, x, 16, 10), neighbours(x[None])[0].softmax(0))
 
@@ -60,7 +60,7 @@ def test_the_average_is_that_of_a_loop_over_windows_and_pixels(size: tuple[int, 
             torch.testing.assert_close(found[:, i, j], torch.stack(total[i, j]).mean(0))
 
 
-def test_a_pointwise_network_sees_no_windows_and_mirrors_with_the_picture() -> None:
+def test_a_pointwise_network_sees_no_windows_and_mirrors_with_the_image() -> None:
     x = torch.randn(3, 29, 37)
     found = window_probabilities(pointwise, x, 16, 11)
     torch.testing.assert_close(found, pointwise(x[None])[0].softmax(0))

@@ -1,4 +1,4 @@
-"""UPerNet: the shape of every level, the same network as transformers' on the same weights, and a loss in which pictures stand alone."""
+"""UPerNet: the shape of every level, the same network as transformers' on the same weights, and a loss in which images stand alone."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_blocks_are_those_of_base_and_large_and_exist_at_every_depth() -> None:
 
 
 @pytest.mark.parametrize("size", [(32, 32), (32, 48), (40, 24), (16, 16)])
-def test_levels_have_a_quarter_half_one_and_two_patches_and_logits_the_pictures_size(size: tuple[int, int]) -> None:
+def test_levels_have_a_quarter_half_one_and_two_patches_and_logits_the_images_size(size: tuple[int, int]) -> None:
     model = make().eval()
     x = torch.randn(2, 3, *size)
     h, w = size[0] // 8, size[1] // 8
@@ -84,7 +84,7 @@ def test_the_loss_is_cross_entropy_by_hand_and_ignored_pixels_pull_nothing() -> 
     assert nothing.item() == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-def test_with_group_norm_a_batch_is_the_mean_of_its_pictures_and_with_batch_norm_it_is_not() -> None:
+def test_with_group_norm_a_batch_is_the_mean_of_its_images_and_with_batch_norm_it_is_not() -> None:
     x, truth = torch.randn(4, 3, 32, 32), torch.randint(0, 4, (4, 32, 32))
     for norm, same in (("group", True), ("batch", False)):
         model = make(norm, dropout=0.0).train()

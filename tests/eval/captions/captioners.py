@@ -25,7 +25,7 @@ def words_of_scenes() -> CaptionTokenizer:
 
 
 def model_config(num_tokens: int = 40) -> CaptionerConfig:
-    """Pictures of 16 px, two blocks on each side."""
+    """Images of 16 px, two blocks on each side."""
     return CaptionerConfig(
         encoder=ViTConfig(image_size=16, patch_size=8, depth=2, width=24, num_heads=3, qkv_bias=False, train_cls=False),
         decoder=CrossDecoderConfig(depth=2, width=16, num_heads=4),
@@ -35,7 +35,7 @@ def model_config(num_tokens: int = 40) -> CaptionerConfig:
 
 
 def make_captioner(seed: int = 1, num_tokens: int = 40) -> Captioner:
-    """A captioner whose words depend on the picture and on one another."""
+    """A captioner whose words depend on the image and on one another."""
     model = make_model(model_config(num_tokens), seed)
     assert isinstance(model, Captioner)
     with torch.no_grad():

@@ -31,7 +31,7 @@ def test_losses_are_the_training_losses_of_each_pair(at_once: int, monkeypatch: 
     model = make_captioner().double()
     memory_BSD = model.encode(torch.randn(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     token_BCL = _candidates(3, 5, 40)
-    token_BCL[1, 3:] = PAD_ID  # this picture has three candidates
+    token_BCL[1, 3:] = PAD_ID  # this image has three candidates
     found_BC = candidate_losses(model, memory_BSD, token_BCL)
     pairs = [(b, c) for b in range(3) for c in range(5) if (b, c) not in ((1, 3), (1, 4))]
     slowly = {(b, c): caption_losses(model, memory_BSD[b : b + 1], token_BCL[b, c][None]).item() for b, c in pairs}
@@ -41,7 +41,7 @@ def test_losses_are_the_training_losses_of_each_pair(at_once: int, monkeypatch: 
     assert len({round(loss, 3) for loss in slowly.values()}) > 8, "these weights tell captions apart"
 
 
-def test_a_loss_depends_on_the_picture() -> None:
+def test_a_loss_depends_on_the_image() -> None:
     model = make_captioner()
     memory_BSD = model.encode(torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)))
     loss_BC = candidate_losses(model, memory_BSD, _candidates(1, 4, 12).expand(2, -1, -1))

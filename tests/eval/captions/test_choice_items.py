@@ -84,13 +84,13 @@ def test_aro_with_one_file_is_one_test(aro: Path) -> None:
         ("[]", "no items; expected the benchmark's"),
         ('["a"]', "item 0: true_caption=None; expected a caption"),
         ([{"true_caption": "a", "false_caption": " "}], "item 0: false_caption=' '; expected a caption"),
-        ([_relation(0) | {"image_path": "../1.jpg"}], "image_path='../1.jpg'; expected the name of a picture"),
+        ([_relation(0) | {"image_path": "../1.jpg"}], "image_path='../1.jpg'; expected the name of an image"),
         ([_relation(0) | {"bbox_w": 0}], "expected bbox_x, bbox_y, bbox_w and bbox_h"),
         ([_relation(0) | {"bbox_x": "3"}], "expected bbox_x"),
         ([_relation(0) | {"bbox_x": float("nan")}], "expected bbox_x"),
         ([_relation(0) | {"relation_name": None}], "relation_name=None"),
-        ([_relation(0, image="2.jpg"), _relation(1)], "1 pictures are missing, the first is .*2.jpg.*--allow-missing"),
-        ([_relation(0, image="2.jpg")], "Correct the folder of pictures"),
+        ([_relation(0, image="2.jpg"), _relation(1)], "1 images are missing, the first is .*2.jpg.*--allow-missing"),
+        ([_relation(0, image="2.jpg")], "Correct the folder of images"),
     ],
 )
 def test_what_is_not_aros_file_is_refused(aro: Path, content: object, said: str) -> None:
@@ -104,10 +104,10 @@ def test_aro_without_files_is_refused(tmp_path: Path) -> None:
         aro_tests(tmp_path)
 
 
-def test_missing_pictures_are_left_out_only_when_asked_and_the_name_says_how_many(aro: Path) -> None:
+def test_missing_images_are_left_out_only_when_asked_and_the_name_says_how_many(aro: Path) -> None:
     (aro / RELATION_FILE).write_text(json.dumps([_relation(0, image="2.jpg"), _relation(1), _relation(2)]))
     test = aro_tests(aro, allow_missing=True)[0]
-    assert len(test.choices) == 2 and test.name == "ARO relation, 1 items without their picture left out"
+    assert len(test.choices) == 2 and test.name == "ARO relation, 1 items without their image left out"
 
 
 def _publishers(folder: Path) -> None:
@@ -156,7 +156,7 @@ def test_what_is_not_sugarcrepe_is_refused(tmp_path: Path) -> None:
             sugarcrepe_test(tmp_path / name, tmp_path / "pictures")
     with pytest.raises(DataError, match=r"has none of add_att"):
         sugarcrepe_test(tmp_path / "pictures", tmp_path / "pictures")
-    with pytest.raises(DataError, match="is no folder; expected the pictures"):
+    with pytest.raises(DataError, match="is no folder; expected the images"):
         sugarcrepe_test(tmp_path / "a.json", tmp_path / "nowhere")
     with pytest.raises(DataError, match="expected the benchmark's file"):
         sugarcrepe_test(tmp_path / "none.json", tmp_path / "pictures")

@@ -33,7 +33,7 @@ def _flickr(part: str = "test") -> list[tuple[str, ...]]:
 
 
 def _scenes(num: int) -> list[tuple[str, ...]]:
-    """Sentences of scenes, three of them as if they were of one picture."""
+    """Sentences of scenes, three of them as if they were of one image."""
     return [tuple(make_scene(3 * i + k, 16).caption for k in range(3)) for i in range(num)]
 
 
@@ -115,7 +115,7 @@ def test_a_caption_that_all_references_are_gets_ten_and_one_that_shares_no_word_
     assert cider_d(["nothing of this kind"] * 3, people) == pytest.approx(0)
 
 
-def test_the_order_of_pictures_and_of_references_does_not_matter() -> None:
+def test_the_order_of_images_and_of_references_does_not_matter() -> None:
     people = _scenes(20)
     captions = [make_scene(5000 + i, 16).caption for i in range(20)]
     found, order = cider_d(captions, people), np.random.Generator(np.random.PCG64(0)).permutation(20)
@@ -131,7 +131,7 @@ def test_repeating_a_caption_does_not_help() -> None:
     assert (twice < once).all()
 
 
-def test_a_persons_caption_fits_its_picture_far_better_than_another() -> None:
+def test_a_persons_caption_fits_its_image_far_better_than_another() -> None:
     people = _flickr()[:300]
     references, own = [captions[1:] for captions in people], [captions[0] for captions in people]
     right, wrong = cider_d(own, references), cider_d([*own[1:], own[0]], references)
@@ -140,9 +140,9 @@ def test_a_persons_caption_fits_its_picture_far_better_than_another() -> None:
 
 def test_too_little_to_score_is_said() -> None:
     for captions, references, said in [
-        (["a"], [["a"]], "1 captions for 1 pictures; expected one each, of two pictures or more"),
-        (["a", "b"], [["a"]], "2 captions for 1 pictures"),
-        (["a", "b"], [["a"], []], "picture 1 has no reference"),
+        (["a"], [["a"]], "1 captions for 1 images; expected one each, of two images or more"),
+        (["a", "b"], [["a"]], "2 captions for 1 images"),
+        (["a", "b"], [["a"], []], "image 1 has no reference"),
     ]:
         with pytest.raises(DataError, match=said):
             cider_d(captions, references)

@@ -1,4 +1,4 @@
-"""CIDEr of a captioner, with people's and other pictures' beside it."""
+"""CIDEr of a captioner, with people's and other images' beside it."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from .captioners import open_made
 
 
 def _five_captions(path: Path, num: int, *, public: bool = True) -> Store:
-    """Pictures of scenes with the sentences of five scenes each; the last has two only."""
+    """Images of scenes with the sentences of five scenes each; the last has two only."""
     import io
 
     from PIL import Image
@@ -53,7 +53,7 @@ def test_a_captioner_that_says_the_truth_is_far_above_chance(tmp_path: Path, mon
     assert score.value > 9.9 and score.chance < 1.5
 
 
-def test_people_are_held_out_one_by_one_among_pictures_with_as_many_captions(tmp_path: Path) -> None:
+def test_people_are_held_out_one_by_one_among_images_with_as_many_captions(tmp_path: Path) -> None:
     store = _five_captions(tmp_path / "s", 11)
     [score] = people_scores(store, np.arange(11))
     captions = [store.captions(row) for row in range(store.num_records)]
@@ -71,7 +71,7 @@ def test_private_captions_give_private_scores(tmp_path: Path) -> None:
     assert {s.visibility for s in cider_scores([open_made()], store, GenerateSettings(max_words=3), workers=1)} == {"private"}
 
 
-def test_a_beam_is_named_and_a_limit_takes_the_same_pictures(tmp_path: Path) -> None:
+def test_a_beam_is_named_and_a_limit_takes_the_same_images(tmp_path: Path) -> None:
     store, ready = write_scenes(tmp_path / "s", 20, 16), open_made(4)
     how = GenerateSettings("beam", beams=2, max_words=4)
     first, again = (cider_scores([ready], store, how, limit=7, workers=1)[0] for _ in range(2))
@@ -79,7 +79,7 @@ def test_a_beam_is_named_and_a_limit_takes_the_same_pictures(tmp_path: Path) -> 
 
 
 def test_stores_without_captions_and_drawn_captions_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="0 pictures with a caption; expected two or more"):
+    with pytest.raises(DataError, match="0 images with a caption; expected two or more"):
         cider_scores([open_made()], write_colours(tmp_path / "c", 3, 0))
     with pytest.raises(DataError, match="expected greedy or beam"):
         cider_scores([open_made()], write_scenes(tmp_path / "s", 5, 16), GenerateSettings("sample"))

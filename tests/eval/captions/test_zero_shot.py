@@ -55,7 +55,7 @@ def _tokens(labels: LabelSet, prompt: str) -> list[list[list[int]]]:
     return [[words_of_scenes().words(caption) for caption in own] for own in prompted(labels, prompt)]
 
 
-@pytest.mark.parametrize("prompt", ["this is a photo of a", "a picture of a", "x"])
+@pytest.mark.parametrize("prompt", ["this is a photo of a", "an image of a", "x"])
 def test_the_walk_is_that_of_a_plain_search_with_full_passes(prompt: str) -> None:
     # "car" and "carpet" share a beginning; "star" is said in two ways; one label begins another
     names = [("car",), ("carpet",), ("car park",), ("star", "pointed thing"), ("red disc",), ("red",), ("rings and things",)]
@@ -85,14 +85,14 @@ def test_with_labels_of_one_word_both_ways_agree_when_a_word_says_nothing_about_
 def test_by_loss_the_class_of_the_likeliest_caption_wins(store: Store) -> None:
     ready = open_made(3)
     labels = LabelSet("shapes", tuple((name, f"{name} thing") for name in LABELS))
-    [score] = zero_shot_scores([ready], store, labels, ZeroShotSettings(("loss",), prompt="a picture of a"), batch_size=7, workers=1)
+    [score] = zero_shot_scores([ready], store, labels, ZeroShotSettings(("loss",), prompt="an image of a"), batch_size=7, workers=1)
     right = 0
     for row in range(store.num_records):
         x_CHW = preprocess(16, ready.data.mean, ready.data.std)(decode(store.read(row)))
         memory_BSD = ready.model.encode(torch.from_numpy(x_CHW)[None])
         losses = [
             min(caption_losses(ready.model, memory_BSD, torch.from_numpy(ready.encode(c))[None]).item() for c in own)
-            for own in prompted(labels, "a picture of a")
+            for own in prompted(labels, "an image of a")
         ]
         right += int(np.argmin(losses)) == store.labels[row]
     assert score.value == right / 60 and score.n == 60
@@ -122,7 +122,7 @@ def test_scores_are_private_when_the_store_or_the_weights_are(tmp_path: Path, st
         assert {s.visibility for s in zero_shot_scores([ready], pictures, SHAPES, workers=1)} == {wanted}
 
 
-def test_the_limit_takes_the_same_pictures_every_time(store: Store) -> None:
+def test_the_limit_takes_the_same_images_every_time(store: Store) -> None:
     settings = ZeroShotSettings(("trie",), limit=11)
     first, again = (zero_shot_scores([open_made()], store, SHAPES, settings, workers=1)[0] for _ in range(2))
     assert first == again and first.n == 11

@@ -72,7 +72,7 @@ def test_unknown_pooling_is_refused(make_run: MakeRun) -> None:
         load(make_run())(torch.zeros(1, 3, 8, 8), "max")
 
 
-def test_a_store_and_a_single_picture_get_the_same_features(make_run: MakeRun, test_store: Store) -> None:
+def test_a_store_and_a_single_image_get_the_same_features(make_run: MakeRun, test_store: Store) -> None:
     encoder = load(make_run())
     found, label_N, _ = collect_features({"": encoder.poolings}, test_store, encoder.data, 8, batch_size=32, workers=1)
     x_ND = found["", "mean"]

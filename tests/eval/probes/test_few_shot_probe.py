@@ -22,7 +22,7 @@ QUICK = FineTuneSettings(draws=1, epochs=12, warmup_epochs=1, batch_size=16, lea
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """40 pictures of each of three colours, two of each person."""
+    """40 images of each of three colours, two of each person."""
     return write_colours(tmp_path_factory.mktemp("few") / "train", 40, 0, person=[f"p{i // 6}.{i % 3}" for i in range(120)])
 
 
@@ -51,7 +51,7 @@ def test_every_record_is_drawn_equally_often() -> None:
 
 def test_too_many_shots_name_the_classes_and_their_counts() -> None:
     label_N = np.repeat([0, 1, 2], [20, 3, 8])
-    with pytest.raises(DataError, match=r"shots=9, but 'dog' has 3, 'emu' has 8; expected 9 training pictures of each class. Ask for 3"):
+    with pytest.raises(DataError, match=r"shots=9, but 'dog' has 3, 'emu' has 8; expected 9 training images of each class. Ask for 3"):
         draw_shots(label_N, 9, 0, names=["cat", "dog", "emu"])
     with pytest.raises(ConfigError, match="shots=0"):
         draw_shots(label_N, 0, 0)
@@ -65,7 +65,7 @@ def _blobs(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return x, label
 
 
-def test_the_probe_sees_the_drawn_pictures_only_and_more_of_them_help() -> None:
+def test_the_probe_sees_the_drawn_images_only_and_more_of_them_help() -> None:
     (x, label), (test_x, truth) = _blobs(600, 0), _blobs(900, 1)
     unit = np.arange(600)
     share = {}
@@ -117,7 +117,7 @@ def test_the_whole_network_is_trained(train: Store, monkeypatch: pytest.MonkeyPa
     assert all(moved)
 
 
-def test_the_rate_is_chosen_on_other_persons_pictures_and_all_are_trained_on_then(
+def test_the_rate_is_chosen_on_other_persons_images_and_all_are_trained_on_then(
     train: Store, test: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[np.ndarray] = []
@@ -135,14 +135,14 @@ def test_the_rate_is_chosen_on_other_persons_pictures_and_all_are_trained_on_the
         assert not set(unit_N[fitted]) & set(unit_N[held])
 
 
-def test_with_fewer_than_five_pictures_the_middle_rate_is_taken_and_said(train: Store, test: Store) -> None:
+def test_with_fewer_than_five_images_the_middle_rate_is_taken_and_said(train: Store, test: Store) -> None:
     settings = replace(QUICK, learning_rates=(1.0, 1e-9, 1e-3), epochs=2)
     result = fine_tune(vit_encoder(), _rows(train), _rows(test), units(train), 4, settings, workers=1)
     assert result.learning_rate == 1e-3 and "lr 0.001 (middle of" in settings.words(vit_encoder(), 4)
     assert "by a held-out fifth" in settings.words(vit_encoder(), 5)
 
 
-def test_training_pictures_are_augmented_by_record(train: Store) -> None:
+def test_training_images_are_augmented_by_record(train: Store) -> None:
     encoder, rows, settings = vit_encoder(), np.arange(12), replace(QUICK, auto_augment=False)
     x, kept = augmented(train, rows, StepKey(0, 0), encoder, settings, 1)
     shuffled, _ = augmented(train, rows[::-1].copy(), StepKey(0, 0), encoder, settings, 2)

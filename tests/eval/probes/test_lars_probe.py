@@ -18,7 +18,7 @@ from dpvision.eval.probes.settings import LarsSettings
 from ..labelled import MEAN, STD, conv_encoder, vit_encoder, write_digits
 
 DATA = DataConfig(mean=MEAN, std=STD)
-# A few hundred pictures: at the paper's trust coefficient and the rates that 16,384 scale down to, they would take thousands of epochs.
+# A few hundred images: at the paper's trust coefficient and the rates that 16,384 scale down to, they would take thousands of epochs.
 SMALL = LarsSettings(blrs=(2.0, 0.5, 0.1), trust=0.02, batch_size=64, epochs=60, warmup_epochs=6, augment=False, eval_resize=1.0)
 
 
@@ -76,7 +76,7 @@ def test_it_reaches_what_logistic_regression_reaches(train: Store, test: Store) 
     assert abs(accuracy - expected) < 0.05
 
 
-def test_predictions_do_not_depend_on_which_pictures_stand_beside(train: Store, test: Store) -> None:
+def test_predictions_do_not_depend_on_which_images_stand_beside(train: Store, test: Store) -> None:
     settings = replace(SMALL, epochs=8, warmup_epochs=1)
     rows = np.random.Generator(np.random.PCG64(0)).permutation(test.num_records)
     whole = _probe(train, test, settings)

@@ -35,7 +35,7 @@ SCORE = Score("encoder", 0.5, 0.4, 0.6, 100, 0.1, "linear probe, mean", "public"
 
 
 def _store(path: Path, labels: list[str | None], person: list[str] | None = None) -> Store:
-    """Public store of small random pictures."""
+    """Public store of small random images."""
     rng = np.random.Generator(np.random.PCG64(0))
     samples = []
     for i, label in enumerate(labels):
@@ -55,7 +55,7 @@ def test_baselines_stand_beside_every_score(make_run: MakeRun, train_store: Stor
         assert found == expected
     chance = np.bincount(test_store.labels).max() / 80
     assert all(0 <= s.low <= s.value <= s.high <= 1 and s.n == 80 and s.chance == chance and s.visibility == "public" for s in scores)
-    assert "features of training pictures: 240 of 240" in seen and "features of test pictures: 80 of 80" in seen
+    assert "features of training images: 240 of 240" in seen and "features of test images: 80 of 80" in seen
     assert len({s.value for s in scores}) > 3  # encoder and random weights are different models here
 
 
@@ -122,7 +122,7 @@ def test_unfit_stores_are_refused(make_run: MakeRun, train_store: Store, tmp_pat
     run = make_run()
     with pytest.raises(DataError, match=r"has no labels.*--label-from"):
         evaluate(run, _store(tmp_path / "unlabelled", [None] * 30), workers=1)
-    with pytest.raises(DataError, match=r"1 class among the training labels \('a', \d+ pictures\); expected two"):
+    with pytest.raises(DataError, match=r"1 class among the training labels \('a', \d+ images\); expected two"):
         evaluate(run, _store(tmp_path / "one", ["a"] * 30), workers=1)
     with pytest.raises(DataError, match=r"classes of the stores differ"):
         evaluate(run, train_store, _store(tmp_path / "other", ["a", "b"] * 10), workers=1)
@@ -261,10 +261,10 @@ def test_a_label_without_a_name_is_refused(tmp_path: Path) -> None:
     store = _store(tmp_path / "store", [f"c{i % 3}" for i in range(30)])
     meta = json.loads((store.path / "store.json").read_text())
     (store.path / "store.json").write_text(json.dumps(meta | {"label_names": ["c0", "c1"]}))
-    with pytest.raises(DataError, match=r"has label 2 \(10 pictures\) but 2 class names; expected labels 0 to 1"):
+    with pytest.raises(DataError, match=r"has label 2 \(10 images\) but 2 class names; expected labels 0 to 1"):
         evaluation_rows(open_store(store.path), None)
 
 
 def test_a_class_that_training_lacks_is_named_with_its_count() -> None:
-    with pytest.raises(DataError, match=r"'dog': 3 test pictures, 0 to train on"):
+    with pytest.raises(DataError, match=r"'dog': 3 test images, 0 to train on"):
         check_labels(torch.tensor([0, 2]), torch.tensor([0, 1, 1, 1]), ["cat", "dog", "emu"])

@@ -21,7 +21,7 @@ def _stores(tmp_path: Path) -> tuple[Store, Store]:
     return write_scenes(tmp_path / "a", 120, 16), write_scenes(tmp_path / "b", 40, 16, first=500)
 
 
-def test_a_second_evaluation_is_the_first_and_reads_no_picture(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_evaluation_is_the_first_and_reads_no_image(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, stores = make_run(), _stores(tmp_path)
     plain = evaluate(run, *stores, workers=1)
     assert not (stores[0].path / "confidential" / "features").exists()
@@ -54,7 +54,7 @@ def test_changed_weights_are_scored_anew(make_run: MakeRun, tmp_path: Path) -> N
     assert not torch.equal(load_file(old)["mean"], load_file(new)["mean"])
 
 
-def test_what_a_confidential_encoder_makes_of_public_pictures_is_not_kept(make_run: MakeRun, tmp_path: Path) -> None:
+def test_what_a_confidential_encoder_makes_of_public_images_is_not_kept(make_run: MakeRun, tmp_path: Path) -> None:
     run, stores = make_run(wholly_confidential=True), _stores(tmp_path)
     evaluate(run, *stores, protocols=(KNN(),), against=(), workers=1, cache=True)
     assert not [file for store in stores for file in (store.path / "confidential").rglob("features/*")]

@@ -1,4 +1,4 @@
-"""Pictures with objects as COCO's own files have them: boxes, polygons and run-length masks, checked as they are read.
+"""Images with objects as COCO's own files have them: boxes, polygons and run-length masks, checked as they are read.
 
 Needs faster-coco-eval (``pip install dpvision[dense]``) for masks.
 
@@ -15,19 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from dpvision.data.decode import BadPicture, decode
+from dpvision.data.decode import BadImage, decode
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.benchmark_files import Box, picture_finder, read_json
+from dpvision.eval.benchmark_files import Box, image_finder, read_json
 
 _WHERE = "detection"
 
 
 @dataclass(frozen=True)
 class CocoObject:
-    """One object of a picture."""
+    """One object of an image."""
 
     box: Box
-    """Inside the picture."""
+    """Inside the image."""
     label: int
     """Its class: a place in ``CocoSet.classes``."""
     outline: Any
@@ -39,8 +39,8 @@ class CocoObject:
 
 
 @dataclass(frozen=True)
-class CocoPicture:
-    """One picture and its objects."""
+class CocoImage:
+    """One image and its objects."""
 
     id: int
     path: Path
@@ -55,7 +55,7 @@ class CocoPicture:
 
     @property
     def has_masks(self) -> bool:
-        """Whether every object has a mask: the picture can then count for AP of masks."""
+        """Whether every object has a mask: the image can then count for AP of masks."""
         return all(o.outline is not None for o in self.objects)
 
     def read(self) -> np.ndarray:
@@ -67,12 +67,12 @@ class CocoPicture:
         try:
             pixels = decode(self.path.read_bytes())
         except OSError as error:
-            raise DataError(f"{_WHERE}: {self.path}: {error.strerror}; expected a picture. Restore it.") from None
-        except BadPicture as error:
+            raise DataError(f"{_WHERE}: {self.path}: {error.strerror}; expected an image. Restore it.") from None
+        except BadImage as error:
             raise DataError(f"{_WHERE}: {self.path}: {error}") from None
         if pixels.shape[:2] != (self.height, self.width):
             got, said = f"{pixels.shape[1]} x {pixels.shape[0]} px", f"{self.width} x {self.height}, as its annotations say"
-            raise DataError(f"{_WHERE}: {self.path}: {got}; expected {said}. Take the pictures that the file was made for.")
+            raise DataError(f"{_WHERE}: {self.path}: {got}; expected {said}. Take the images that the file was made for.")
         return pixels
 
     def mask(self, thing: CocoObject) -> np.ndarray | None:
@@ -92,12 +92,12 @@ class CocoPicture:
 
 @dataclass(frozen=True)
 class CocoSet:
-    """A file of annotations with its pictures."""
+    """A file of annotations with its images."""
 
     name: str
     classes: tuple[tuple[int, str], ...]
     """COCO's number and name of each class, by number; labels are places in it."""
-    pictures: tuple[CocoPicture, ...]
+    pictures: tuple[CocoImage, ...]
     notes: tuple[str, ...]
     """What was left out or changed, and how often."""
 
@@ -116,18 +116,18 @@ def mask_tools() -> ModuleType:
 
 
 def load_coco(annotations: Path, images: Path, *, allow_missing: bool = False) -> CocoSet:
-    """Read a file of instances and find its pictures; no pixel is read yet.
+    """Read a file of instances and find its images; no pixel is read yet.
 
-    Left out and counted in ``notes``: boxes without area or wholly outside their picture; polygons of fewer than three points (the object
-    keeps its box). Boxes that stand out are cut. With ``allow_missing`` pictures whose file is not there are left out too.
+    Left out and counted in ``notes``: boxes without area or wholly outside their image; polygons of fewer than three points (the object
+    keeps its box). Boxes that stand out are cut. With ``allow_missing`` images whose file is not there are left out too.
 
     Args:
         annotations: COCO's ``instances_*.json``.
-        images: the folder of the pictures, or the one above it.
+        images: the folder of the images, or the one above it.
 
     Raises:
-        DataError: a file that cannot be read or is not COCO's; no categories or pictures; an annotation of an unknown picture or
-            category; a box or a mask that is none; a missing picture. ConfigError: faster-coco-eval is not installed.
+        DataError: a file that cannot be read or is not COCO's; no categories or images; an annotation of an unknown image or
+            category; a box or a mask that is none; a missing image. ConfigError: faster-coco-eval is not installed.
     """
     mask_tools()
     given = read_json(annotations, _WHERE)
@@ -141,18 +141,18 @@ def load_coco(annotations: Path, images: Path, *, allow_missing: bool = False) -
     classes = _classes(categories, annotations)
     label_of = {number: label for label, (number, _) in enumerate(classes)}
     if not entries:
-        raise DataError(f"{_WHERE}: {annotations}: no pictures; expected some. Correct the path.")
+        raise DataError(f"{_WHERE}: {annotations}: no images; expected some. Correct the path.")
     counts: Counter[str] = Counter()
     sizes = {_number(e, "id", annotations): (_number(e, "height", annotations), _number(e, "width", annotations)) for e in entries}
     if len(sizes) < len(entries) or not all(h >= 1 and w >= 1 for h, w in sizes.values()):
-        raise DataError(f"{_WHERE}: {annotations}: pictures with the same id or without size; expected COCO's file. Download it again.")
+        raise DataError(f"{_WHERE}: {annotations}: images with the same id or without size; expected COCO's file. Download it again.")
     objects: dict[int, list[CocoObject]] = {number: [] for number in sizes}
     for mark in marks:
         where = f"{_WHERE}: {annotations}: annotation {mark.get('id')!r}"
         number, label = mark.get("image_id"), label_of.get(mark.get("category_id", ""))
         if number not in sizes or label is None:
             got = f"image_id={number!r}, category_id={mark.get('category_id')!r}"
-            raise DataError(f"{where}: {got}; expected a picture and a category of the file. Download it again.")
+            raise DataError(f"{where}: {got}; expected an image and a category of the file. Download it again.")
         found = _object(mark, label, sizes[number], where, counts)
         if found is not None:
             objects[number].append(found)
@@ -161,7 +161,7 @@ def load_coco(annotations: Path, images: Path, *, allow_missing: bool = False) -
 
 
 def check_apart(train: CocoSet, test: CocoSet) -> None:
-    """Raise DataError unless both files have the same classes under the same numbers, and no picture in common."""
+    """Raise DataError unless both files have the same classes under the same numbers, and no image in common."""
     if train.classes != test.classes:
         apart = sorted(set(train.classes) ^ set(test.classes))
         shown = ", ".join(f"{number} {name!r}" for number, name in apart[:4])
@@ -171,8 +171,8 @@ def check_apart(train: CocoSet, test: CocoSet) -> None:
         )
     shared = {picture.path.resolve() for picture in train.pictures} & {picture.path.resolve() for picture in test.pictures}
     if shared:
-        got = f"{len(shared):,} pictures are trained on and scored, the first is {min(shared).name}"
-        raise DataError(f"{_WHERE}: {got}; expected other pictures in the test. Name another file, or divide it.")
+        got = f"{len(shared):,} images are trained on and scored, the first is {min(shared).name}"
+        raise DataError(f"{_WHERE}: {got}; expected other images in the test. Name another file, or divide it.")
 
 
 def _classes(categories: list[dict], where: Path) -> tuple[tuple[int, str], ...]:
@@ -200,11 +200,11 @@ def _object(mark: dict, label: int, size: tuple[int, int], where: str, counts: C
         counts["boxes without area left out"] += 1
         return None
     if not (inside[2] > inside[0] and inside[3] > inside[1]):
-        counts["boxes outside their picture left out"] += 1
+        counts["boxes outside their image left out"] += 1
         return None
     # COCO's own boxes are rounded to hundredths of a pixel.
     if max(a - b for a, b in zip((inside[0], inside[1], right, bottom), (left, top, inside[2], inside[3]), strict=True)) > 0.05:
-        counts["boxes that stood out of their picture cut"] += 1
+        counts["boxes that stood out of their image cut"] += 1
     outline = _outline(mark.get("segmentation"), size, where, counts)
     area: Any = mark.get("area")
     if not _finite([area]) or not area > 0:
@@ -241,18 +241,18 @@ def _pictures(
     annotations: Path,
     counts: Counter[str],
     allow_missing: bool,
-) -> tuple[CocoPicture, ...]:
-    place, missing, pictures = picture_finder(images, _WHERE), [], []
+) -> tuple[CocoImage, ...]:
+    place, missing, pictures = image_finder(images, _WHERE), [], []
     for entry in entries:
         name, number = Path(str(entry.get("file_name"))).name, entry["id"]
         if name in place:
-            pictures.append(CocoPicture(number, place[name], *sizes[number], tuple(objects[number])))
+            pictures.append(CocoImage(number, place[name], *sizes[number], tuple(objects[number])))
         else:
             missing.append(name)
     if missing and (not pictures or not allow_missing):
-        say = "Correct the folder of pictures." if not pictures else "Restore them, or leave them out with --allow-missing."
-        got = f"{len(missing):,} of {len(entries):,} pictures of {annotations.name} are not in {images}, the first is {missing[0]}"
+        say = "Correct the folder of images." if not pictures else "Restore them, or leave them out with --allow-missing."
+        got = f"{len(missing):,} of {len(entries):,} images of {annotations.name} are not in {images}, the first is {missing[0]}"
         raise DataError(f"{_WHERE}: {got}; expected all. {say}")
     if missing:
-        counts["pictures whose file is missing left out"] = len(missing)
+        counts["images whose file is missing left out"] = len(missing)
     return tuple(pictures)

@@ -1,10 +1,10 @@
-"""COCO's average precision of boxes and masks, by faster-coco-eval, with intervals over the test pictures.
+"""COCO's average precision of boxes and masks, by faster-coco-eval, with intervals over the test images.
 
-AP is the mean over classes and over IoU 0.50, 0.55, ..., 0.95 of the interpolated precision at 101 recalls, 100 detections a picture;
-AP50 and AP75 are those at one IoU. Small objects have less than 32^2 square pixels, large ones more than 96^2, of the pictures as they are
+AP is the mean over classes and over IoU 0.50, 0.55, ..., 0.95 of the interpolated precision at 101 recalls, 100 detections an image;
+AP50 and AP75 are those at one IoU. Small objects have less than 32^2 square pixels, large ones more than 96^2, of the images as they are
 at hand: on a resized copy of a data set these are other objects than on the original. Crowds are neither found nor missed.
 
-Legend: N detections, E matchings (class, size, picture), B resamples.
+Legend: N detections, E matchings (class, size, image), B resamples.
 """
 
 import math
@@ -24,10 +24,10 @@ _SIZES = ("all", "small", "medium", "large")
 
 @dataclass(frozen=True)
 class Found:
-    """What a detector answers for one picture."""
+    """What a detector answers for one image."""
 
     box_N4: np.ndarray
-    """float: left, top, right, bottom in px of the picture."""
+    """float: left, top, right, bottom in px of the image."""
     label_N: np.ndarray
     """int, places in ``CocoSet.classes``."""
     score_N: np.ndarray
@@ -46,7 +46,7 @@ class Precision:
     """In [0, 1]."""
     low: float
     high: float
-    num_pictures: int
+    num_images: int
 
 
 def average_precisions(
@@ -54,12 +54,12 @@ def average_precisions(
 ) -> list[Precision]:
     """COCO's six average precisions; sizes of which the test has no object are left out.
 
-    For masks only the pictures count whose objects all have masks; without any the list is empty.
+    For masks only the images count whose objects all have masks; without any the list is empty.
 
     Args:
-        found: one entry for each picture of ``test``.
-        resamples: of the test pictures, with replacement, for the 95% interval (percentiles); 0: the interval is the value itself. One
-            takes about two seconds on COCO's 5,000 pictures.
+        found: one entry for each image of ``test``.
+        resamples: of the test images, with replacement, for the 95% interval (percentiles); 0: the interval is the value itself. One
+            takes about two seconds on COCO's 5,000 images.
 
     Raises:
         ConfigError: faster-coco-eval is not installed.
@@ -76,7 +76,7 @@ def average_precisions(
     judge.evaluate()
     judge.accumulate()
     values = _measures(judge.eval["precision"])
-    # One matching for each class, size and picture, in this order: pictures drawn twice stand there twice.
+    # One matching for each class, size and image, in this order: images drawn twice stand there twice.
     matching_E = judge._evalImgs_cpp
     place_KAI = np.arange(len(matching_E)).reshape(len(test.classes), len(_SIZES), len(places))
     rng = np.random.Generator(np.random.PCG64(0))

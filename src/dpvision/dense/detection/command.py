@@ -45,24 +45,24 @@ def evaluate_detection(
         --test-images val2017 --public --work work/vip --out scores.json
 
     The defaults are ViTDet-Base's (Table 4 of the ViP paper): 100 epochs of batch 64 at 1024 px, work for many GPUs. Say --dry-run first:
-    it reads all pictures, counts, and says how long a step takes here. Smaller:
+    it reads all images, counts, and says how long a step takes here. Smaller:
 
       --detection.epochs 12 --detection.image-size 512 --detection.batch-size 16 --hardware.physical-batch-size 4
 
     Stopped, a training with --work goes on where it was. On eight GPUs: torchrun --nproc-per-node 8 -m dpvision evaluate detection ...
-    This is training without privacy, on pictures that need none: it says how good the encoder is. docs/detection.md has the settings.
+    This is training without privacy, on images that need none: it says how good the encoder is. docs/detection.md has the settings.
 
     Args:
         encoders: What to score; each gets a detector of its own.
-        train: COCO's annotations of the pictures to learn from (instances_*.json).
-        train_images: Folder of these pictures.
-        test: Annotations of the pictures to score on, with the same classes.
-        test_images: Folder of these pictures.
-        public: The pictures need no protection (COCO's do not). Else scores and pictures go under confidential/.
-        work: Folder for the training's state, a folder in it for each encoder. Of private pictures under confidential too.
-        out: Write all scores here too. Scores of private pictures need a path with a folder called confidential in it.
-        picture: Draw some test pictures here (PNG), truth beside answers; of several encoders, NAME-1.png, NAME-2.png, ...
-        allow_missing: Leave out pictures whose file is missing, and say how many.
+        train: COCO's annotations of the images to learn from (instances_*.json).
+        train_images: Folder of these images.
+        test: Annotations of the images to score on, with the same classes.
+        test_images: Folder of these images.
+        public: The images need no protection (COCO's do not). Else scores and images go under confidential/.
+        work: Folder for the training's state, a folder in it for each encoder. Of private images under confidential too.
+        out: Write all scores here too. Scores of private images need a path with a folder called confidential in it.
+        image: Draw some test images here (PNG), truth beside answers; of several encoders, NAME-1.png, NAME-2.png, ...
+        allow_missing: Leave out images whose file is missing, and say how many.
         recompute: Compute the encoder's blocks again in the backward pass: less memory, a third more time.
         dry_run: Read everything, count, time a step, and train nothing.
         ema: Use the averaged weights of runs.
@@ -76,7 +76,7 @@ def evaluate_detection(
     for flag, path in (("--train", train), ("--train-images", train_images), ("--test", test), ("--test-images", test_images)):
         if path is None:
             raise ConfigError(
-                f"evaluate: no {flag}; expected COCO's annotations and pictures to learn from and to score on. Name it, as in "
+                f"evaluate: no {flag}; expected COCO's annotations and images to learn from and to score on. Name it, as in "
                 "`dpvision evaluate detection --help`."
             )
     assert train is not None and train_images is not None and test is not None and test_images is not None

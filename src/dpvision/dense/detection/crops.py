@@ -1,6 +1,6 @@
-"""Pictures and their objects as squares of a fixed side: large-scale jitter in training, the longer side fitted in the test.
+"""Images and their objects as squares of a fixed side: large-scale jitter in training, the longer side fitted in the test.
 
-Large-scale jitter (Ghiasi et al. 2021; ViTDet): the picture, mirrored or not, is resized so that it fits into a square of side u S, u
+Large-scale jitter (Ghiasi et al. 2021; ViTDet): the image, mirrored or not, is resized so that it fits into a square of side u S, u
 uniform in ``jitter``; of what is larger than S a random part is kept, what is smaller lies at the top left, the rest is the mean colour.
 
 Legend: N objects, C channels, S side of the square, H height, W width (px).
@@ -15,27 +15,27 @@ from PIL import Image
 from torch import Tensor
 
 from dpvision.data.keys import StepKey
-from dpvision.dense.detection.coco_data import CocoPicture
+from dpvision.dense.detection.coco_data import CocoImage
 
 Colour = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a picture of (height, width) lies in its square."""
+    """Where an image of (height, width) lies in its square."""
 
     height: int
-    """Of the resized picture, px."""
+    """Of the resized image, px."""
     width: int
     top: int
-    """First row of the resized picture that is kept."""
+    """First row of the resized image that is kept."""
     left: int
     mirrored: bool
     """Left and right exchanged, after the cut."""
 
 
 class DetectionExample(NamedTuple):
-    """One picture for the detector, with what there is to find."""
+    """One image for the detector, with what there is to find."""
 
     x_CSS: Tensor
     """float32 in [0, 1], not yet normalised."""
@@ -50,13 +50,13 @@ class DetectionExample(NamedTuple):
 
 
 def fitted(height: int, width: int, side: int) -> Placement:
-    """The whole picture, its longer side as long as the square's."""
+    """The whole image, its longer side as long as the square's."""
     scale = side / max(height, width)
     return Placement(max(1, round(height * scale)), max(1, round(width * scale)), 0, 0, False)
 
 
-def jittered(picture: CocoPicture, key: StepKey, side: int, jitter: tuple[float, float]) -> Placement:
-    """Large-scale jitter of this picture under ``key``: a function of the key and the picture's id alone."""
+def jittered(picture: CocoImage, key: StepKey, side: int, jitter: tuple[float, float]) -> Placement:
+    """Large-scale jitter of this image under ``key``: a function of the key and the image's id alone."""
     scale_u, top_u, left_u, flip_u = key.uniform_numpy(np.array([picture.id]), "large-scale jitter", 4)[0].tolist()
     target = max(1.0, side * (jitter[0] + (jitter[1] - jitter[0]) * scale_u))
     scale = target / max(picture.height, picture.width)
@@ -66,17 +66,15 @@ def jittered(picture: CocoPicture, key: StepKey, side: int, jitter: tuple[float,
 
 
 def square(pixels_HWC: np.ndarray, place: Placement, side: int, mean: Colour) -> Tensor:
-    """The placed picture, float32 (3, S, S) in [0, 1], around it ``mean``."""
+    """The placed image, float32 (3, S, S) in [0, 1], around it ``mean``."""
     x_CSS = torch.tensor(mean, dtype=torch.float32)[:, None, None].expand(3, side, side).clone()
     part = _resized(Image.fromarray(pixels_HWC), place, side)
     x_CSS[:, : part.shape[0], : part.shape[1]] = torch.from_numpy(part).permute(2, 0, 1).float() / 255
     return x_CSS
 
 
-def example(
-    picture: CocoPicture, pixels_HWC: np.ndarray, place: Placement, side: int, mean: tuple[float, float, float]
-) -> DetectionExample:
-    """The placed picture and its objects (no crowds). Boxes of objects with masks are drawn anew around what is left of the mask.
+def example(picture: CocoImage, pixels_HWC: np.ndarray, place: Placement, side: int, mean: tuple[float, float, float]) -> DetectionExample:
+    """The placed image and its objects (no crowds). Boxes of objects with masks are drawn anew around what is left of the mask.
 
     Objects of which less than a pixel is left, in either direction, are gone.
     """
@@ -108,7 +106,7 @@ def _kept(place: Placement, side: int) -> tuple[int, int]:
 
 
 def _resized(image: Image.Image, place: Placement, side: int) -> np.ndarray:
-    """The part of the picture that is kept, resized in one go: uint8 (H, W) or (H, W, C)."""
+    """The part of the image that is kept, resized in one go: uint8 (H, W) or (H, W, C)."""
     (rows, columns), down, across = _kept(place, side), image.height / place.height, image.width / place.width
     box = (place.left * across, place.top * down, (place.left + columns) * across, (place.top + rows) * down)
     # Rounding may put the last edge a hair outside, which Pillow refuses.
@@ -117,7 +115,7 @@ def _resized(image: Image.Image, place: Placement, side: int) -> np.ndarray:
     return np.ascontiguousarray(part[:, ::-1]) if place.mirrored else part
 
 
-def _placed_box(box: tuple[float, float, float, float], picture: CocoPicture, place: Placement, side: int) -> list[float] | None:
+def _placed_box(box: tuple[float, float, float, float], picture: CocoImage, place: Placement, side: int) -> list[float] | None:
     (rows, columns), down, across = _kept(place, side), place.height / picture.height, place.width / picture.width
     left, right = (min(max(x * across - place.left, 0.0), columns) for x in (box[0], box[2]))
     top, bottom = (min(max(y * down - place.top, 0.0), rows) for y in (box[1], box[3]))

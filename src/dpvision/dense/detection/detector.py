@@ -4,9 +4,9 @@ Proposals: two 3 x 3 convolutions. Boxes: four 3 x 3 convolutions and one linear
 deconvolution to 28 x 28. A LayerNorm over the channels follows each convolution of the box and mask heads. Three anchors a place (1:2, 1:1,
 2:1), their side eight strides.
 
-Pictures are squares, padded before they come here, so that scales are exact.
+Images are squares, padded before they come here, so that scales are exact.
 
-Legend: B pictures, N objects or detections, C channels, S side of the square, M side of a region's mask.
+Legend: B images, N objects or detections, C channels, S side of the square, M side of a region's mask.
 """
 
 from collections import OrderedDict
@@ -35,10 +35,10 @@ _BOX_SIDE, _MASK_SIDE = 7, 14
 
 
 class Detector(GeneralizedRCNN):
-    """Pictures to boxes, classes and masks; in training to losses."""
+    """Images to boxes, classes and masks; in training to losses."""
 
     def __init__(self, pyramid: FeaturePyramid, num_classes: int, mean: Sequence[float], std: Sequence[float], sizes: HeadSizes) -> None:
-        """``num_classes`` without the background; ``mean`` and ``std`` are those that the transformer's pictures were normalised with."""
+        """``num_classes`` without the background; ``mean`` and ``std`` are those that the transformer's images were normalised with."""
         channels = sizes.channels
         anchors = AnchorGenerator(tuple((int(_ANCHOR_STRIDES * stride),) for stride in pyramid.strides), (_RATIOS,) * len(pyramid.strides))
         proposals = RegionProposalNetwork(
@@ -69,9 +69,9 @@ class Detector(GeneralizedRCNN):
 
 
 def detection_losses(model: nn.Module, examples: Sequence[DetectionExample]) -> dict[str, Tensor]:
-    """Mask R-CNN's five losses by name, each averaged over what was drawn from the pictures of this forward pass.
+    """Mask R-CNN's five losses by name, each averaged over what was drawn from the images of this forward pass.
 
-    Pictures without objects count for the proposals and the classes; objects without mask for all but the masks.
+    Images without objects count for the proposals and the classes; objects without mask for all but the masks.
     """
     device = next(model.parameters()).device
     images = [e.x_CSS.to(device, non_blocking=True) for e in examples]

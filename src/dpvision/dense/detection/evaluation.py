@@ -1,4 +1,4 @@
-"""Detection and instance segmentation on public pictures: a copy of an encoder under Mask R-CNN, trained end to end (ViP, Table 4, A.4).
+"""Detection and instance segmentation on public images: a copy of an encoder under Mask R-CNN, trained end to end (ViP, Table 4, A.4).
 
     settings = DetectionSettings()
     model = make_detector(encoder, settings, num_classes=80)
@@ -6,7 +6,7 @@
     found = detect(model, encoder, test, settings, hardware)
     scores = detection_scores(encoder, test, found, settings, visibility="public")
 
-Legend: B pictures, N detections, C channels, S side of the square, H height, W width (px).
+Legend: B images, N detections, C channels, S side of the square, H height, W width (px).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.ordered import ordered_map
 from dpvision.dense.backbone import dense_backbone
 from dpvision.dense.dense_vit import layer_decay_groups
-from dpvision.dense.detection.coco_data import CocoPicture, CocoSet, mask_tools
+from dpvision.dense.detection.coco_data import CocoImage, CocoSet, mask_tools
 from dpvision.dense.detection.coco_scores import Found, Kind, average_precisions
 from dpvision.dense.detection.crops import DetectionExample, Placement, example, fitted, jittered, square
 from dpvision.dense.detection.detector import Detector, detection_loss
@@ -71,9 +71,9 @@ def make_detector(
 
 @dataclass(frozen=True)
 class TrainingCrops:
-    """Pictures with objects, jittered; what the training loop asks for."""
+    """Images with objects, jittered; what the training loop asks for."""
 
-    pictures: tuple[CocoPicture, ...]
+    pictures: tuple[CocoImage, ...]
     side: int
     jitter: tuple[float, float]
     mean: tuple[float, float, float]
@@ -83,21 +83,21 @@ class TrainingCrops:
         return len(self.pictures)
 
     def load(self, number: int, epoch: int) -> DetectionExample:
-        """One picture with its objects, a function of (seed, epoch, picture). Raises DataError where it cannot be read."""
+        """One image with its objects, a function of (seed, epoch, image). Raises DataError where it cannot be read."""
         picture = self.pictures[number]
         place = jittered(picture, StepKey(self.seed, epoch), self.side, self.jitter)
         return example(picture, picture.read(), place, self.side, self.mean)
 
 
 def training_crops(train: CocoSet, encoder: Encoder, settings: DetectionSettings) -> TrainingCrops:
-    """The pictures of ``train`` that have an object to learn from.
+    """The images of ``train`` that have an object to learn from.
 
     Raises:
         DataError: there is none.
     """
     chosen = tuple(picture for picture in train.pictures if picture.learned)
     if not chosen:
-        raise DataError(f"detection: {train.name} has no picture with an object (crowds aside); expected some. Name another file.")
+        raise DataError(f"detection: {train.name} has no image with an object (crowds aside); expected some. Name another file.")
     return TrainingCrops(chosen, settings.image_size, settings.jitter, encoder.mean, settings.seed)
 
 
@@ -134,38 +134,38 @@ def train_detector(
 def detect(
     model: Detector,
     encoder: Encoder,
-    pictures: Sequence[CocoPicture],
+    pictures: Sequence[CocoImage],
     settings: DetectionSettings,
     hardware: DenseHardware,
     *,
     group: Group | None = None,
     progress: Say | None = None,
 ) -> list[Found]:
-    """What the detector finds in each picture; under torchrun each rank looks at a part, and all get the whole.
+    """What the detector finds in each image; under torchrun each rank looks at a part, and all get the whole.
 
     Raises:
-        DataError: a picture cannot be read.
+        DataError: an image cannot be read.
     """
     model.eval()
     device, side, group = next(model.parameters()).device, settings.image_size, group or Group(0, 1, torch.device("cpu"))
     mine = pictures[group.rank :: group.world_size]
 
-    def load(picture: CocoPicture) -> tuple[CocoPicture, Placement, Tensor]:
+    def load(picture: CocoImage) -> tuple[CocoImage, Placement, Tensor]:
         place = fitted(picture.height, picture.width, side)
         return picture, place, square(picture.read(), place, side, encoder.mean)
 
     found: list[Found] = []
-    batch: list[tuple[CocoPicture, Placement, Tensor]] = []
+    batch: list[tuple[CocoImage, Placement, Tensor]] = []
     size = hardware.physical_batch_size
     for i, loaded in enumerate(ordered_map(load, mine, workers=hardware.workers, ahead=max(2 * hardware.workers, size))):
         batch.append(loaded)
         if len(batch) == size or i == len(mine) - 1:
             with hardware.autocast(device):
                 answers = model([x.to(device) for *_, x in batch])
-            found += [in_picture(answer, picture, place) for answer, (picture, place, _) in zip(answers, batch, strict=True)]
+            found += [in_image(answer, picture, place) for answer, (picture, place, _) in zip(answers, batch, strict=True)]
             batch = []
             if progress is not None:
-                progress(f"{(i + 1) * group.world_size:,} of {len(pictures):,} test pictures")
+                progress(f"{(i + 1) * group.world_size:,} of {len(pictures):,} test images")
     if group.world_size == 1:
         return found
     parts: list[list[Found]] = [[] for _ in range(group.world_size)]
@@ -173,8 +173,8 @@ def detect(
     return [parts[i % group.world_size][i // group.world_size] for i in range(len(pictures))]
 
 
-def in_picture(answer: dict[str, Tensor], picture: CocoPicture, place: Placement) -> Found:
-    """A detector's answer for a square, in the picture's own pixels; what lies in the padding is left out."""
+def in_image(answer: dict[str, Tensor], picture: CocoImage, place: Placement) -> Found:
+    """A detector's answer for a square, in the image's own pixels; what lies in the padding is left out."""
     across, down = place.width / picture.width, place.height / picture.height
     box_N4 = answer["boxes"].float().cpu() / torch.tensor([across, down, across, down])
     limits = torch.tensor([picture.width, picture.height, picture.width, picture.height], dtype=torch.float32)
@@ -194,7 +194,7 @@ def detection_scores(
     """COCO's average precisions of boxes and of masks as scores; chance is 0, what no detection gets."""
     words = settings.words(hardware)
     return [
-        Score(name, p.value, p.low, p.high, p.num_pictures, 0.0, f"detection, {words}, {p.name}", visibility)
+        Score(name, p.value, p.low, p.high, p.num_images, 0.0, f"detection, {words}, {p.name}", visibility)
         for kind in KINDS
         for p in average_precisions(test, found, kind, resamples=settings.resamples, progress=progress)
     ]

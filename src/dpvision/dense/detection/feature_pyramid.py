@@ -8,7 +8,7 @@
 Each is brought to C channels by a 1 x 1 and a 3 x 3 convolution, a LayerNorm over the channels after each. A fifth scale, for proposals
 only, is every second place of the fourth. No top-down path and no lateral connection.
 
-Legend: B pictures, C channels, D width of the transformer, H height, W width (px).
+Legend: B images, C channels, D width of the transformer, H height, W width (px).
 """
 
 from collections import OrderedDict

@@ -41,9 +41,9 @@ class DetectionData:
         bare = sum(thing.outline is None for picture in self.train.pictures for thing in picture.learned)
         short = sum(not picture.has_masks for picture in self.test.pictures)
         for count, text in (
-            (idle, f"{self.train.name}: {idle:,} pictures without objects are not trained on"),
+            (idle, f"{self.train.name}: {idle:,} images without objects are not trained on"),
             (bare, f"{self.train.name}: {bare:,} objects have a box and no mask: they teach boxes only"),
-            (short, f"{self.test.name}: {short:,} pictures have objects without mask and do not count for AP mask"),
+            (short, f"{self.test.name}: {short:,} images have objects without mask and do not count for AP mask"),
         ):
             if count:
                 made.append(text)
@@ -84,12 +84,12 @@ class DetectionJob:
         return detection_scores(encoder.name, test, found, self.settings, self.hardware, visibility=visibility, progress=say)
 
     def dry(self, specs: Sequence[str], opened: Sequence[Encoder]) -> dict[str, object]:
-        """What a run would do; every picture is read once."""
+        """What a run would do; every image is read once."""
         everything = [*self.data.train.pictures, *self.data.test.pictures]
         read = ordered_map(lambda p: p.read().shape, everything, workers=self.hardware.workers, ahead=4 * self.hardware.workers)
         for done, _ in enumerate(read):
             if done % 100 == 0:
-                self.say(f"read {done:,} of {len(everything):,} pictures")
+                self.say(f"read {done:,} of {len(everything):,} images")
         crops = training_crops(self.data.train, opened[0], self.settings)
         training = self.settings.training()
         self.say("timing a step")
@@ -98,8 +98,8 @@ class DetectionJob:
         steps = training.steps(len(crops))
         return {
             "encoders": ", ".join(specs),
-            "training pictures with objects": len(crops),
-            "test pictures": len(self.data.test.pictures),
+            "training images with objects": len(crops),
+            "test images": len(self.data.test.pictures),
             "classes": len(self.data.train.classes),
             "parameters": sum(p.numel() for p in model.parameters()),
             "steps for each encoder": steps,
@@ -116,7 +116,7 @@ def scores_table(scores: Sequence[Score], data: DetectionData) -> str:
         rows.append((score.name, score.protocol.rpartition(", ")[2], f"{100 * score.value:.1f}", _interval(score), score.n))
     title = f"{data.test.name}, trained on {data.train.name}, {scores[0].visibility}" if scores else data.test.name
     words = scores[0].protocol.rpartition(", ")[0] if scores else ""
-    return table(title, ("encoder", "measure", "score", "95% over test pictures", "pictures"), rows) + f"\n{words}"
+    return table(title, ("encoder", "measure", "score", "95% over test images", "images"), rows) + f"\n{words}"
 
 
 def _interval(score: Score) -> str:

@@ -16,13 +16,13 @@ class HeadSizes:
     hidden: int = 1024
     """Width of the box head's linear layer."""
     anchors: int = 256
-    """Anchors a picture that the proposals' loss is taken from."""
+    """Anchors an image that the proposals' loss is taken from."""
     proposals: int = 1000
-    """Proposals a picture after non-maximum suppression; twice as many before it, in training, at each scale."""
+    """Proposals an image after non-maximum suppression; twice as many before it, in training, at each scale."""
     regions: int = 512
-    """Regions a picture that the box loss is taken from."""
+    """Regions an image that the box loss is taken from."""
     detections: int = 100
-    """Detections of a picture, at most."""
+    """Detections of an image, at most."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class DetectionSettings:
     """What is learned and how it is scored. The defaults are ViTDet-Base's; docs/detection.md says where each is from."""
 
     epochs: float = 100.0
-    """Passes over the training pictures that have objects."""
+    """Passes over the training images that have objects."""
     batch_size: int = 64
-    """Pictures of one step, over all processes."""
+    """Images of one step, over all processes."""
     image_size: int = 1024
-    """Side of the square that pictures are fitted into, in pixels; a multiple of twice the encoder's patch."""
+    """Side of the square that images are fitted into, in pixels; a multiple of twice the encoder's patch."""
     jitter: tuple[float, float] = (0.1, 2.0)
-    """In training pictures are resized to fit into image_size times a factor from here, then cut to the square."""
+    """In training images are resized to fit into image_size times a factor from here, then cut to the square."""
     learning_rate: float = 1e-4
     """Of pyramid and heads; the encoder's falls with depth by layer_decay."""
     layer_decay: float = 0.7
@@ -52,7 +52,7 @@ class DetectionSettings:
     drop_path: float = 0.1
     """Stochastic depth of the last block; that of the others rises to it in a line."""
     window: int = 14
-    """Side of the attention's windows in tokens, at most that of the picture; 0: all blocks attend everywhere."""
+    """Side of the attention's windows in tokens, at most that of the image; 0: all blocks attend everywhere."""
     global_blocks: tuple[int, ...] | None = None
     """Blocks from 0 on that attend everywhere; left out, the last of each quarter (2, 5, 8, 11 of 12)."""
     relative_positions: bool = True
@@ -62,15 +62,15 @@ class DetectionSettings:
     hidden: int = HeadSizes.hidden
     """Width of the box head's linear layer."""
     anchors: int = HeadSizes.anchors
-    """Anchors a picture that the proposals' loss is taken from."""
+    """Anchors an image that the proposals' loss is taken from."""
     proposals: int = HeadSizes.proposals
-    """Proposals a picture."""
+    """Proposals an image."""
     regions: int = HeadSizes.regions
-    """Regions a picture that the box loss is taken from."""
+    """Regions an image that the box loss is taken from."""
     detections: int = HeadSizes.detections
-    """Detections of a test picture, at most; COCO counts 100."""
+    """Detections of a test image, at most; COCO counts 100."""
     resamples: int = 200
-    """Of the test pictures, for the intervals; 0: none."""
+    """Of the test images, for the intervals; 0: none."""
     seed: int = 0
     """Of the new parts' first weights, the order and the crops."""
 

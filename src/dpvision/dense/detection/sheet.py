@@ -1,4 +1,4 @@
-"""A contact sheet of detections: test pictures with what there is to find, beside them what the detector answers."""
+"""A contact sheet of detections: test images with what there is to find, beside them what the detector answers."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
-from dpvision.dense.detection.coco_data import CocoPicture, CocoSet, mask_tools
+from dpvision.dense.detection.coco_data import CocoImage, CocoSet, mask_tools
 from dpvision.dense.detection.coco_scores import Found
 
 _COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#808000")
@@ -17,7 +17,7 @@ _SIDE, _GAP, _ACROSS = 360, 6, 2
 
 
 def detection_sheet(test: CocoSet, found: Sequence[Found], *, most: int = 8, threshold: float = 0.5) -> Image.Image:
-    """Up to ``most`` pictures with objects, spread over the test; each twice, the truth at the left and the answer at the right.
+    """Up to ``most`` images with objects, spread over the test; each twice, the truth at the left and the answer at the right.
 
     Answers below ``threshold`` are not drawn. A class has the same colour everywhere; where several share one, the names tell.
     """
@@ -31,7 +31,7 @@ def detection_sheet(test: CocoSet, found: Sequence[Found], *, most: int = 8, thr
     return sheet
 
 
-def _truth(test: CocoSet, picture: CocoPicture) -> Image.Image:
+def _truth(test: CocoSet, picture: CocoImage) -> Image.Image:
     things = picture.learned
     masks = [picture.mask(thing) for thing in things]
     empty = np.zeros((picture.height, picture.width), dtype=np.uint8)
@@ -41,7 +41,7 @@ def _truth(test: CocoSet, picture: CocoPicture) -> Image.Image:
     )
 
 
-def _answer(test: CocoSet, picture: CocoPicture, found: Found, threshold: float) -> Image.Image:
+def _answer(test: CocoSet, picture: CocoImage, found: Found, threshold: float) -> Image.Image:
     keep = np.flatnonzero(found.score_N >= threshold)
     masks = [mask_tools().decode(found.runs[n]) for n in keep]
     labels = [int(found.label_N[n]) for n in keep]
@@ -49,7 +49,7 @@ def _answer(test: CocoSet, picture: CocoPicture, found: Found, threshold: float)
     return _drawn(picture, found.box_N4[keep], masks, labels, names)
 
 
-def _drawn(picture: CocoPicture, box_N4: np.ndarray, masks: list[np.ndarray], labels: list[int], names: list[str]) -> Image.Image:
+def _drawn(picture: CocoImage, box_N4: np.ndarray, masks: list[np.ndarray], labels: list[int], names: list[str]) -> Image.Image:
     scale = _SIDE / max(picture.height, picture.width)
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
     x_CHW: Tensor = pil_to_tensor(Image.fromarray(picture.read()).resize(size, Image.Resampling.BILINEAR))

@@ -34,7 +34,7 @@ def evaluate_segmentation(
     show_confidential: bool = False,
     json: bool = False,
 ) -> None:
-    """Train an encoder with UPerNet on pictures whose every pixel is labelled, and score it on others: mIoU (ViP, Table 4).
+    """Train an encoder with UPerNet on images whose every pixel is labelled, and score it on others: mIoU (ViP, Table 4).
 
     An ENCODER is a run folder of a vision transformer, random:RUN, vip:FILE or mae:FILE; several are trained one after the other.
 
@@ -47,25 +47,25 @@ def evaluate_segmentation(
     The defaults are the paper's: 100 epochs of ADE20K in batches of 16, out of reach on a CPU. --dry-run opens everything, measures one
     pass and says how long it would take. docs/segmentation.md has each setting and its source.
 
-    This training gives no guarantee: it is a measurement on pictures that may be seen. Without --public they count as private and the
+    This training gives no guarantee: it is a measurement on images that may be seen. Without --public they count as private and the
     scores go where only the operator looks.
 
     Args:
         encoders: What to train on.
-        ade20k: Folder ADEChallengeData2016 (images/training, annotations/validation, ...): train and test pictures, 150 classes, 0 ignored.
-        train: Folder of training pictures; those without a mask are left out.
+        ade20k: Folder ADEChallengeData2016 (images/training, annotations/validation, ...): train and test images, 150 classes, 0 ignored.
+        train: Folder of training images; those without a mask are left out.
         train_masks: Folder of their masks: PNG files of the same stems, one channel, an id for each pixel.
-        test: Folder of test pictures.
+        test: Folder of test images.
         test_masks: Folder of their masks.
         classes: JSON from ids to names, {"1": "person", "7": "train"}, of --train-masks and --test-masks.
         ignore_ids: Ids of pixels that do not count.
-        public: The pictures need no protection.
+        public: The images need no protection.
         segmentation: What is learned; the defaults are the paper's.
-        hardware: Where and how fast; changes nothing beyond rounding, but BatchNorm sees the pictures of one pass.
+        hardware: Where and how fast; changes nothing beyond rounding, but BatchNorm sees the images of one pass.
         work: Folder for checkpoints: the same command goes on from there after a stop.
-        picture: Write a contact sheet here (PNG): some test pictures, their truth, and what each encoder says.
-        num_shown: Pictures on it.
-        out: Write all scores here too. Scores of private pictures need a path with a folder called confidential in it.
+        image: Write a contact sheet here (PNG): some test images, their truth, and what each encoder says.
+        num_shown: Images on it.
+        out: Write all scores here too. Scores of private images need a path with a folder called confidential in it.
         dry_run: Only say what would be done, and how fast.
         ema: Use the averaged weights of runs.
         show_confidential: Print scores on private images also where the output is no terminal, as in a job's log.

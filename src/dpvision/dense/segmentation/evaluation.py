@@ -1,4 +1,4 @@
-"""Semantic segmentation on public pictures: a copy of an encoder with UPerNet, trained end to end, scored by mIoU (ViP, Table 4 and A.4).
+"""Semantic segmentation on public images: a copy of an encoder with UPerNet, trained end to end, scored by mIoU (ViP, Table 4 and A.4).
 
     settings = SegmentationSettings()
     model = make_segmenter(encoder, settings, num_classes=150)
@@ -6,7 +6,7 @@
     counts = pixel_counts(model, encoder, test, settings)
     scores = segmentation_scores(encoder.name, counts, settings.words(hardware), "public")
 
-Legend: N pictures, K classes, B records, C channels, H height, W width.
+Legend: N images, K classes, B records, C channels, H height, W width.
 """
 
 import math
@@ -37,11 +37,11 @@ from dpvision.eval.score import Score, Visibility
 from dpvision.train.distributed import Group, all_reduce_vector
 
 
-def checked_fit(encoder: Encoder, settings: SegmentationSettings, hardware: DenseHardware, num_pictures: int, group: Group) -> int:
+def checked_fit(encoder: Encoder, settings: SegmentationSettings, hardware: DenseHardware, num_images: int, group: Group) -> int:
     """Steps of the training, once everything that can be known before it fits.
 
     Raises:
-        ConfigError: the encoder is no plain vision transformer, the crop does not fit its patches, BatchNorm would see one picture, or as
+        ConfigError: the encoder is no plain vision transformer, the crop does not fit its patches, BatchNorm would see one image, or as
             ``training_loop.checked_steps``.
     """
     patch = dense_backbone(encoder).patch_size
@@ -49,12 +49,12 @@ def checked_fit(encoder: Encoder, settings: SegmentationSettings, hardware: Dens
     if side % patch or side < 2 * patch:
         rule = f"expected a multiple of {encoder.name}'s patch, {patch} px, and two at least"
         raise ConfigError(f"segmentation: crop_size={side}; {rule}. Use {max(2, round(side / patch)) * patch}.")
-    steps = checked_steps(settings.training(), num_pictures, group.world_size)
+    steps = checked_steps(settings.training(), num_images, group.world_size)
     share = settings.batch_size // group.world_size
     smallest = share // math.ceil(share / hardware.physical_batch_size)
     synchronous = group.world_size > 1 and group.device.type == "cuda"
     if settings.norm == "batch" and smallest < 2 and not synchronous:
-        got = f"norm='batch' with {smallest} picture in a forward pass (batch_size={settings.batch_size}"
+        got = f"norm='batch' with {smallest} image in a forward pass (batch_size={settings.batch_size}"
         got += f", physical_batch_size={hardware.physical_batch_size})"
         raise ConfigError(f"segmentation: {got}; expected 2 or more. Use --segmentation.norm group, or a larger physical batch.")
     hardware.autocast(group.device)
@@ -113,10 +113,10 @@ def step_seconds(
 def predict(
     model: Segmenter, encoder: Encoder, pixels_HWC: np.ndarray, settings: SegmentationSettings, hardware: DenseHardware | None = None
 ) -> np.ndarray:
-    """Class of each pixel of a picture, uint8 (H, W).
+    """Class of each pixel of an image, uint8 (H, W).
 
     The shorter side is brought to ``crop_size`` (the longer one to at most four times as much), windows are averaged, and their
-    probabilities are brought back to the picture's size.
+    probabilities are brought back to the image's size.
     """
     hardware, device = hardware or DenseHardware(), next(model.parameters()).device
     height, width = pixels_HWC.shape[:2]
@@ -142,7 +142,7 @@ def pixel_counts(
     group: Group | None = None,
     progress: Say | None = None,
 ) -> np.ndarray:
-    """Right, true and said pixels by class of every test picture, int64 (N, 3, K); every rank does its part and has all of them."""
+    """Right, true and said pixels by class of every test image, int64 (N, 3, K); every rank does its part and has all of them."""
     hardware, group = hardware or DenseHardware(), group or Group(0, 1, next(model.parameters()).device)
     say = progress if progress is not None and group.is_main else (lambda text: None)
     num_classes = len(test.classes.names)
@@ -153,7 +153,7 @@ def pixel_counts(
     for done, (number, labelled) in enumerate(zip(mine, pictures, strict=True), 1):
         said = predict(model, encoder, labelled.pixels_HWC, settings, hardware)
         count_N3K[number] = count_pixels(labelled.class_HW, said, num_classes)
-        say(f"scored {min(done * group.world_size, len(test)):,} of {len(test):,} test pictures")
+        say(f"scored {min(done * group.world_size, len(test)):,} of {len(test):,} test images")
     return all_reduce_vector(torch.from_numpy(count_N3K).double(), group).long().numpy()
 
 
@@ -170,7 +170,7 @@ def segmentation_scores(name: str, count_N3K: np.ndarray, how: str, visibility: 
 def answers(
     model: Segmenter, encoder: Encoder, test: SemanticFolder, numbers: Sequence[int], settings: SegmentationSettings
 ) -> list[tuple[Labelled, np.ndarray]]:
-    """Some test pictures with their truth and what the model says, for looking at."""
+    """Some test images with their truth and what the model says, for looking at."""
     model.eval()
     return [(labelled, predict(model, encoder, labelled.pixels_HWC, settings)) for labelled in map(test.read, numbers)]
 

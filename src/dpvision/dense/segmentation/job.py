@@ -1,4 +1,4 @@
-"""Segmenters of several encoders, one after another: their pictures, their training, and what is said of them."""
+"""Segmenters of several encoders, one after another: their images, their training, and what is said of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -69,7 +69,7 @@ class SegmentationJob:
 
     @property
     def shown(self) -> list[int]:
-        """Test pictures of the contact sheet, evenly spread over the folder: nobody chooses them by looking."""
+        """Test images of the contact sheet, evenly spread over the folder: nobody chooses them by looking."""
         num = min(self.num_shown, len(self.test))
         return [i * len(self.test) // num for i in range(num)]
 
@@ -93,15 +93,13 @@ def open_folders(
         return open_ade20k(ade20k, workers=workers, progress=say)
     if train is None or train_masks is None or test is None or test_masks is None or classes is None:
         missing = ", ".join(f"--{name}" for name, value in given.items() if value is None)
-        raise ConfigError(
-            f"evaluate: {missing} missing; expected --ade20k FOLDER, or pictures, masks and classes of both parts. Name them."
-        )
+        raise ConfigError(f"evaluate: {missing} missing; expected --ade20k FOLDER, or images, masks and classes of both parts. Name them.")
     known = load_classes(classes, ignore_ids)
     parts = ((train, train_masks), (test, test_masks))
     first, second = (open_folder(*part, known, workers=workers, progress=say) for part in parts)
     shared = {picture.resolve() for picture, _ in first.files} & {picture.resolve() for picture, _ in second.files}
     if shared:
-        got = f"{len(shared):,} pictures are in training and test, {sorted(shared)[0]} among them"
+        got = f"{len(shared):,} images are in training and test, {sorted(shared)[0]} among them"
         raise ConfigError(f"evaluate: {got}; expected different ones. Divide the folders.")
     return first, second
 
@@ -121,16 +119,14 @@ def tell_plan(job: SegmentationJob, specs: Sequence[str], opened: Sequence[Encod
             }
         )  # fmt: skip
     data = {
-        part: {"name": folder.name, "pictures": len(folder), "classes": len(folder.classes.names)}
+        part: {"name": folder.name, "images": len(folder), "classes": len(folder.classes.names)}
         for part, folder in (("train", job.train), ("test", job.test))
     }
     rows = [
         [p["encoder"], p["parameters"], p["steps"], f"{p['seconds_per_step']:.2f} s", round(p["steps_per_day"]), f"{p['days']:.2f}"]
         for p in plans
     ]
-    title = (
-        f"{len(job.train):,} training and {len(job.test):,} test pictures, {len(job.train.classes.names)} classes; on {job.group.device}"
-    )
+    title = f"{len(job.train):,} training and {len(job.test):,} test images, {len(job.train.classes.names)} classes; on {job.group.device}"
     columns = ("encoder", "parameters", "steps", "a step", "steps a day", "days")
     notes = [note for note in [job.train.classes.note()] if note]
     text = "\n".join([table(title, columns, rows), f"settings: {job.settings.words(job.hardware)}", *notes, "Nothing was trained."])
@@ -164,10 +160,10 @@ def tell_scores(
         written.append(picture)
     columns = ("encoder", "measure", "score", "95%", "chance")
     body = [(s.name, s.protocol.split(",")[1].strip(), f"{s.value:.1%}", f"{s.low:.1%} to {s.high:.1%}", f"{s.chance:.1%}") for s in named]
-    title = f"{job.test.name}: {named[0].n:,} test pictures, {len(job.test.classes.names)} classes, {named[0].visibility}"
+    title = f"{job.test.name}: {named[0].n:,} test images, {len(job.test.classes.names)} classes, {named[0].visibility}"
     lines = [
         table(title, columns, body),
-        f"trained on {job.train.name}, {shown(len(job.train))} pictures: {job.settings.words(job.hardware)}",
+        f"trained on {job.train.name}, {shown(len(job.train))} images: {job.settings.words(job.hardware)}",
     ]
     lines += [note for note in [job.train.classes.note()] if note]
     emit_scores(named, "\n".join(lines), written, show_confidential, json, class_iou=job.iou)

@@ -1,11 +1,11 @@
 """Mean intersection over union, pixel accuracy and mean class accuracy of one answer per pixel.
 
-    IoU_k = right_k / (true_k + said_k - right_k)        over all pixels of all test pictures together
+    IoU_k = right_k / (true_k + said_k - right_k)        over all pixels of all test images together
 
 Pixels whose truth is ``IGNORED`` do not count. A class that occurs neither in the truth nor in the answers has no IoU and is left out of
 the mean; one that has no true pixel is left out of the mean class accuracy (Everingham et al. 2010; ADE20K, Zhou et al. 2019).
 
-Legend: N pictures, K classes, R draws of the bootstrap.
+Legend: N images, K classes, R draws of the bootstrap.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ RIGHT, TRUE, SAID = 0, 1, 2
 
 
 def count_pixels(truth: np.ndarray, said: np.ndarray, num_classes: int) -> np.ndarray:
-    """Pixels of one picture, int64 (3, K): rightly answered, truly there, and answered, by class.
+    """Pixels of one image, int64 (3, K): rightly answered, truly there, and answered, by class.
 
     Args:
         truth: class numbers of any shape, ``IGNORED`` where a pixel does not count.
@@ -46,7 +46,7 @@ class Measure:
 
 
 def measures(count_N3K: np.ndarray, seed: int = 0) -> list[Measure]:
-    """mIoU, pixel accuracy and mean class accuracy, with intervals by bootstrap over pictures.
+    """mIoU, pixel accuracy and mean class accuracy, with intervals by bootstrap over images.
 
     An interval is the figure +- 1.96 standard deviations of its bootstrap draws, within [0, 1]. Percentiles of the draws would lie too
     high: a draw lacks some of the rare classes, on which networks are worst.
@@ -100,7 +100,7 @@ def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 
 
 def _resampled(count_N3K: np.ndarray, seed: int) -> np.ndarray:
-    """Sums over pictures drawn with replacement, (R, 3, K); draws without a pixel that counts are left out."""
+    """Sums over images drawn with replacement, (R, 3, K); draws without a pixel that counts are left out."""
     num = len(count_N3K)
     rng = np.random.Generator(np.random.PCG64(seed))
     times_RN = rng.multinomial(num, np.full(num, 1 / num), size=_DRAWS)

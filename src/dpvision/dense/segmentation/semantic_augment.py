@@ -1,4 +1,4 @@
-"""Training views for segmentation: resized, cut, mirrored, its colours distorted; picture and mask alike, by (seed, epoch, picture) alone.
+"""Training views for segmentation: resized, cut, mirrored, its colours distorted; image and mask alike, by (seed, epoch, image) alone.
 
 Legend: H height, W width (px of the view), C channels.
 """
@@ -49,7 +49,7 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class TrainingViews:
-    """``training_loop.Pictures`` of a folder."""
+    """``training_loop.Images`` of a folder."""
 
     folder: SemanticFolder
     how: Augmentation
@@ -58,7 +58,7 @@ class TrainingViews:
         return len(self.folder)
 
     def load(self, number: int, epoch: int) -> View:
-        """The view of a picture in an epoch."""
+        """The view of an image in an epoch."""
         return draw_view(self.folder.read(number), self.how, StepKey(self.how.seed, epoch), number)
 
 
@@ -66,7 +66,7 @@ def draw_view(labelled: Labelled, how: Augmentation, key: StepKey, number: int) 
     """One view; two masks that agree give views of the same place.
 
     Args:
-        number: the picture's, for the draws.
+        number: the image's, for the draws.
     """
 
     def uniform(stream: str, count: int) -> np.ndarray:
@@ -91,7 +91,7 @@ def draw_view(labelled: Labelled, how: Augmentation, key: StepKey, number: int) 
         pixels = distorted(pixels, uniform("colour", 9))
     x_chw = np.empty((3, h, w), dtype=np.float32)
     normalise(np.ascontiguousarray(pixels), how.mean, how.std, x_chw)
-    x_CHW = torch.zeros(3, how.crop_size, how.crop_size)  # what is beyond the picture is its mean colour and does not count
+    x_CHW = torch.zeros(3, how.crop_size, how.crop_size)  # what is beyond the image is its mean colour and does not count
     class_HW = torch.full((how.crop_size, how.crop_size), IGNORED, dtype=torch.int64)
     x_CHW[:, :h, :w], class_HW[:h, :w] = torch.from_numpy(x_chw), torch.from_numpy(class_hw.astype(np.int64))
     return View(x_CHW, class_HW)

@@ -1,7 +1,7 @@
-"""Pictures with a class for every pixel: a folder of pictures, a folder of masks with the same stems, and which id is which class.
+"""Images with a class for every pixel: a folder of images, a folder of masks with the same stems, and which id is which class.
 
 ADE20K as its benchmark publishes it (``ADEChallengeData2016``) is one such pair for each part: label 0 is "other" and ignored, 1 to 150 are
-the classes. Masks are drawn over the pixels as they are stored, so a picture's EXIF orientation is not applied here.
+the classes. Masks are drawn over the pixels as they are stored, so an image's EXIF orientation is not applied here.
 
 Legend: H height, W width, K classes.
 """
@@ -17,7 +17,7 @@ from PIL import Image
 
 from dpvision.data.decode import FORMATS, MAX_PIXELS
 from dpvision.data.ordered import ordered_map
-from dpvision.data.sources import PICTURE_EXTENSIONS
+from dpvision.data.sources import IMAGE_EXTENSIONS
 from dpvision.errors import DataError
 
 IGNORED = 255
@@ -55,7 +55,7 @@ class ClassMap:
 
 
 class Labelled(NamedTuple):
-    """One picture with its mask, as read."""
+    """One image with its mask, as read."""
 
     pixels_HWC: np.ndarray
     """uint8 RGB."""
@@ -65,19 +65,19 @@ class Labelled(NamedTuple):
 
 @dataclass(frozen=True)
 class SemanticFolder:
-    """Pictures and masks by stem. Made by ``open_folder``, which has looked at all of them."""
+    """Images and masks by stem. Made by ``open_folder``, which has looked at all of them."""
 
     name: str
     """As scores name the data."""
     files: tuple[tuple[Path, Path], ...]
-    """Picture and mask, in the order of their stems."""
+    """Image and mask, in the order of their stems."""
     classes: ClassMap
 
     def __len__(self) -> int:
         return len(self.files)
 
     def read(self, number: int) -> Labelled:
-        """A picture and its mask, of one size.
+        """An image and its mask, of one size.
 
         Raises:
             DataError: a file changed since the folder was opened.
@@ -98,7 +98,7 @@ def load_classes(path: Path, ignore_ids: Sequence[int] = (IGNORED,)) -> ClassMap
         raise DataError(f"{_WHERE}: classes={str(path)!r} ({error.strerror}); expected a JSON file. Correct the path.") from None
     except (ValueError, RecursionError):
         found = None
-    wrong = f'{_WHERE}: classes={str(path)!r}; expected JSON from ids to names, {{"1": "person"}}. Correct it.'
+    wrong = f'{_WHERE}: classes={str(path)!r}; expected JSON from ids to names, {{"1": "person"}}. Write such a file.'
     if not isinstance(found, dict) or not all(isinstance(name, str) and key.isdecimal() for key, name in found.items()):
         raise DataError(wrong)
     ignored = frozenset(ignore_ids)
@@ -146,23 +146,23 @@ def open_folder(
     workers: int = 2,
     progress: Callable[[str], None] | None = None,
 ) -> SemanticFolder:
-    """Every mask with its picture, after a look at each of them: the ids of all masks, the sizes of all pictures.
+    """Every mask with its image, after a look at each of them: the ids of all masks, the sizes of all images.
 
     Args:
-        pictures: folder; pictures without a mask are left out (COCO's folders have many), masks without a picture are an error.
+        images: folder; images without a mask are left out (COCO's folders have many), masks without an image are an error.
         masks: folder of PNG files with one channel, an id for each pixel.
         name: as scores name the data; None: the last two parts of the masks' path.
         progress: called with a line now and then.
 
     Raises:
-        DataError: no folder, no mask, a stem twice, a missing picture, a file that cannot be read, a mask with several channels, of another
+        DataError: no folder, no mask, a stem twice, a missing image, a file that cannot be read, a mask with several channels, of another
             size, with ids that are no class, or masks without a single labelled pixel.
     """
     shown = name or "/".join(masks.absolute().parts[-2:])
-    mask_of, picture_of = _by_stem(masks, {"png"}, "masks"), _by_stem(pictures, PICTURE_EXTENSIONS, "pictures")
+    mask_of, picture_of = _by_stem(masks, {"png"}, "masks"), _by_stem(pictures, IMAGE_EXTENSIONS, "pictures")
     missing = sorted(set(mask_of) - set(picture_of))
     if missing:
-        first = f"{len(missing):,} of {len(mask_of):,} masks have no picture in {pictures}, the first is {mask_of[missing[0]].name}"
+        first = f"{len(missing):,} of {len(mask_of):,} masks have no image in {pictures}, the first is {mask_of[missing[0]].name}"
         raise DataError(f"{_WHERE}: {first}; expected one of the same stem for each. Restore them, or move these masks away.")
     files = tuple((picture_of[stem], mask_of[stem]) for stem in sorted(mask_of))
 
@@ -171,8 +171,8 @@ def open_folder(
         class_HW = read_mask(mask, picture, classes)
         size = _opened(picture).size
         if size != class_HW.shape[::-1]:
-            got = f"{class_HW.shape[1]} x {class_HW.shape[0]} px for a picture of {size[0]} x {size[1]}"
-            raise DataError(f"{_WHERE}: {mask}: {got}; expected the picture's size. Resize it without interpolation.")
+            got = f"{class_HW.shape[1]} x {class_HW.shape[0]} px for an image of {size[0]} x {size[1]}"
+            raise DataError(f"{_WHERE}: {mask}: {got}; expected the image's size. Resize it without interpolation.")
         return bool((class_HW != IGNORED).any())
 
     labelled = 0
@@ -186,12 +186,12 @@ def open_folder(
 
 
 def read_pixels(path: Path) -> np.ndarray:
-    """Stored pixels of a picture, uint8 RGB (H, W, 3); transparency over white is not composed. Raises DataError."""
+    """Stored pixels of an image, uint8 RGB (H, W, 3); transparency over white is not composed. Raises DataError."""
     image = _opened(path)
     try:
         return np.asarray(image.convert("RGB"))
     except Exception as error:  # Pillow's readers raise a dozen types on damaged input
-        raise DataError(f"{_WHERE}: {path}: {error}; expected a whole picture. Restore it.") from None
+        raise DataError(f"{_WHERE}: {path}: {error}; expected a whole image. Restore it.") from None
 
 
 def read_mask(path: Path, picture: Path, classes: ClassMap) -> np.ndarray:
@@ -217,7 +217,7 @@ def _opened(path: Path) -> Image.Image:
         image = Image.open(path, formats=FORMATS)
     except Exception as error:
         why = getattr(error, "strerror", None) or type(error).__name__
-        raise DataError(f"{_WHERE}: {path} ({why}); expected a picture. Restore it.") from None
+        raise DataError(f"{_WHERE}: {path} ({why}); expected an image. Restore it.") from None
     if image.width * image.height > MAX_PIXELS:
         raise DataError(f"{_WHERE}: {path}: {image.width} x {image.height} px; expected at most {MAX_PIXELS:,} pixels. Leave it out.")
     return image

@@ -19,15 +19,15 @@ class SegmentationSettings:
     """What is learned and how it is scored. The defaults are MAE's transfer to ADE20K; docs/segmentation.md says where each is from."""
 
     epochs: float = 100.0
-    """Passes over the training pictures."""
+    """Passes over the training images."""
     batch_size: int = 16
-    """Pictures of one step, over all processes."""
+    """Images of one step, over all processes."""
     crop_size: int = 512
-    """Side of training crops and of test windows in pixels, a multiple of the encoder's patch. Pictures are resized about it."""
+    """Side of training crops and of test windows in pixels, a multiple of the encoder's patch. Images are resized about it."""
     scale: tuple[float, float] = (0.5, 2.0)
     """In training the shorter side becomes crop_size times a factor from here."""
     flip: bool = True
-    """Mirror every second picture, left to right."""
+    """Mirror every second image, left to right."""
     photometric: bool = True
     """Change brightness, contrast, saturation and hue."""
     max_class_share: float = 0.75
@@ -55,7 +55,7 @@ class SegmentationSettings:
     auxiliary_weight: float = 0.4
     """Of the auxiliary head's loss."""
     norm: NormKind = "batch"
-    """batch: statistics of the pictures that are in one forward pass (over all GPUs under torchrun); group: of each by itself."""
+    """batch: statistics of the images that are in one forward pass (over all GPUs under torchrun); group: of each by itself."""
     stride: int | None = None
     """Pixels between test windows; left out, two thirds of crop_size (341 of 512)."""
     seed: int = 0
@@ -93,7 +93,7 @@ class SegmentationSettings:
         )  # fmt: skip
 
     def augmentation(self, encoder: "Encoder") -> "Augmentation":
-        """How training views are drawn, normalised as the encoder's pictures are."""
+        """How training views are drawn, normalised as the encoder's images are."""
         from dpvision.dense.segmentation.semantic_augment import Augmentation
 
         return Augmentation(
@@ -114,7 +114,7 @@ class SegmentationSettings:
         width = "the encoder's width" if self.channels is None else f"{self.channels} channels"
         precision = f", {hardware.precision}" if hardware is not None and hardware.precision != "float32" else ""
         norm = "BatchNorm" if self.norm == "batch" else "GroupNorm"
-        norm += f" over {hardware.physical_batch_size} pictures a pass" if hardware is not None and self.norm == "batch" else ""
+        norm += f" over {hardware.physical_batch_size} images a pass" if hardware is not None and self.norm == "batch" else ""
         head = f"UPerNet of {width}, {norm}, dropout {self.dropout:g}, auxiliary loss x {self.auxiliary_weight:g}"
         net = f"{head}, drop path {self.drop_path:g}" + (", relative positions" if self.relative_positions else "")
         test = f"windows of {self.crop_size} px every {self.window_stride} px, their probabilities averaged, one scale"

@@ -1,4 +1,4 @@
-"""A contact sheet of segmentation: each test picture, its truth, and what every encoder's network says of it, in the same colours.
+"""A contact sheet of segmentation: each test image, its truth, and what every encoder's network says of it, in the same colours.
 
 Legend: H height, W width, K classes.
 """
@@ -16,14 +16,14 @@ _CELL_PX = 240
 _GAP_PX = 8
 _LINE_PX = 20
 _COVER = 0.65
-"""How much of the class's colour covers the picture."""
+"""How much of the class's colour covers the image."""
 _GOLDEN = 0.61803398875
 _MOST_NAMED = 24
 
 
 @dataclass(frozen=True)
 class SheetRow:
-    """One test picture."""
+    """One test image."""
 
     pixels_HWC: np.ndarray
     """uint8."""
@@ -41,7 +41,7 @@ def class_colours(num_classes: int) -> np.ndarray:
 
 
 def painted(pixels_HWC: np.ndarray, class_HW: np.ndarray, colours: np.ndarray) -> np.ndarray:
-    """The picture in grey under its classes' colours, uint8 (H, W, 3); pixels that do not count are black."""
+    """The image in grey under its classes' colours, uint8 (H, W, 3); pixels that do not count are black."""
     grey = pixels_HWC.mean(axis=-1, keepdims=True)
     counted = class_HW != IGNORED
     colour = colours[np.where(counted, class_HW, 0)]
@@ -50,7 +50,7 @@ def painted(pixels_HWC: np.ndarray, class_HW: np.ndarray, colours: np.ndarray) -
 
 
 def render_sheet(rows: Sequence[SheetRow], names: Sequence[str], encoders: Sequence[str]) -> Image.Image:
-    """The sheet: one row for each picture, columns for picture, truth and encoders, the classes that occur named below, largest first.
+    """The sheet: one row for each image, columns for image, truth and encoders, the classes that occur named below, largest first.
 
     Args:
         names: of the K classes.

@@ -1,4 +1,4 @@
-"""Class probabilities of a picture of any size from a network that takes squares: windows side by side that overlap, averaged.
+"""Class probabilities of an image of any size from a network that takes squares: windows side by side that overlap, averaged.
 
 Legend: B windows, K classes, C channels, H height, W width.
 """

@@ -32,7 +32,7 @@ def tapped_blocks(depth: int) -> tuple[int, int, int, int]:
 
 
 def norm_maker(kind: NormKind) -> MakeNorm:
-    """BatchNorm, or GroupNorm, which sees one picture at a time: at most 32 groups of 16 channels or more (Wu and He 2018).
+    """BatchNorm, or GroupNorm, which sees one image at a time: at most 32 groups of 16 channels or more (Wu and He 2018).
 
     A group of one channel would leave nothing of a map of one place, which pyramid pooling has.
     """
@@ -40,7 +40,7 @@ def norm_maker(kind: NormKind) -> MakeNorm:
 
 
 class Segmenter(nn.Module):
-    """A backbone with UPerNet: pictures in, logits at four times its patches' resolution out."""
+    """A backbone with UPerNet: images in, logits at four times its patches' resolution out."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Segmenter(nn.Module):
         return self.head(levels), self.auxiliary(levels[2]) if self.training else None
 
     def logits(self, x_BCHW: Tensor) -> Tensor:
-        """Logits at the picture's size, (B, K, H, W) float32."""
+        """Logits at the image's size, (B, K, H, W) float32."""
         return _enlarged(self(x_BCHW)[0].float(), x_BCHW.shape[-2:])
 
 
@@ -108,9 +108,9 @@ class UPerHead(nn.Module):
 
 
 def segmentation_loss(model: nn.Module, x_BCHW: Tensor, class_BHW: Tensor, auxiliary_weight: float, ignored: int) -> Tensor:
-    """Cross-entropy of the head plus ``auxiliary_weight`` times the auxiliary head's, at the pictures' size.
+    """Cross-entropy of the head plus ``auxiliary_weight`` times the auxiliary head's, at the images' size.
 
-    The mean is over all pixels, those that do not count as zeros: so every picture weighs the same, whatever stands beside it.
+    The mean is over all pixels, those that do not count as zeros: so every image weighs the same, whatever stands beside it.
     """
     logits, auxiliary = model(x_BCHW)
     total = torch.zeros((), device=x_BCHW.device)

@@ -1,6 +1,6 @@
 """ARO's relation and attribution tests from the benchmark's own files (Yuksekgonul et al., ICLR 2023).
 
-The folder holds visual_genome_relation.json, visual_genome_attribution.json and images/. An item is a box of a picture and two captions,
+The folder holds visual_genome_relation.json, visual_genome_attribution.json and images/. An item is a box of an image and two captions,
 one with its two nouns (relation) or its two attributes exchanged. The benchmark's figure is macro accuracy: over relations, and over pairs
 of attributes with 25 items or more. DP-Cap's tables do not say which they are; both are given.
 """
@@ -29,12 +29,14 @@ def aro_tests(
         leave_out: names of relations that do not count; the benchmark's notebook leaves out those that may hold both ways.
 
     Raises:
-        DataError: neither file is there; one is not the benchmark's; pictures are missing.
+        DataError: neither file is there; one is not the benchmark's; images are missing.
     """
     folder = Path(folder)
     files = [file for file in (RELATION_FILE, ATTRIBUTION_FILE) if (folder / file).is_file()]
     if not files:
-        raise DataError(f"ARO: {folder} has neither {RELATION_FILE} nor {ATTRIBUTION_FILE}; expected the benchmark's folder. Correct it.")
+        raise DataError(
+            f"ARO: {folder} has neither {RELATION_FILE} nor {ATTRIBUTION_FILE}; expected the benchmark's folder. Name the folder with them."
+        )
     return [_read_test(folder, file, visibility, allow_missing, leave_out) for file in files]
 
 
@@ -64,7 +66,7 @@ def _read_test(folder: Path, file: str, visibility: Visibility, allow_missing: b
 def _picture(images: Path, entry: Any, where: str) -> Path:
     name = entry.get("image_path")
     if not isinstance(name, str) or not name or Path(name).name != name:
-        raise DataError(f"{where}: image_path={name!r}; expected the name of a picture in images/. Download the file again.")
+        raise DataError(f"{where}: image_path={name!r}; expected the name of an image in images/. Download the file again.")
     return images / name
 
 

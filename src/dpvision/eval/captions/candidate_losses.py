@@ -1,11 +1,11 @@
-"""Losses of many candidate captions of a picture, the picture encoded once.
+"""Losses of many candidate captions of an image, the image encoded once.
 
     loss(c | x) = -1/T * sum_t log p(c_t | c_<t, x)        over the T tokens of caption c, its end counted: the training loss
 
-What a block makes of the picture (keys and values of its tokens) is the same for every candidate. Here it is made once for a picture and
+What a block makes of the image (keys and values of its tokens) is the same for every candidate. Here it is made once for an image and
 the candidates' words stand in one row to look at it, so that the cost of a candidate is that of its words.
 
-Legend: B pictures, C candidates of a picture, L tokens, S encoder tokens, D width, V vocabulary.
+Legend: B images, C candidates of an image, L tokens, S encoder tokens, D width, V vocabulary.
 """
 
 import torch
@@ -23,7 +23,7 @@ _LOGITS_AT_ONCE = 1 << 22
 
 @torch.inference_mode()
 def candidate_losses(model: Captioner, memory_BSD: Tensor, token_BCL: Tensor) -> Tensor:
-    """Loss of every candidate given its picture.
+    """Loss of every candidate given its image.
 
     Args:
         memory_BSD: of ``Captioner.encode``.
@@ -80,7 +80,7 @@ def _losses(model: Captioner, offered: list[KeysValues], token_BCL: Tensor) -> T
     for block, memory in zip(_blocks(model), offered, strict=True):
         q_NHLK, own = block.self_attention.project(x_NLD)
         x_NLD = block.norm1(x_NLD + block.self_attention.out(attend(q_NHLK, own, seen)))
-        # All words of a picture's candidates in one row: they look at the picture, not at each other.
+        # All words of an image's candidates in one row: they look at the image, not at each other.
         x_NLD = block.look_and_think(x_NLD.view(num_B, num_C * (length - 1), -1), memory).view_as(x_NLD)
     target_NL = token_NL[:, 1:]
     counted_NL = target_NL != PAD_ID

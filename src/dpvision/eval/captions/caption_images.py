@@ -1,6 +1,6 @@
-"""Captions of pictures wherever they are: single files, folders, tars, parquet files, stores.
+"""Captions of images wherever they are: single files, folders, tars, parquet files, stores.
 
-Legend: B pictures of a batch, N captions of a picture, C channels, H height, W width, L words.
+Legend: B images of a batch, N captions of an image, C channels, H height, W width, L words.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from dpvision.data.captions import clean_caption
-from dpvision.data.decode import BadPicture, decode
+from dpvision.data.decode import BadImage, decode
 from dpvision.data.keys import StepKey
 from dpvision.data.open import is_store, open_store
 from dpvision.data.ordered import ordered_map
@@ -33,11 +33,11 @@ _MOST_ROWS = 256
 
 
 class Picture(NamedTuple):
-    """One picture before it is read."""
+    """One image before it is read."""
 
     name: str
     image: bytes
-    """The picture file; empty when ``problem`` is set."""
+    """The image file; empty when ``problem`` is set."""
     problem: str | None = None
 
 
@@ -51,37 +51,37 @@ class Caption(NamedTuple):
 
 
 class Captioned(NamedTuple):
-    """A picture's captions, or why it has none."""
+    """An image's captions, or why it has none."""
 
     name: str
     captions: tuple[Caption, ...]
     """Best first where they are ranked; empty when ``problem`` is set."""
     problem: str | None = None
-    """"not a picture", "damaged" and the like."""
+    """"not an image", "damaged" and the like."""
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures in a fixed order. Made by ``find_pictures``."""
+    """Images in a fixed order. Made by ``find_images``."""
 
     samples: Iterator[Picture]
     visibility: Visibility
     """"public" when all come from public stores; a file that is in no store counts as private, as for ``embed``."""
 
 
-def find_pictures(places: Sequence[str | Path], workers: int = 2) -> Pictures:
-    """Pictures of stores, of anything that ``data import`` takes, and of single files.
+def find_images(places: Sequence[str | Path], workers: int = 2) -> Pictures:
+    """Images of stores, of anything that ``data import`` takes, and of single files.
 
     Args:
-        places: one or more. A picture's name is its path, of stores, tars and parquet files its key there; in a folder FOLDER/KEY.
+        places: one or more. An image's name is its path, of stores, tars and parquet files its key there; in a folder FOLDER/KEY.
 
     Raises:
-        DataError: there are no places, or one of them holds no pictures; found before the first picture is read.
+        DataError: there are no places, or one of them holds no images; found before the first image is read.
     """
     if not places:
-        raise DataError("caption: no pictures; expected one or more. Name a picture, a folder, a tar or a store.")
+        raise DataError("caption: no images; expected one or more. Name an image, a folder, a tar or a store.")
     stores = [open_store(place) if is_store(place) else None for place in places]
-    parts = [_store_pictures(store) if store else _file_pictures(place, workers) for store, place in zip(stores, places, strict=True)]
+    parts = [_store_images(store) if store else _file_images(place, workers) for store, place in zip(stores, places, strict=True)]
     public = all(store is not None and store.results_visibility == "public" for store in stores)
     return Pictures(chain.from_iterable(parts), "public" if public else "private")
 
@@ -96,29 +96,29 @@ def caption_pictures(
     batch_size: int = 32,
     workers: int = 2,
 ) -> Iterator[Captioned]:
-    """Captions of each picture, in their order, as they are made.
+    """Captions of each image, in their order, as they are made.
 
-    What is sampled is keyed by ``seed`` and the picture's bytes: neither its name nor the pictures beside it change its captions.
+    What is sampled is keyed by ``seed`` and the image's bytes: neither its name nor the images beside it change its captions.
 
     Args:
-        fit: how a picture becomes square, as of ``image_source``.
-        batch_size: pictures that are read and encoded together, at least 1.
-        workers: threads that read pictures, at least 1.
+        fit: how an image becomes square, as of ``image_source``.
+        batch_size: images that are read and encoded together, at least 1.
+        workers: threads that read images, at least 1.
 
     Raises:
         ConfigError, CheckpointError: as ``models.generate.generate``.
     """
     how = settings or GenerateSettings()
-    how.longest(captioner.num_tokens, captioner.tokenizer.vocab_size)  # refused before the first picture is read
+    how.longest(captioner.num_tokens, captioner.tokenizer.vocab_size)  # refused before the first image is read
 
     def read(picture: Picture) -> tuple[Captioned, np.ndarray | None, int]:
         pixels, problem = None, picture.problem
         if problem is None:
             try:
                 pixels = square(decode(picture.image), captioner.image_size, fit)
-            except BadPicture as error:
+            except BadImage as error:
                 problem = error.reason
-        return Captioned(picture.name, (), problem), pixels, picture_number(picture.image)
+        return Captioned(picture.name, (), problem), pixels, image_number(picture.image)
 
     waiting: list[tuple[Captioned, np.ndarray | None, int]] = []
     for found in ordered_map(read, pictures, workers=workers, ahead=2 * batch_size):
@@ -133,11 +133,11 @@ def caption_pictures(
 def caption_pixels(
     captioner: OpenCaptioner, pixels_BHWC: np.ndarray, number_B: Sequence[int], settings: GenerateSettings, seed: int = 0
 ) -> list[tuple[Caption, ...]]:
-    """Captions of pictures of the captioner's size.
+    """Captions of images of the captioner's size.
 
     Args:
         pixels_BHWC: uint8.
-        number_B: of each picture (``picture_number``), for sampling.
+        number_B: of each image (``image_number``), for sampling.
 
     Raises:
         ConfigError, CheckpointError: as ``models.generate.generate``.
@@ -160,14 +160,14 @@ def caption_pixels(
 
 
 def square(pixels_HWC: np.ndarray, image_size: int, fit: Fit) -> np.ndarray:
-    """A picture as a captioner sees it, uint8 of shape (image_size, image_size, 3)."""
+    """An image as a captioner sees it, uint8 of shape (image_size, image_size, 3)."""
     image = Image.fromarray(pixels_HWC)
     box = centre_box(*image.size) if fit == "crop" else (0.0, 0.0, float(image.width), float(image.height))
     return cut(image, box, image_size)
 
 
-def picture_number(image: bytes) -> int:
-    """63-bit hash of a picture file, the same wherever the picture is. It tells of the picture: for keys of draws, not for files."""
+def image_number(image: bytes) -> int:
+    """63-bit hash of an image file, the same wherever the image is. It tells of the image: for keys of draws, not for files."""
     return int.from_bytes(hashlib.blake2b(image, digest_size=8).digest(), "little") >> 1
 
 
@@ -193,13 +193,13 @@ def _captioned(
         yield made if pixels is None else made._replace(captions=next(said))
 
 
-def _store_pictures(store: Store) -> Iterator[Picture]:
+def _store_images(store: Store) -> Iterator[Picture]:
     for row in range(store.num_records):
         record = store.record(row)
         yield Picture(record.key, record.image)
 
 
-def _file_pictures(place: str | Path, workers: int) -> Iterator[Picture]:
+def _file_images(place: str | Path, workers: int) -> Iterator[Picture]:
     path = Path(place)
     if path.is_file() and path.suffix not in (".tar", ".parquet"):
         return _one_file(path)

@@ -1,9 +1,9 @@
-"""Which of several captions is said of a picture? The one form of all compositional tests: one true caption, the others false.
+"""Which of several captions is said of an image? The one form of all compositional tests: one true caption, the others false.
 
 The answer is the caption with the lowest loss (Sander et al., ICML 2024, appendix A.3.2); a tie is wrong. Micro accuracy counts items,
 macro accuracy averages the groups' accuracies (relations, pairs of attributes, subsets), as ARO's own scripts do.
 
-Legend: N items, B pictures of a batch, C candidates of a picture, L tokens, S encoder tokens, D width.
+Legend: N items, B images of a batch, C candidates of an image, L tokens, S encoder tokens, D width.
 """
 
 import math
@@ -18,7 +18,7 @@ from dpvision.config import PAD_ID
 from dpvision.data.store import Store
 from dpvision.errors import DataError
 from dpvision.eval.captions.candidate_losses import best_candidate, candidate_losses
-from dpvision.eval.captions.image_source import PictureSource, StorePictures, picture_batches
+from dpvision.eval.captions.image_source import ImageSource, StoreImages, image_batches
 from dpvision.eval.captions.open_captioner import OpenCaptioner
 from dpvision.eval.captions.protocol import Asking, CaptionProtocol
 from dpvision.eval.captions.settings import Fit
@@ -28,23 +28,23 @@ from dpvision.eval.score import Score, Visibility, wilson_interval
 
 @dataclass(frozen=True)
 class Choice:
-    """One item: a picture and what might be said of it."""
+    """One item: an image and what might be said of it."""
 
     picture: int
-    """Its place in the source of pictures."""
+    """Its place in the source of images."""
     captions: tuple[str, ...]
-    """Two or more; the first is true of the picture, the others are not."""
+    """Two or more; the first is true of the image, the others are not."""
     group: str = ""
     """What macro accuracy averages over: a relation, a pair of attributes, a subset."""
 
 
 @dataclass(frozen=True)
 class ChoiceTest(CaptionProtocol):
-    """A compositional test: pictures and items."""
+    """A compositional test: images and items."""
 
     name: str
     """As protocols print it."""
-    pictures: PictureSource
+    pictures: ImageSource
     choices: tuple[Choice, ...]
     groups_called: str = "groups"
     """What the groups are, in the plural."""
@@ -59,13 +59,13 @@ class ChoiceTest(CaptionProtocol):
 
     @property
     def needs(self) -> Store | None:
-        return self.pictures.store if isinstance(self.pictures, StorePictures) else None
+        return self.pictures.store if isinstance(self.pictures, StoreImages) else None
 
     def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
         """Scores by protocol, the captioner before its controls."""
         asked = [(asker.name, asker, self) for asker in askers]
         if how.other_images:
-            asked.append((f"{askers[0].name}, other pictures", askers[0], self.dealt_out()))
+            asked.append((f"{askers[0].name}, other images", askers[0], self.dealt_out()))
         scores: list[Score] = []
         for name, asker, test in asked:
             right_N = answer_choices(asker, test, how.fit, batch_size=how.batch_size, workers=how.workers, progress=how.progress)
@@ -74,19 +74,19 @@ class ChoiceTest(CaptionProtocol):
         return sorted(scores, key=lambda score: [s.protocol for s in scores].index(score.protocol))
 
     def dealt_out(self) -> "ChoiceTest":
-        """The same items, each about the next picture that has any: what the words alone give away, "other pictures" among the scores."""
+        """The same items, each about the next image that has any: what the words alone give away, "other images" among the scores."""
         asked = sorted({choice.picture for choice in self.choices})
         if len(asked) < 2:
-            raise DataError(f"{self.name}: items about {len(asked)} picture; expected two or more for the control. Add pictures.")
+            raise DataError(f"{self.name}: items about {len(asked)} image; expected two or more for the control. Add images.")
         after = dict(zip(asked, [*asked[1:], asked[0]], strict=True))
         return replace(self, choices=tuple(replace(choice, picture=after[choice.picture]) for choice in self.choices))
 
 
-def encoded_pictures(
-    ready: OpenCaptioner, source: PictureSource, fit: Fit, *, batch_size: int, workers: int
+def encoded_images(
+    ready: OpenCaptioner, source: ImageSource, fit: Fit, *, batch_size: int, workers: int
 ) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """memory_BSD of the pictures in order of their places, on the captioner's device, and place_B int64."""
-    for x_BCHW, place_B in picture_batches(source, ready.data, ready.image_size, fit, batch_size=batch_size, workers=workers):
+    """memory_BSD of the images in order of their places, on the captioner's device, and place_B int64."""
+    for x_BCHW, place_B in image_batches(source, ready.data, ready.image_size, fit, batch_size=batch_size, workers=workers):
         with torch.inference_mode():
             yield ready.model.encode(x_BCHW.to(ready.device)), place_B
 
@@ -100,7 +100,7 @@ def answer_choices(
     workers: int = 2,
     progress: Callable[[str], None] | None = None,
 ) -> np.ndarray:
-    """int8 (N,): 1 where the true caption has the lowest loss of its item, 0 where it has not, -1 where the picture does not decode.
+    """int8 (N,): 1 where the true caption has the lowest loss of its item, 0 where it has not, -1 where the image does not decode.
 
     Raises:
         DataError: an item has fewer than two captions; a caption is empty; losses are not finite.
@@ -112,12 +112,12 @@ def answer_choices(
         items_of.setdefault(choice.picture, []).append(n)
     rows: dict[str, bytes] = {}
     right_N = np.full(len(test.choices), -1, dtype=np.int8)
-    for memory_BSD, place_B in encoded_pictures(ready, test.pictures, fit, batch_size=batch_size, workers=workers):
+    for memory_BSD, place_B in encoded_images(ready, test.pictures, fit, batch_size=batch_size, workers=workers):
         asked = [b for b, place in enumerate(place_B.tolist()) if place in items_of]
         if not asked:
             continue
         items = [items_of[int(place_B[b])] for b in asked]
-        # Each distinct caption of a picture once: equal captions then have equal losses to the bit, and tie.
+        # Each distinct caption of an image once: equal captions then have equal losses to the bit, and tie.
         said = [_distinct(ready, rows, [c for n in own for c in test.choices[n].captions]) for own in items]
         token_BCL = np.full((len(asked), max(map(len, said)), ready.num_tokens), PAD_ID, dtype=np.int64)
         for b, own_rows in enumerate(said):
@@ -131,7 +131,7 @@ def answer_choices(
                     raise DataError(f"{test.name}: losses that are not finite; expected numbers. The run has diverged: train again.")
                 right_N[n] = best_candidate(loss_C[None], torch.arange(len(loss_C))[None]).item() == 0
         if progress is not None:
-            progress(f"{test.name}: {int(place_B[-1]) + 1:,} of {len(test.pictures):,} pictures")
+            progress(f"{test.name}: {int(place_B[-1]) + 1:,} of {len(test.pictures):,} images")
     return right_N
 
 
@@ -145,11 +145,11 @@ def _distinct(ready: OpenCaptioner, rows: dict[str, bytes], captions: Sequence[s
 def choice_scores(test: ChoiceTest, right_N: np.ndarray, name: str, visibility: Visibility, how: str = "lowest loss") -> list[Score]:
     """Micro accuracy, macro accuracy where there are groups, and with ``show_groups`` each group's.
 
-    Chance is that of a blind draw among each item's candidates. Intervals of micro and of single groups treat the items of a picture as one
+    Chance is that of a blind draw among each item's candidates. Intervals of micro and of single groups treat the items of an image as one
     cluster; macro's adds up the groups' variances.
 
     Args:
-        right_N: of ``answer_choices``; items without a picture (-1) are left out.
+        right_N: of ``answer_choices``; items without an image (-1) are left out.
         name: who answered.
 
     Raises:
@@ -157,14 +157,14 @@ def choice_scores(test: ChoiceTest, right_N: np.ndarray, name: str, visibility: 
     """
     kept_N = right_N >= 0
     if not kept_N.any():
-        raise DataError(f"{test.name}: no item with a readable picture; expected one or more. Correct the folder of pictures.")
+        raise DataError(f"{test.name}: no item with a readable image; expected one or more. Correct the folder of images.")
     choices = [choice for choice, kept in zip(test.choices, kept_N, strict=True) if kept]
     right_N = right_N[kept_N].astype(np.int64)
     picture_N = np.array([choice.picture for choice in choices])
     chance_N = np.array([1 / len(choice.captions) for choice in choices])
     names, group_N, num_G = np.unique([choice.group for choice in choices], return_inverse=True, return_counts=True)
     lost = int((~kept_N).sum())
-    how += f", {lost} items without a readable picture left out" if lost else ""
+    how += f", {lost} items without a readable image left out" if lost else ""
 
     def score(what: str, of: np.ndarray) -> Score:
         value = float(right_N[of].mean())
@@ -188,7 +188,7 @@ def choice_scores(test: ChoiceTest, right_N: np.ndarray, name: str, visibility: 
 
 
 def clustered_interval(right_N: np.ndarray, cluster_N: np.ndarray) -> tuple[float, float]:
-    """95% interval of a share when items of one cluster (picture) may be right together.
+    """95% interval of a share when items of one cluster (image) may be right together.
 
     Wilson's at the number of independent items that would have the variance found between clusters (Kish's design effect), at most N
     and at least the number of clusters.

@@ -1,12 +1,12 @@
-"""CIDEr-D (Vedantam, Zitnick and Parikh, CVPR 2015): how much a caption agrees with what several people said of the picture.
+"""CIDEr-D (Vedantam, Zitnick and Parikh, CVPR 2015): how much a caption agrees with what several people said of the image.
 
-For n = 1 ... 4, captions are vectors over n-grams, weighted by their counts and by how few pictures they are said of:
+For n = 1 ... 4, captions are vectors over n-grams, weighted by their counts and by how few images they are said of:
 
-    g_n(s)[w] = count(w in s) * (log N - log max(1, pictures with w among their references))
+    g_n(s)[w] = count(w in s) * (log N - log max(1, images with w among their references))
     CIDEr-D_n(c, S) = 10/|S| * sum_{s in S} exp(-(l(c) - l(s))^2 / (2 * 6^2)) * (min(g_n(c), g_n(s)) . g_n(s)) / (|g_n(c)| |g_n(s)|)
 
 and their mean over n. From 0 to 10; papers print it times 100. N and the weights are those of the references at hand, so scores on other
-sets of pictures do not compare. No stemming: the paper speaks of it, the reference code (coco-caption) has none.
+sets of images do not compare. No stemming: the paper speaks of it, the reference code (coco-caption) has none.
 """
 
 import math
@@ -26,38 +26,38 @@ _Vector = tuple[list[dict[tuple[str, ...], float]], list[float], int]
 
 
 def cider_d(captions: Sequence[str], references: Sequence[Sequence[str]]) -> np.ndarray:
-    """CIDEr-D of one caption for each picture.
+    """CIDEr-D of one caption for each image.
 
     Args:
         captions: N texts; an empty one scores 0.
-        references: for each of the same N >= 2 pictures, what people said of it: one text or more.
+        references: for each of the same N >= 2 images, what people said of it: one text or more.
 
     Returns:
         float64 (N,), each in [0, 10]; their mean is the score of the whole.
 
     Raises:
-        DataError: fewer than two pictures (every weight would be log 1 = 0), unequal numbers of captions and pictures, or a
-            picture without a reference.
+        DataError: fewer than two images (every weight would be log 1 = 0), unequal numbers of captions and images, or a
+            image without a reference.
     """
     if len(captions) != len(references) or len(captions) < 2:
-        got = f"{len(captions)} captions for {len(references)} pictures"
-        raise DataError(f"CIDEr: {got}; expected one each, of two pictures or more. Give more pictures.")
+        got = f"{len(captions)} captions for {len(references)} images"
+        raise DataError(f"CIDEr: {got}; expected one each, of two images or more. Give more images.")
     bare = next((i for i, own in enumerate(references) if not own), None)
     if bare is not None:
-        raise DataError(f"CIDEr: picture {bare} has no reference; expected one or more each. Leave it out.")
+        raise DataError(f"CIDEr: image {bare} has no reference; expected one or more each. Leave it out.")
     return cider_d_of_words([words(text) for text in captions], [[words(text) for text in own] for own in references])
 
 
 def cider_d_of_words(captions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> np.ndarray:
     """``cider_d`` of texts that are split into words already."""
     counted = [[_count(text) for text in own] for own in references]
-    pictures_with: _Counts = Counter(gram for own in counted for gram in set().union(*own))
+    images_with: _Counts = Counter(gram for own in counted for gram in set().union(*own))
     log_n = math.log(len(references))
 
     def vector(counts: _Counts) -> _Vector:
         weights: list[dict[tuple[str, ...], float]] = [{} for _ in range(_ORDERS)]
         for gram, count in counts.items():
-            weights[len(gram) - 1][gram] = count * (log_n - math.log(max(1, pictures_with[gram])))
+            weights[len(gram) - 1][gram] = count * (log_n - math.log(max(1, images_with[gram])))
         norms = [math.sqrt(sum(w * w for w in own.values())) for own in weights]
         # The reference takes the number of pairs of words for the length: the same differences, but for captions of no word.
         return weights, norms, sum(count for gram, count in counts.items() if len(gram) == 2)

@@ -1,6 +1,6 @@
-"""CIDEr of the captions that a captioner says, with those of people and those of other pictures beside it.
+"""CIDEr of generated captions, with human and mismatched-caption baselines.
 
-Legend: N pictures, B pictures of a batch.
+Legend: N images, B images of a batch.
 """
 
 import math
@@ -11,9 +11,9 @@ import numpy as np
 
 from dpvision.data.store import Store
 from dpvision.errors import DataError
-from dpvision.eval.captions.choice import encoded_pictures
+from dpvision.eval.captions.choice import encoded_images
 from dpvision.eval.captions.cider import cider_d
-from dpvision.eval.captions.image_source import StorePictures
+from dpvision.eval.captions.image_source import StoreImages
 from dpvision.eval.captions.open_captioner import OpenCaptioner
 from dpvision.eval.captions.protocol import Asking, CaptionProtocol
 from dpvision.eval.captions.settings import Fit
@@ -57,13 +57,13 @@ def say_captions(
     workers: int = 2,
     progress: Callable[[str], None] | None = None,
 ) -> dict[int, str]:
-    """The first caption that a captioner says of each picture, by row; pictures that do not decode are absent."""
+    """The first generated caption of each image, by row; images that do not decode are absent."""
     said: dict[int, str] = {}
-    for memory_BSD, place_B in encoded_pictures(ready, StorePictures(store, row_N), fit, batch_size=batch_size, workers=workers):
+    for memory_BSD, place_B in encoded_images(ready, StoreImages(store, row_N), fit, batch_size=batch_size, workers=workers):
         for place, captions in zip(place_B.tolist(), generate(ready.model, memory_BSD, settings), strict=True):
             said[int(row_N[place])] = ready.tokenizer.decode(captions[0].ids)
         if progress is not None:
-            progress(f"captions, {ready.name}: {len(said):,} of {len(row_N):,} pictures")
+            progress(f"captions, {ready.name}: {len(said):,} of {len(row_N):,} images")
     return said
 
 
@@ -78,17 +78,17 @@ def cider_scores(
     workers: int = 2,
     progress: Callable[[str], None] | None = None,
 ) -> list[Score]:
-    """Mean CIDEr-D of each captioner's captions of a store's pictures, the references being the store's captions.
+    """Mean CIDEr-D of each captioner's captions of a store's images, the references being the store's captions.
 
-    Chance is what the same captions get when each is given to the next picture. Where pictures have two captions or more, a score called
-    "people" is beside them: each caption against the other ones of its picture, one reference fewer than the captioners have.
+    Chance is what the same captions get when each is given to the next image. Where images have two captions or more, a score called
+    "people" is beside them: each caption against the other ones of its image, one reference fewer than the captioners have.
 
     Args:
         settings: how captions are said; one that draws (``method="sample"``) is refused.
-        limit: at most so many pictures, drawn once and for all.
+        limit: at most so many images, drawn once and for all.
 
     Raises:
-        DataError: fewer than two pictures with a caption that can be read; captions would be drawn.
+        DataError: fewer than two images with a caption that can be read; captions would be drawn.
         CheckpointError: a captioner's logits are not finite.
     """
     settings = settings or GenerateSettings()
@@ -110,10 +110,10 @@ def cider_scores(
 
 
 def people_scores(store: Store, row_N: np.ndarray) -> list[Score]:
-    """CIDEr-D of people: each caption held out against the others of its picture, averaged over a picture's captions.
+    """CIDEr-D of people: each caption held out against the others of its image, averaged over an image's captions.
 
-    Only pictures with as many captions as most have are taken, so that all have the same number of references; none is given when that
-    is one. Chance: the held-out caption given to the next picture.
+    Only images with as many captions as most have are taken, so that all have the same number of references; none is given when that
+    is one. Chance: the held-out caption given to the next image.
     """
     captions = [store.captions(int(row)) for row in row_N]
     counts = np.bincount([len(own) for own in captions])
@@ -138,7 +138,7 @@ def _rows_with_captions(store: Store, limit: int | None) -> np.ndarray:
     row_N = np.arange(store.num_records)
     row_N = row_N[store.has_captions(row_N)]
     if len(row_N) < 2:
-        raise DataError(f"CIDEr: {store.path}: {len(row_N)} pictures with a caption; expected two or more. Import captions with them.")
+        raise DataError(f"CIDEr: {store.path}: {len(row_N)} images with a caption; expected two or more. Import captions with them.")
     if limit is not None and limit < len(row_N):
         row_N = np.sort(np.random.Generator(np.random.PCG64(0)).permutation(row_N)[:limit])
     return row_N
@@ -156,6 +156,6 @@ def _numbers(references: Sequence[Sequence[str]]) -> str:
 
 
 def _interval(figure_N: np.ndarray) -> tuple[float, float]:
-    """95% interval of the mean over pictures, with the words' weights as they are."""
+    """95% interval of the mean over images, with the words' weights as they are."""
     half = Z_95 * float(figure_N.std(ddof=1)) / math.sqrt(len(figure_N))
     return max(0.0, float(figure_N.mean()) - half), min(10.0, float(figure_N.mean()) + half)

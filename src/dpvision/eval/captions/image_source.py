@@ -1,6 +1,6 @@
-"""Where the pictures of a question come from: rows of a store, files with boxes, or scenes by number; all give the same batches.
+"""Where the images of a question come from: rows of a store, files with boxes, or scenes by number; all give the same batches.
 
-Legend: B pictures of a batch, C channels, H height, W width.
+Legend: B images of a batch, C channels, H height, W width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from dpvision.config import DataConfig
-from dpvision.data.decode import BadPicture, decode
+from dpvision.data.decode import BadImage, decode
 from dpvision.data.ordered import ordered_map
 from dpvision.data.store import Store
 from dpvision.data.transform import centre_box, cut, normalise
@@ -25,12 +25,12 @@ from dpvision.eval.score import Visibility
 from dpvision.synthetic.scenes import make_scene
 
 
-class PictureSource(Protocol):
-    """Pictures by their place, 0 ... len - 1."""
+class ImageSource(Protocol):
+    """Images by their place, 0 ... len - 1."""
 
     @property
     def visibility(self) -> Visibility:
-        """ "private" unless all of its pictures may be shown."""
+        """ "private" unless all of its images may be shown."""
 
     @property
     def test_data(self) -> str:
@@ -39,11 +39,11 @@ class PictureSource(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, place: int) -> Image.Image | None:
-        """One upright RGB picture, already cut to its box; None if it does not decode."""
+        """One upright RGB image, already cut to its box; None if it does not decode."""
 
 
 @dataclass(frozen=True)
-class StorePictures:
+class StoreImages:
     """Rows of a store."""
 
     store: Store
@@ -66,7 +66,7 @@ class StorePictures:
 
 
 @dataclass(frozen=True)
-class FilePictures:
+class FileImages:
     """Files, each cut to a box where it has one."""
 
     paths: tuple[Path, ...]
@@ -81,14 +81,14 @@ class FilePictures:
         try:
             image = _opened(self.paths[place].read_bytes())
         except OSError as error:
-            raise DataError(f"pictures: {self.paths[place]}: {error.strerror}; expected a readable file. Restore it.") from None
+            raise DataError(f"images: {self.paths[place]}: {error.strerror}; expected a readable file. Restore it.") from None
         box = self.boxes[place]
         return image if image is None or box is None else _cut_to(image, box)
 
 
 @dataclass(frozen=True)
-class ScenePictures:
-    """Captioned scenes by number: nobody's pictures."""
+class SceneImages:
+    """Captioned scenes by number."""
 
     numbers: Sequence[int]
     size_px: int = 48
@@ -106,10 +106,10 @@ class ScenePictures:
         return Image.fromarray(make_scene(self.numbers[place], self.size_px).image)
 
 
-def picture_batches(
-    source: PictureSource, data: DataConfig, image_size: int, fit: Fit, *, batch_size: int = 32, workers: int = 2
+def image_batches(
+    source: ImageSource, data: DataConfig, image_size: int, fit: Fit, *, batch_size: int = 32, workers: int = 2
 ) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Pictures in the order of their places; those that do not decode are absent.
+    """Images in the order of their places; those that do not decode are absent.
 
     Args:
         data: normalisation constants are taken from it.
@@ -127,7 +127,7 @@ def picture_batches(
             yield torch.from_numpy(x_BCHW[valid]), place[valid]
 
 
-def _reader(source: PictureSource, data: DataConfig, image_size: int, fit: Fit) -> Callable[[np.ndarray], tuple[np.ndarray, ...]]:
+def _reader(source: ImageSource, data: DataConfig, image_size: int, fit: Fit) -> Callable[[np.ndarray], tuple[np.ndarray, ...]]:
     def read(place: np.ndarray) -> tuple[np.ndarray, ...]:
         pixels = np.zeros((len(place), image_size, image_size, 3), dtype=np.uint8)
         valid = np.zeros(len(place), dtype=bool)
@@ -147,12 +147,12 @@ def _reader(source: PictureSource, data: DataConfig, image_size: int, fit: Fit) 
 def _opened(data: bytes) -> Image.Image | None:
     try:
         return Image.fromarray(decode(data))
-    except BadPicture:
+    except BadImage:
         return None
 
 
 def _cut_to(image: Image.Image, box: Box) -> Image.Image | None:
-    """The part of the box that lies inside the picture; None when nothing does."""
+    """The part of the box that lies inside the image; None when nothing does."""
     left, top, right, bottom = max(0.0, box[0]), max(0.0, box[1]), min(image.width, box[2]), min(image.height, box[3])
     if not (round(right) > round(left) and round(bottom) > round(top)):
         return None

@@ -68,7 +68,7 @@ def load_label_set(name: str, store: Store) -> LabelSet:
             )
         return found
     if not Path(name).is_file():
-        raise ConfigError(f"labels: {name!r}; expected store, {', '.join(BUILT_IN)} or a file with one line per class. Correct it.")
+        raise ConfigError(f"labels: {name!r}; expected store, {', '.join(BUILT_IN)} or a file with one line per class. Name one of them.")
     found = LabelSet(Path(name).name, _read_classes(Path(name)))
     if store.label_names is not None and len(store.label_names) != len(found.classes):
         raise DataError(

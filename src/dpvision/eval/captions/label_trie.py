@@ -1,10 +1,10 @@
 """Zero-shot classification by a walk through the tree of all label captions (Sander et al., ICML 2024, appendix A.3.1).
 
 All captions of a label set, as tokens, make a tree whose leaves are ends of captions. From the root, the captioner takes at each node the
-most likely of the tokens that lead on to a whole caption, until it says the end. That is one caption's work for each picture, however many
+most likely of the tokens that lead on to a whole caption, until it says the end. That is one caption's work for each image, however many
 classes there are; greedy, without a way back.
 
-Legend: B pictures, A pictures without an answer yet, C children of a node, S encoder tokens, D width, V vocabulary.
+Legend: B images, A images without an answer yet, C children of a node, S encoder tokens, D width, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class LabelTrie:
 
     @torch.inference_mode()
     def classify(self, model: Captioner, memory_BSD: Tensor) -> Tensor:
-        """Class of each picture, int64 (B,) on the CPU; -1 where two tokens are equally likely: no answer, so wrong.
+        """Class of each image, int64 (B,) on the CPU; -1 where two tokens are equally likely: no answer, so wrong.
 
         Raises:
             DataError: scores of tokens that are not finite.
@@ -54,7 +54,7 @@ class LabelTrie:
         num_B = len(memory_BSD)
         class_B = torch.full((num_B,), -1, dtype=torch.int64)
         cache = model.start_cache(memory_BSD)
-        going = [(b, 0, BOS_ID) for b in range(num_B)]  # picture, its node, the word it hears next
+        going = [(b, 0, BOS_ID) for b in range(num_B)]  # image, its node, the word it hears next
         while going:
             logit_AV, cache = model.step(torch.tensor([token for *_, token in going], device=memory_BSD.device), cache)
             further: dict[int, tuple[int, int, int]] = {}

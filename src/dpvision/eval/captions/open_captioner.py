@@ -1,4 +1,4 @@
-"""A captioner as its measurements see it: the network, its tokenizer, and how it wants its pictures."""
+"""A captioner as its measurements see it: the network, its tokenizer, and how it wants its images."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,13 +29,13 @@ class OpenCaptioner:
     data: DataConfig
     """Normalisation constants are taken from it."""
     confidential: bool
-    """Private pictures shaped these weights without a guarantee: whatever is computed with them is private too."""
+    """Private images shaped these weights without a guarantee: whatever is computed with them is private too."""
     seed: int
     """Of the weights that its run started from, if it had no parent."""
 
     @property
     def image_size(self) -> int:
-        """Side of the pictures it takes, in pixels."""
+        """Side of the images it takes, in pixels."""
         return self.model.cfg.encoder.image_size
 
     @property

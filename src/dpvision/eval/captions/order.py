@@ -16,7 +16,7 @@ from dpvision.data.captions import clean_caption
 from dpvision.data.store import Store
 from dpvision.errors import DataError
 from dpvision.eval.captions.choice import Choice, ChoiceTest
-from dpvision.eval.captions.image_source import StorePictures
+from dpvision.eval.captions.image_source import StoreImages
 from dpvision.eval.captions.word_classes import word_class
 from dpvision.synthetic.scene_layout import Draws
 
@@ -38,11 +38,11 @@ class OrderTest:
 
 
 def order_test(store: Store, *, max_captions: int = 5, limit: int | None = None) -> OrderTest:
-    """One item for each caption of a store's pictures.
+    """One item for each caption of a store's images.
 
     Args:
-        max_captions: of a picture, its first ones.
-        limit: pictures at most, the first ones of the store with a caption.
+        max_captions: of an image, its first ones.
+        limit: images at most, the first ones of the store with a caption.
 
     Raises:
         DataError: no caption that can be shuffled.
@@ -67,7 +67,7 @@ def order_test(store: Store, *, max_captions: int = 5, limit: int | None = None)
     if not choices:
         raise DataError(f"order: {store.path} has no captions that can be shuffled; expected some of two words or more. Import captions.")
     said = f"order test, {'up to ' if short else ''}4 shuffles"
-    return OrderTest(ChoiceTest(said, StorePictures(store, np.array(rows)), tuple(choices)), left_out, short)
+    return OrderTest(ChoiceTest(said, StoreImages(store, np.array(rows)), tuple(choices)), left_out, short)
 
 
 def shuffled_captions(caption: str) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from dpvision.errors import DataError
 from dpvision.eval.captions.choice import Choice, ChoiceTest
-from dpvision.eval.captions.image_source import ScenePictures
+from dpvision.eval.captions.image_source import SceneImages
 from dpvision.synthetic.scene_layout import Draws
 from dpvision.synthetic.scene_text import RELATION_PHRASES
 from dpvision.synthetic.scenes import Scene, SceneObject, make_scene
@@ -34,7 +34,7 @@ def scene_compositional(numbers: Sequence[int], size_px: int = 48) -> ChoiceTest
         choices += [Choice(place, pair, f"swapped {what}") for what, pair in pairs.items() if pair is not None]
     if not choices:
         raise DataError(f"scenes: none of {len(numbers)} has two objects of different colours; expected some. Take more scenes.")
-    pictures = ScenePictures(tuple(numbers), size_px)
+    pictures = SceneImages(tuple(numbers), size_px)
     return ChoiceTest("scene composition", pictures, tuple(choices), groups_called="kinds of swap", show_groups=True)
 
 

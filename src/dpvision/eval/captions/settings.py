@@ -6,12 +6,12 @@ from typing import Literal, get_args
 from dpvision.errors import ConfigError
 
 Fit = Literal["squash", "crop"]
-"""How a picture becomes square: "squash" keeps all of it (DP-Cap's protocol), "crop" cuts the centre of the resized one."""
+"""How an image becomes square: "squash" keeps all of it (DP-Cap's protocol), "crop" cuts the centre of the resized one."""
 PROMPT = "this is a photo of a"
 """DP-Cap's (appendix A.3.1)."""
 Control = Literal["random", "other"]
 CONTROLS: tuple[Control, ...] = get_args(Control)
-"""The network untrained; of compositional tests, the captioner asked about another picture (what words alone give away)."""
+"""The network untrained; of compositional tests, the captioner asked about another image (what words alone give away)."""
 
 
 def checked_controls(names: Sequence[str]) -> tuple[Control, ...]:
@@ -22,7 +22,7 @@ def checked_controls(names: Sequence[str]) -> tuple[Control, ...]:
 
 
 def checked_fit(name: str) -> Fit:
-    """``name``, if it is a way to make pictures square. Raises ConfigError otherwise."""
+    """``name``, if it is a way to make images square. Raises ConfigError otherwise."""
     for fit in get_args(Fit):
         if name == fit:
             return fit

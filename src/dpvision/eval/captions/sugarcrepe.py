@@ -1,4 +1,4 @@
-"""SugarCrepe (Hsieh et al., NeurIPS 2023) and NegCLIP's negatives, from their files and COCO pictures.
+"""SugarCrepe (Hsieh et al., NeurIPS 2023) and NegCLIP's negatives, from their files and COCO images.
 
 SugarCrepe's false captions are plausible sentences, so that words alone tell less than in ARO. Seven subsets: objects, attributes and
 relations added, replaced or swapped. Read are a folder of the publisher's seven files ({"0": {filename, caption, negative_caption}, ...} in
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpvision.errors import DataError
-from dpvision.eval.benchmark_files import picture_finder, read_json
+from dpvision.eval.benchmark_files import image_finder, read_json
 from dpvision.eval.captions.choice import ChoiceTest
 from dpvision.eval.captions.choice_items import Item, caption_of, collect_items, with_missing
 from dpvision.eval.score import Visibility
@@ -21,12 +21,12 @@ def sugarcrepe_test(path: str | Path, images: str | Path, *, visibility: Visibil
     """SugarCrepe's items, grouped by subset.
 
     Args:
-        images: folder of the COCO val2017 pictures (or one whose sub-folders hold them).
+        images: folder of the COCO val2017 images (or one whose sub-folders hold them).
 
     Raises:
-        DataError: not SugarCrepe's files; pictures are missing.
+        DataError: not SugarCrepe's files; images are missing.
     """
-    found, items = picture_finder(Path(images), "SugarCrepe"), list[Item]()
+    found, items = image_finder(Path(images), "SugarCrepe"), list[Item]()
     for subset, entry, where in _entries(Path(path)):
         captions = caption_of(entry, "caption", where), caption_of(entry, "negative_caption", where)
         name = caption_of(entry, "filename", where)
@@ -38,10 +38,10 @@ def negclip_test(path: str | Path, images: str | Path, *, visibility: Visibility
     """NegCLIP's hard negatives: a list of {image_id, caption, negatives: [...]}, the number being COCO's.
 
     Raises:
-        DataError: not such a file; pictures are missing.
+        DataError: not such a file; images are missing.
     """
     entries = read_json(Path(path), "NegCLIP")
-    found, items = picture_finder(Path(images), "NegCLIP"), list[Item]()
+    found, items = image_finder(Path(images), "NegCLIP"), list[Item]()
     if not isinstance(entries, list):
         raise DataError(f"NegCLIP: {path}: {type(entries).__name__}; expected a list of items. Correct the path.")
     for number, entry in enumerate(entries):
@@ -50,7 +50,7 @@ def negclip_test(path: str | Path, images: str | Path, *, visibility: Visibility
         if not isinstance(others, list) or not others or not all(isinstance(o, str) and o.strip() for o in others):
             raise DataError(f"{where}: negatives={others!r}; expected a list of captions. Correct the path.")
         if not isinstance(image, int):
-            raise DataError(f"{where}: image_id={image!r}; expected COCO's number of a picture. Correct the path.")
+            raise DataError(f"{where}: image_id={image!r}; expected COCO's number of an image. Correct the path.")
         name = f"{image:012d}.jpg"
         items.append((found.get(name, Path(images) / name), None, (true, *others), ""))
     return _test("NegCLIP negatives", items, Path(path).name, visibility, allow_missing)

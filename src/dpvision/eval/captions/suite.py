@@ -38,7 +38,7 @@ def score_captioner(
         untrained: whether the network with its initial random weights is scored too.
 
     Returns:
-        one entry for each test. Scores are private if the pictures are, or if private pictures shaped the weights without a guarantee.
+        one entry for each test. Scores are private if the images are, or if private images shaped the weights without a guarantee.
 
     Raises:
         ConfigError, CheckpointError: as ``open_captioner``; no test.

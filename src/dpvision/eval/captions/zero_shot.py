@@ -1,6 +1,6 @@
 """Zero-shot classification of a captioner, both ways of the paper: a walk through the labels' tree, or the caption with the lowest loss.
 
-Legend: N pictures, B pictures of a batch, C captions, L tokens.
+Legend: N images, B images of a batch, C captions, L tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.any_of_labels import AnyOfLabels
 from dpvision.eval.captions.candidate_losses import best_candidate, candidate_losses
-from dpvision.eval.captions.choice import encoded_pictures
-from dpvision.eval.captions.image_source import StorePictures
+from dpvision.eval.captions.choice import encoded_images
+from dpvision.eval.captions.image_source import StoreImages
 from dpvision.eval.captions.label_sets import LabelSet, prompted
 from dpvision.eval.captions.label_trie import LabelTrie
 from dpvision.eval.captions.open_captioner import OpenCaptioner
@@ -35,17 +35,17 @@ class ZeroShotSettings:
     """How labels are asked for; the defaults are the paper's."""
 
     methods: tuple[Method, ...] = METHODS
-    """"trie" takes one caption's time for each picture, "loss" that of all labels' captions."""
+    """"trie" takes one caption's time for each image, "loss" that of all labels' captions."""
     prompt: str = PROMPT
     match_article: bool = False
     """"an" before a vowel where the prompt ends in "a"."""
     fit: Fit = "squash"
     limit: int | None = None
-    """At most so many pictures, drawn once and for all; the paper took 10,000 of ImageNet's validation pictures."""
+    """At most so many images, drawn once and for all; the paper took 10,000 of ImageNet's validation images."""
 
     def __post_init__(self) -> None:
         if self.limit is not None and not self.limit >= 1:
-            raise ConfigError(f"zero-shot: limit={self.limit!r}; expected at least 1 picture. Leave it out for all.")
+            raise ConfigError(f"zero-shot: limit={self.limit!r}; expected at least 1 image. Leave it out for all.")
 
 
 @dataclass(frozen=True)
@@ -92,19 +92,19 @@ def zero_shot_scores(
     workers: int = 2,
     progress: Callable[[str], None] | None = None,
 ) -> list[Score]:
-    """Accuracy on the labelled pictures of a store, by method, for each captioner.
+    """Accuracy on the labelled images of a store, by method, for each captioner.
 
     With ``any_of`` the score is accuracy by these classes, whatever the metric.
 
     Chance is the share of the most frequent class (of a ``mean_per_class`` score, one in as many as there are classes).
 
     Raises:
-        DataError: no labelled or readable picture; a label without a string; a label's caption that is longer than the model's captions, or
+        DataError: no labelled or readable image; a label without a string; a label's caption that is longer than the model's captions, or
             the same tokens as another class's; scores that are not finite.
     """
     settings = settings or ZeroShotSettings()
     row_N = _labelled_rows(store, labels, settings.limit)
-    source = StorePictures(store, row_N)
+    source = StoreImages(store, row_N)
     scores = []
     for ready in askers:
         words = _label_words(ready, labels, settings)
@@ -112,7 +112,7 @@ def zero_shot_scores(
         token_CL, class_C = _rows(ready, words)
         read: list[np.ndarray] = []
         predicted: dict[Method, list[np.ndarray]] = {method: [] for method in settings.methods}
-        for memory_BSD, place_B in encoded_pictures(ready, source, settings.fit, batch_size=batch_size, workers=workers):
+        for memory_BSD, place_B in encoded_images(ready, source, settings.fit, batch_size=batch_size, workers=workers):
             read.append(row_N[place_B])
             if "trie" in predicted:
                 predicted["trie"].append(trie.classify(ready.model, memory_BSD).numpy())
@@ -123,9 +123,9 @@ def zero_shot_scores(
                     raise DataError("zero-shot: losses that are not finite; expected numbers. The run has diverged: train again.")
                 predicted["loss"].append(best_candidate(loss_BC, class_C.expand(len(loss_BC), -1)).numpy())
             if progress is not None:
-                progress(f"zero-shot, {ready.name}: {int(place_B[-1]) + 1:,} of {len(row_N):,} pictures")
+                progress(f"zero-shot, {ready.name}: {int(place_B[-1]) + 1:,} of {len(row_N):,} images")
         if not read:
-            raise DataError(f"zero-shot: {store.path} has no readable picture with a label; expected one or more. Import the source again.")
+            raise DataError(f"zero-shot: {store.path} has no readable image with a label; expected one or more. Import the source again.")
         read_N = np.concatenate(read)
         truth_N = store.labels[read_N]
         private = ready.confidential or store.results_visibility == "private"
@@ -147,12 +147,12 @@ def _described(method: Method, labels: LabelSet, settings: ZeroShotSettings) -> 
 def _labelled_rows(store: Store, labels: LabelSet, limit: int | None) -> np.ndarray:
     row_N = np.flatnonzero(store.labels >= 0)
     if not len(row_N):
-        raise DataError(f"zero-shot: {store.path} has no labels; expected a class for each picture. Import it with --label-from FIELD.")
+        raise DataError(f"zero-shot: {store.path} has no labels; expected a class for each image. Import it with --label-from FIELD.")
     largest = int(store.labels.max())
     if largest >= len(labels.classes):
         raise DataError(
             f"zero-shot: {store.path} has label={largest}; expected 0 to {len(labels.classes) - 1}, the classes of {labels.name}. "
-            "Give the label set of these pictures."
+            "Give the label set of these images."
         )
     if limit is not None and limit < len(row_N):
         row_N = np.sort(np.random.Generator(np.random.PCG64(0)).permutation(row_N)[:limit])

@@ -38,7 +38,7 @@ class EvaluationCache:
     def fingerprint(self, encoder: Encoder) -> str | None:
         """What the cache identifies an encoder by; None: its results are not kept."""
         (train, _), (test, _) = self.task.train, self.task.test
-        # What a confidential encoder makes of public pictures is private, and the public store's folder is not the place for it.
+        # What a confidential encoder makes of public images is private, and the public store's folder is not the place for it.
         stays = not encoder.confidential or {train.visibility, test.visibility} == {"private"}
         return fingerprint(encoder, self.task.device) if self.enabled and stays else None
 
@@ -60,7 +60,7 @@ class EvaluationCache:
             computed, _, row_N = collect_features(
                 {e.name: e.poolings for e in alike}, store, data, alike[0].image_size, rows=rows,
                 batch_size=task.batch_size, workers=task.workers, device=task.device,
-                progress=lambda n: task.say(f"features of {name} pictures: {n:,} of {len(rows):,}"),
+                progress=lambda n: task.say(f"features of {name} images: {n:,} of {len(rows):,}"),
             )  # fmt: skip
             found |= computed
             for e in alike:

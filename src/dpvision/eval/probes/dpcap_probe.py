@@ -1,7 +1,7 @@
 """The few-shot probe of DP-Cap's tables: logistic regression of fixed strength on centred features of length one.
 
 Minimises, for W of one row per class, mean cross-entropy + lambda / 2 * ||W||^2 with lambda = 0.0025 / n, n the number of training
-pictures, and without intercept (Sander et al., ICML 2024, appendix A.3.3, after Assran et al. 2022, whose code calls Cyanure; here scikit-
+images, and without intercept (Sander et al., ICML 2024, appendix A.3.3, after Assran et al. 2022, whose code calls Cyanure; here scikit-
 learn's L-BFGS, which finds the same minimum: the problem is strictly convex).
 
 Legend: N training records, M test records, D feature dimensions.
@@ -19,7 +19,7 @@ from dpvision.eval.probes.protocol import FeatureProtocol
 from dpvision.eval.probes.records import check_shots, draw_shots
 
 STRENGTH = 0.0025
-"""lambda times the number of training pictures."""
+"""lambda times the number of training images."""
 _TOLERANCE, _MAX_ITERATIONS = 1e-6, 5000
 
 
@@ -46,7 +46,7 @@ class DPCapProbe(FeatureProtocol):
 def dpcap_probe(
     train_ND: np.ndarray, label_N: np.ndarray, test_MD: np.ndarray, k: int, draws: int, *, names: Sequence[str] | None = None
 ) -> list[np.ndarray]:
-    """Predicted test labels (M,) of one classifier for each draw of ``k`` pictures per class; the draws are those of ``few_shot_probe``.
+    """Predicted test labels (M,) of one classifier for each draw of ``k`` images per class; the draws are those of ``few_shot_probe``.
 
     Raises:
         ConfigError, DataError: as ``draw_shots``.

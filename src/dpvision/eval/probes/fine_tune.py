@@ -1,12 +1,12 @@
-"""Few-shot fine-tuning: the whole network and a fresh head trained on K pictures per class (ViP, appendix A.3).
+"""Few-shot fine-tuning: the whole network and a fresh head trained on K images per class (ViP, appendix A.3).
 
 Transformers: AdamW, learning rate of 3e-3, 3e-4, 3e-5, decay 0.05. Convnets: SGD, 1e-2, 1e-3, 1e-4, momentum 0.9, no decay. 200 epochs
 of which 10 warm up, then a half cosine; AutoAugment (Cubuk et al. 2018). The paper does not say how the rate was chosen, the batch, the
-crops or how often the K pictures were drawn. Here: by the mean accuracy on a held-out fifth of the K pictures over all draws, the chosen
+crops or how often the K images were drawn. Here: by the mean accuracy on a held-out fifth of the K images over all draws, the chosen
 rate then trained on all of them (with fewer than five there is nothing to hold out: the middle rate); batch 64; random resized crop and
 flip; three draws.
 
-Legend: B pictures of a batch, N training records, M test records, C channels (or classes), H height, W width.
+Legend: B images of a batch, N training records, M test records, C channels (or classes), H height, W width.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
-from dpvision.data.decode import BadPicture, decode
+from dpvision.data.decode import BadImage, decode
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import pictures
 from dpvision.data.ordered import ordered_map
@@ -53,12 +53,12 @@ class Tuned(nn.Module):
 
 @dataclass(frozen=True)
 class FineTuneResult:
-    """Predictions of the test pictures, one array for each draw."""
+    """Predictions of the test images, one array for each draw."""
 
     predicted: list[np.ndarray]
     label_M: np.ndarray
     row_M: np.ndarray
-    """Rows of the test pictures."""
+    """Rows of the test images."""
     learning_rate: float
     """The one that was chosen, for all draws."""
 
@@ -110,15 +110,15 @@ def fine_tune(
     device: str | torch.device = "cpu",
     progress: Say | None = None,
 ) -> FineTuneResult:
-    """Fine-tune on K pictures per class, several draws, and predict the test pictures.
+    """Fine-tune on K images per class, several draws, and predict the test images.
 
     Args:
         train, test: a store and labelled int64 rows of it.
         unit_N: the units of the training rows: none is both trained on and held out.
-        batch_size: test pictures in one forward pass.
+        batch_size: test images in one forward pass.
 
     Raises:
-        ConfigError: the encoder has nothing to train, or K < 1. DataError: a class has fewer than K pictures, or one cannot be read.
+        ConfigError: the encoder has nothing to train, or K < 1. DataError: a class has fewer than K images, or one cannot be read.
     """
     settings = settings or FineTuneSettings()
     check_trainable(encoder)
@@ -139,10 +139,10 @@ def fine_tune(
                 shares.append(float((predicted == truth).mean()))
             share_R.append(float(np.mean(shares)))
         chosen = rates[int(np.argmax(share_R))]
-        say(f"few-shot: lr {chosen:g} ({max(share_R):.1%} of the held-out pictures)")
+        say(f"few-shot: lr {chosen:g} ({max(share_R):.1%} of the held-out images)")
     found, label_M, row_M = [], np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     for draw, shot in enumerate(shots):
-        model = job.train(rows[shot], chosen, draw, f"lr {chosen:g}, draw {draw + 1} of {settings.draws}, all pictures")
+        model = job.train(rows[shot], chosen, draw, f"lr {chosen:g}, draw {draw + 1} of {settings.draws}, all images")
         predicted, label_M, row_M = job.predict(model, *test)
         found.append(predicted)
     return FineTuneResult(found, label_M, row_M, chosen)
@@ -204,16 +204,16 @@ class _Job:
             truth.append(label_B.numpy())
             read.append(row_B.numpy())
         if not predicted:
-            raise DataError(f"few-shot: {store.path} has no readable picture among {len(rows)}; expected some. Import the source again.")
+            raise DataError(f"few-shot: {store.path} has no readable image among {len(rows)}; expected some. Import the source again.")
         return np.concatenate(predicted), np.concatenate(truth), np.concatenate(read)
 
 
 def augmented(
     store: Store, rows: np.ndarray, key: StepKey, encoder: Encoder, settings: FineTuneSettings, workers: int
 ) -> tuple[Tensor, np.ndarray]:
-    """Training pictures x_BCHW float32 and their rows: crop and flip keyed by record, AutoAugment from torch's global generator.
+    """Training images x_BCHW float32 and their rows: crop and flip keyed by record, AutoAugment from torch's global generator.
 
-    Pictures that do not decode are absent.
+    Images that do not decode are absent.
     """
     record_id = store.index["id"][rows].astype(np.int64)
     crop_BN = key.uniform_numpy(record_id, "crop", CROP_NUMBERS)
@@ -222,7 +222,7 @@ def augmented(
     def cropped(b: int) -> np.ndarray | None:
         try:
             image = Image.fromarray(decode(store.read(int(rows[b]))))
-        except BadPicture:
+        except BadImage:
             return None
         box = crop_box(image.height, image.width, crop_BN[b].tolist(), settings.crop_scale)
         return cut(image, box, encoder.image_size, bool(flip_B[b]))

@@ -1,4 +1,4 @@
-"""The linear probe of the MAE paper, as ViP uses it: a batch-normalised linear head trained with LARS on augmented pictures.
+"""The linear probe of the MAE paper, as ViP uses it: a batch-normalised linear head trained with LARS on augmented images.
 
 ViP, appendix A.3 (Yu et al. 2024) follows He et al. (2022): BatchNorm without affine parameters before the head, LARS (You et al. 2017)
 with momentum 0.9 and trust coefficient 0.001, no decay, learning rate = blr x batch / 256 at batch 16,384, 90 epochs of which 10 warm up,
@@ -109,12 +109,12 @@ class LarsTrainer:
 
 @dataclass(frozen=True)
 class LarsResult:
-    """What the probe predicts of the test pictures."""
+    """What the probe predicts of the test images."""
 
     predicted_M: np.ndarray
     label_M: np.ndarray
     row_M: np.ndarray
-    """Rows of the test pictures."""
+    """Rows of the test images."""
     blr: float
     """The one that was chosen."""
     num_features: int
@@ -172,11 +172,11 @@ def lars_probe(
         train, test: a store and labelled int64 rows of it.
         unit_N: the units of the training rows: none is in both parts when blr is chosen.
         data: normalisation constants are taken from it.
-        seed: of the heads' initial weights, the order of the pictures, crops and flips.
-        batch_size: pictures in one forward pass of the encoder; changes time and memory alone.
+        seed: of the heads' initial weights, the order of the images, crops and flips.
+        batch_size: images in one forward pass of the encoder; changes time and memory alone.
 
     Raises:
-        DataError: no picture could be read, or too few to hold some out.
+        DataError: no image could be read, or too few to hold some out.
     """
     settings = settings or LarsSettings()
     (store, rows), say = train, progress or (lambda text: None)
@@ -185,7 +185,7 @@ def lars_probe(
     choose = len(settings.blrs) > 1
     held_N = held_out(labels[rows], unit_N, seed) if choose else np.zeros(len(rows), dtype=bool)
     if choose and (not held_N.any() or len(np.unique(labels[rows[~held_N]])) < 2):
-        raise DataError(f"lars: {len(rows)} training records; expected enough to hold out a fifth. Label more pictures, or give one blr.")
+        raise DataError(f"lars: {len(rows)} training records; expected enough to hold out a fifth. Label more images, or give one blr.")
     is_held = np.zeros(store.num_records, dtype=bool)
     is_held[rows[held_N]] = True
     view = _Views(feature_of, data, image_size, settings, seed, batch_size, workers, device)
@@ -212,7 +212,7 @@ def lars_probe(
             done += 1
         say(f"LARS probe: epoch {epoch + 1} of {settings.epochs}, loss {loss / max(1, seen):.3f}")
     if not trainers:
-        raise DataError(f"lars: {store.path} has no readable picture among {len(rows)}; expected some. Import the source again.")
+        raise DataError(f"lars: {store.path} has no readable image among {len(rows)}; expected some. Import the source again.")
     best = 0
     if choose:
         right_R, n = torch.zeros(len(settings.blrs)), 0
@@ -220,7 +220,7 @@ def lars_probe(
             right_R += (trainers[1].heads.predict(x_BD).cpu() == torch.from_numpy(labels[row_B])).sum(dim=1)
             n += len(x_BD)
         best = int(right_R.argmax())
-        say(f"LARS probe: blr {settings.blrs[best]:g} ({float(right_R[best]) / max(1, n):.1%} of the held-out pictures)")
+        say(f"LARS probe: blr {settings.blrs[best]:g} ({float(right_R[best]) / max(1, n):.1%} of the held-out images)")
     predicted, truth, read = [], [], []
     test_store, test_rows = test
     test_labels = test_store.labels
@@ -229,14 +229,14 @@ def lars_probe(
         truth.append(test_labels[row_B])
         read.append(row_B)
     if not predicted:
-        raise DataError(f"lars: {test_store.path} has no readable picture among {len(test_rows)}; expected some. Import the source again.")
+        raise DataError(f"lars: {test_store.path} has no readable image among {len(test_rows)}; expected some. Import the source again.")
     return LarsResult(
         np.concatenate(predicted), np.concatenate(truth), np.concatenate(read), settings.blrs[best], trainers[0].heads.weight_R[0].shape[1]
     )
 
 
 class _Views:
-    """Features of augmented and of centred pictures, with the rows that they are of."""
+    """Features of augmented and of centred images, with the rows that they are of."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class _Views:
                     return
                 self._kept = torch.cat([x for x, _ in found]), np.concatenate([row for _, row in found])
             x_ND, row_N = self._kept
-            order = order[order < len(row_N)]  # pictures that do not decode are absent
+            order = order[order < len(row_N)]  # images that do not decode are absent
             for part in np.array_split(order, epochs.batches):
                 yield x_ND[torch.from_numpy(part).to(x_ND.device)], row_N[part]
             return

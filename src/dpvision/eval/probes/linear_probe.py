@@ -77,7 +77,7 @@ def fit_linear_probe(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray |
     held = held_out(label_N, np.arange(len(label_N)) if unit_N is None else unit_N, seed)
     if not held.any() or len(np.unique(label_N[~held])) < 2:
         raise DataError(
-            f"probe: {len(label_N)} training records; expected at least five, and more than one of each class. Label more pictures."
+            f"probe: {len(label_N)} training records; expected at least five, and more than one of each class. Label more images."
         )
     strength, start = _choose_strength(x_ND[~held], label_N[~held], x_ND[held], label_N[held])
     if len(start.classes_) < len(np.unique(label_N)):  # a class of few records was held out whole: no common starting point

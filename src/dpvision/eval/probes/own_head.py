@@ -1,6 +1,6 @@
-"""The score of a run's own head: the classifier as it was trained, on test pictures, nothing fitted.
+"""The score of a run's own head: the classifier as it was trained, on test images, nothing fitted.
 
-Legend: B pictures of a batch, N pictures, K classes.
+Legend: B images of a batch, N images, K classes.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class OwnHead(Protocol):
 
     def run(self, subject: Subject, task: Task) -> list[Score]:
         def report(done: int) -> None:
-            task.say(f"own head: {done:,} test pictures")
+            task.say(f"own head: {done:,} test images")
 
         return score_own_head(
             subject.spec, task.test[0], any_of=task.scoring.any_of, ema=subject.ema, batch_size=task.batch_size, workers=task.workers,
@@ -64,25 +64,25 @@ def score_own_head(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> list[Score]:
-    """Accuracy of a classifier run, or of a head on a frozen encoder, on the labelled pictures of a store, one centre crop each.
+    """Accuracy of a classifier run, or of a head on a frozen encoder, on the labelled images of a store, one centre crop each.
 
     Which number of the head is which class is the order of the training store's labels: import both stores in the same way. Beside the
-    accuracy over pictures stands the mean of the classes' own, where the classes are not of one size. A run with several classes a picture
+    accuracy over images stands the mean of the classes' own, where the classes are not of one size. A run with several classes an image
     is scored by ``multi_label_scores`` on a store with several labels.
 
     Args:
-        any_of: the classes any of which is right, for a run with one class a picture; the accuracy is then by them.
+        any_of: the classes any of which is right, for a run with one class an image; the accuracy is then by them.
         ema: the averaged weights. To score both and report the better is a selection.
-        progress: called with the number of pictures done.
+        progress: called with the number of images done.
 
     Returns:
         Scores named "own head" or "own head, averaged weights"; private if the store is, or if the weights are.
 
     Raises:
-        ConfigError: the run has no head of its own, or one for several classes a picture and ``any_of`` is given.
+        ConfigError: the run has no head of its own, or one for several classes an image and ``any_of`` is given.
         CheckpointError: as in ``load_model``, or the encoder under the head is not there.
-        DataError: no readable picture with a label, a label that the head does not have, one label a picture where the run has several or
-            the reverse, other classes than the training store's, or pictures that the run was trained on.
+        DataError: no readable image with a label, a label that the head does not have, one label an image where the run has several or
+            the reverse, other classes than the training store's, or images that the run was trained on.
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
     scores_of = _scores_of_head if is_head(checkpoint) else _scores_of_network
@@ -92,7 +92,7 @@ def score_own_head(
     readable_N = ~torch.isnan(score_NK).all(dim=1)
     score_NK, row_N = score_NK[readable_N], rows[readable_N.numpy()]
     if len(row_N) == 0:
-        raise DataError(f"own_head: {test_store.path} has no readable picture with a label; expected one or more. Import the source again.")
+        raise DataError(f"own_head: {test_store.path} has no readable image with a label; expected one or more. Import the source again.")
     if not torch.isfinite(score_NK).all():
         raise DataError("own_head: logits that are not finite; expected numbers. The run has diverged: train again at a lower rate.")
     private = test_store.results_visibility == "private" or shaped_in_confidence(checkpoint.manifest["lineage"])
@@ -110,17 +110,17 @@ def score_own_head(
 
 
 def check_scorable(config: RunConfig, test_store: Store, *, any_is_right: bool = False) -> np.ndarray:
-    """Rows of a test store that a run's own head can be scored on, int64; raises as ``score_own_head``, without reading a picture.
+    """Rows of a test store that a run's own head can be scored on, int64; raises as ``score_own_head``, without reading an image.
 
     Args:
-        any_is_right: several labels are given for a run with one class a picture.
+        any_is_right: several labels are given for a run with one class an image.
     """
     model = config.model
     assert isinstance(model, ClassifierConfig | HeadConfig) and model.num_classes is not None
     check_unseen(config.data, test_store, "own_head")
     if model.multi_label and any_is_right:
         raise ConfigError(
-            "own_head: labels any of which is right, for a run with several classes a picture; expected none: its test store has the "
+            "own_head: labels any of which is right, for a run with several classes an image; expected none: its test store has the "
             "classes. Leave --labels out."
         )
     if model.multi_label != test_store.multi_label:
@@ -178,14 +178,14 @@ def _scores_of_network(
 
 
 def has_own_head(run_or_checkpoint: str | Path) -> bool:
-    """Whether a run classifies pictures by itself."""
+    """Whether a run classifies images by itself."""
     return load_checkpoint(run_or_checkpoint).manifest["config"].get("model", {}).get("kind") in ("classifier", "head")
 
 
 def _labelled_rows(store: Store, num_classes: int) -> np.ndarray:
     rows = np.flatnonzero(store.labelled)
     if not len(rows):
-        raise DataError(f"own_head: {store.path} has no labels; expected a class for each picture. Import it with --label-from FIELD.")
+        raise DataError(f"own_head: {store.path} has no labels; expected a class for each image. Import it with --label-from FIELD.")
     if (largest := int(store.classes(rows)[1].max(initial=-1))) >= num_classes:
         raise DataError(
             f"own_head: {store.path} has label={largest}; expected 0 to {num_classes - 1}, the classes of the run. "

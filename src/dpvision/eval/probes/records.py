@@ -36,14 +36,14 @@ def check_labels(train_label_N: Tensor, test_label_N: Tensor, names: Sequence[st
     train, test = train_label_N.numpy(), test_label_N.numpy()
     known, asked = set(train.tolist()), set(test.tolist())
     if len(known) < 2:
-        only = ", ".join(f"{class_name(label, names)}, {len(train)} pictures" for label in known)
+        only = ", ".join(f"{class_name(label, names)}, {len(train)} images" for label in known)
         raise DataError(
             f"evaluate: {len(known)} class among the training labels{f' ({only})' if only else ''}; expected two or more. "
-            "Add pictures of another class."
+            "Add images of another class."
         )
     if asked - known:
         missing = sorted(asked - known)
-        shown = "; ".join(f"{class_name(c, names)}: {int((test == c).sum())} test pictures, 0 to train on" for c in missing[:5])
+        shown = "; ".join(f"{class_name(c, names)}: {int((test == c).sum())} test images, 0 to train on" for c in missing[:5])
         raise DataError(
             f"evaluate: the test store has labels {missing[:5]} that the training store lacks ({shown}); expected the same classes. "
             f"{_IMPORT}"
@@ -95,11 +95,11 @@ def _labelled_rows(store: Store) -> np.ndarray:
     labels = store.labels
     rows = np.flatnonzero(labels >= 0)
     if not len(rows):
-        raise DataError(f"evaluate: {store.path} has no labels; expected a class for each picture. Import it with --label-from FIELD.")
+        raise DataError(f"evaluate: {store.path} has no labels; expected a class for each image. Import it with --label-from FIELD.")
     if store.label_names is not None and labels.max() >= len(store.label_names):
         top, num = int(labels.max()), len(store.label_names)
         raise DataError(
-            f"evaluate: {store.path} has label {top} ({int((labels == top).sum())} pictures) but {num} class names; expected labels 0 to "
+            f"evaluate: {store.path} has label {top} ({int((labels == top).sum())} images) but {num} class names; expected labels 0 to "
             f"{num - 1}. Import the source again."
         )
     return rows
@@ -113,7 +113,7 @@ def only(features: LabelledFeatures, name: str) -> LabelledFeatures:
 def check_shots(shots: tuple[int, ...]) -> None:
     """Raise ConfigError unless there are numbers of images per class, each at least 1."""
     if not shots or not all(k >= 1 for k in shots):
-        raise ConfigError(f"evaluate: shots={shots!r}; expected at least 1 picture per class. Use 10.")
+        raise ConfigError(f"evaluate: shots={shots!r}; expected at least 1 image per class. Use 10.")
 
 
 def draw_shots(label_N: np.ndarray, k: int, seed: int, *, names: Sequence[str] | None = None) -> np.ndarray:
@@ -128,13 +128,13 @@ def draw_shots(label_N: np.ndarray, k: int, seed: int, *, names: Sequence[str] |
         ConfigError: ``k`` is below 1. DataError: a class has fewer than ``k`` records.
     """
     if not k >= 1:
-        raise ConfigError(f"few-shot: shots={k!r}; expected at least 1 picture per class. Use 10.")
+        raise ConfigError(f"few-shot: shots={k!r}; expected at least 1 image per class. Use 10.")
     classes, num_C = np.unique(label_N, return_counts=True)
     if num_C.min() < k:
         small = np.argsort(num_C, kind="stable")[: int((num_C < k).sum())]
         shown = ", ".join(f"{class_name(int(classes[c]), names)} has {num_C[c]}" for c in small[:5])
         more = f" and {len(small) - 5} more" if len(small) > 5 else ""
-        raise DataError(f"few-shot: shots={k}, but {shown}{more}; expected {k} training pictures of each class. Ask for {num_C.min()}.")
+        raise DataError(f"few-shot: shots={k}, but {shown}{more}; expected {k} training images of each class. Ask for {num_C.min()}.")
     shuffled = np.random.Generator(np.random.PCG64(seed)).permutation(len(label_N))
     by_class = shuffled[np.argsort(label_N[shuffled], kind="stable")]
     first_C = np.cumsum(num_C) - num_C

@@ -79,7 +79,7 @@ def fit_ridge(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray | None =
     held = held_out(label_N, np.arange(len(label_N)) if unit_N is None else unit_N, seed)
     if not held.any() or len(np.unique(label_N[~held])) < 2:
         raise DataError(
-            f"probe: {len(label_N)} training records; expected at least five, and more than one of each class. Label more pictures."
+            f"probe: {len(label_N)} training records; expected at least five, and more than one of each class. Label more images."
         )
     mean, scale = _moments(x_ND)
     class_K, index_N = np.unique(label_N, return_inverse=True)

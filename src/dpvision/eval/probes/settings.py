@@ -24,7 +24,7 @@ class FewShotProbeSettings:
     """How a few-shot probe draws and what it fits."""
 
     draws: int = 20
-    """Independent draws of the K pictures per class."""
+    """Independent draws of the K images per class."""
     classifier: Literal["linear", "ridge"] = "linear"
 
     def __post_init__(self) -> None:
@@ -37,13 +37,13 @@ class FineTuneSettings:
     """The paper's settings, with what a small machine may shrink."""
 
     draws: int = 3
-    """Independent draws of the K pictures per class; the interval is over them."""
+    """Independent draws of the K images per class; the interval is over them."""
     epochs: int = 200
-    """Passes over the K pictures per class."""
+    """Passes over the K images per class."""
     warmup_epochs: int = 10
     """Epochs in which the rate rises to its peak."""
     batch_size: int = 64
-    """Largest batch; the pictures are cut into batches of nearly equal size."""
+    """Largest batch; the images are cut into batches of nearly equal size."""
     learning_rates: tuple[float, ...] | None = None
     """To choose from; None: 3e-3, 3e-4, 3e-5 for transformers, 1e-2, 1e-3, 1e-4 for convnets."""
     weight_decay: float = 0.05
@@ -51,7 +51,7 @@ class FineTuneSettings:
     momentum: float = 0.9
     """For convnets."""
     crop_scale: tuple[float, float] = (0.08, 1.0)
-    """Range of a crop's area as a part of the picture's."""
+    """Range of a crop's area as a part of the image's."""
     auto_augment: bool = True
     """AutoAugment with its ImageNet policy."""
 
@@ -92,11 +92,11 @@ class LarsSettings:
     """The paper's settings, with what a small machine may shrink."""
 
     blrs: tuple[float, ...] = (0.1, 0.05, 0.01)
-    """Base learning rates to choose from. The rate is blr x batch / 256: with few pictures it is small, and then takes many epochs."""
+    """Base learning rates to choose from. The rate is blr x batch / 256: with few images it is small, and then takes many epochs."""
     batch_size: int = 16_384
-    """Largest batch; fewer training pictures make one batch, and the rate follows."""
+    """Largest batch; fewer training images make one batch, and the rate follows."""
     epochs: int = 90
-    """Passes over the training pictures."""
+    """Passes over the training images."""
     warmup_epochs: int = 10
     """Epochs in which the rate rises to its peak."""
     momentum: float = 0.9
@@ -105,9 +105,9 @@ class LarsSettings:
     augment: bool = True
     """Random resized crop and flip in each epoch: the encoder runs epochs x N times. False: features of the centre crop, once."""
     crop_scale: tuple[float, float] = (0.08, 1.0)
-    """Range of a crop's area as a part of the picture's."""
+    """Range of a crop's area as a part of the image's."""
     eval_resize: float = 256 / 224
-    """Test pictures: shorter side resized to this multiple of the encoder's size, then the centre is cut."""
+    """Test images: shorter side resized to this multiple of the encoder's size, then the centre is cut."""
     num_blocks: int = 12
     """Last blocks whose mean patch tokens are joined; all if there are fewer."""
 

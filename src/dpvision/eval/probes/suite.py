@@ -43,8 +43,8 @@ def evaluate(
 
     Args:
         spec: what ``encoders.open.open_encoder`` takes: a run folder, ``timm:NAME``, ``hog``, ...
-        train_store: labelled pictures to learn the classes from.
-        test_store: labelled pictures to score on; None: about a fifth of the first store's units, the same ones every time.
+        train_store: labelled images to learn the classes from.
+        test_store: labelled images to score on; None: about a fifth of the first store's units, the same ones every time.
         protocols: with their settings; ``make_protocols`` makes them from names.
         against: controls. "random" exists for runs only and is left out for other encoders.
         metric: None: what the training store declares, else accuracy.
@@ -54,11 +54,11 @@ def evaluate(
 
     Returns:
         Scores by protocol, the encoder before its controls. They are private if a store is, or if the encoder was trained on private
-        pictures without a guarantee.
+        images without a guarantee.
 
     Raises:
         ConfigError: no protocol, an unknown control, or a protocol that this encoder cannot go through.
-        DataError: a store has no labels, one class only, or labels that the training store lacks; too few pictures of a class for the
+        DataError: a store has no labels, one class only, or labels that the training store lacks; too few images of a class for the
             shots; the stores share records; a feature is not finite.
         CheckpointError: the encoder cannot be read.
     """
