@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 from dpvision.encoders.encoder import Encoder, Family
-from dpvision.encoders.pooled import PooledNetwork, frozen
-from dpvision.encoders.weights_file import open_weights
+from dpvision.encoders.pooled import PooledNetwork, attends, frozen
+from dpvision.encoders.weights_file import WeightsFile, open_weights
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models.timm_cache import find_timm_weights, timm_licence
 from dpvision.runs.lineage import named_weights, undeclared_weights
@@ -54,19 +54,17 @@ def library_encoder(
     cached = file is None and kind == "timm"
     found = find_timm_weights(name)[0] if cached else file
     shown = f"{kind}:{name}" + (", random weights" if found is None else "" if cached else f"@{found.name}")
-    if found is None:
-        made = encoder_from(kind, name, shown, None, str(found), image_size=image_size, device=device)
-        return replace(made, weights="random")
-    weights = open_weights(found, named_weights(shown, timm_licence(name)) if cached else undeclared_weights(shown))
-    made = encoder_from(kind, name, shown, weights.tensors, str(found), image_size=image_size, device=device)
-    return replace(made, licence=timm_licence(name) if cached else None, lineage=weights.lineage)
+    weights, licence = None, timm_licence(name) if cached and found is not None else None
+    if found is not None:
+        weights = open_weights(found, named_weights(shown, licence) if cached else undeclared_weights(shown))
+    return replace(encoder_from(kind, name, shown, weights, str(found), image_size=image_size, device=device), licence=licence)
 
 
 def encoder_from(
     kind: str,
     name: str,
     shown: str,
-    tensors: dict[str, Tensor] | None,
+    weights: WeightsFile | None,
     where: str,
     *,
     image_size: int | None = None,
@@ -74,14 +72,16 @@ def encoder_from(
     rename: Rename | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Encoder:
-    """As ``library_encoder``, from tensors in memory; ``where`` names their file in errors, ``shown`` the encoder in tables.
+    """As ``library_encoder``, from weights in memory; ``where`` names their file in errors, ``shown`` the encoder in tables.
 
     Args:
         rename: brings the file's names (and numbers) to the library's form.
         options: further arguments of the library's constructor.
     """
-    make = {"timm": _timm, "torchvision": _torchvision}[kind]
-    pooled, size, mean, std, attends = make(name, image_size, options, lambda m, classifier: _fit(m, tensors, classifier, where, rename))
+    make, tensors = {"timm": _timm, "torchvision": _torchvision}[kind], None if weights is None else weights.tensors
+    pooled, size, mean, std, mixes_places = make(
+        name, image_size, options, lambda m, classifier: _fit(m, tensors, classifier, where, rename)
+    )
     pooled.eval()
     try:
         with torch.inference_mode():
@@ -94,9 +94,12 @@ def encoder_from(
         raise ConfigError(
             f"encoder: {kind}:{name} gives no tokens and no map of features; expected an image encoder. Choose another model."
         )
-    family: Family = "transformer" if found.ndim == 3 or attends else "convnet"
+    family: Family = "transformer" if found.ndim == 3 or mixes_places else "convnet"
     blocks = _blocks(pooled.network) if kind == "timm" else None
-    return frozen(pooled, device, name=shown, image_size=size, mean=mean, std=std, family=family, blocks=blocks)
+    return frozen(
+        pooled, device, name=shown, image_size=size, mean=mean, std=std, family=family, blocks=blocks,
+        lineage=() if weights is None else weights.lineage, weights="random" if weights is None else "trained",
+    )  # fmt: skip
 
 
 def check_name(kind: str, name: str) -> None:
@@ -138,7 +141,7 @@ def _timm(name: str, image_size: int | None, options: Mapping[str, Any], fit: _F
         return found.permute(0, 3, 1, 2) if channels_last and found.ndim == 4 else found
 
     pooled = PooledNetwork(model, features, prefix=prefix, has_class_token=getattr(model, "cls_token", None) is not None)
-    return pooled, size, config["mean"], config["std"], _attends(model)
+    return pooled, size, config["mean"], config["std"], attends(model)
 
 
 def _torchvision(name: str, image_size: int | None, options: Mapping[str, Any], fit: _FitWeights) -> _Made:
@@ -160,7 +163,7 @@ def _torchvision(name: str, image_size: int | None, options: Mapping[str, Any], 
         return model(x_BCHW)["features"]
 
     pooled = PooledNetwork(extractor, features, prefix=1 if is_vit else 0, has_class_token=is_vit)
-    return pooled, size if is_vit else image_size or size, tuple(newest.mean), tuple(newest.std), _attends(model)
+    return pooled, size if is_vit else image_size or size, tuple(newest.mean), tuple(newest.std), attends(model)
 
 
 @torch.inference_mode()
@@ -173,11 +176,6 @@ def _last_map(model: nn.Module, size: int, classifier: str) -> str:
     if not maps:
         raise ConfigError("encoder: a torchvision model without a map of features; expected a convnet or a transformer. Choose another.")
     return maps[-1]
-
-
-def _attends(model: nn.Module) -> bool:
-    """Whether blocks of the model mix places by self-attention (Swin, say, whose output is a map)."""
-    return any("Attention" in type(m).__name__ and "Pool" not in type(m).__name__ for m in model.modules())
 
 
 def _blocks(model: nn.Module) -> Callable[[Tensor], list[Tensor]] | None:

@@ -85,6 +85,11 @@ def pooled_model(model: Model) -> PooledNetwork:
     return pooled_network(model.encoder, model.decoder.bridge if isinstance(model, Captioner) else None)
 
 
+def attends(network: nn.Module) -> bool:
+    """Whether blocks of the network mix places by self-attention (Swin, say, whose output is a map)."""
+    return any("Attention" in type(m).__name__ and "Pool" not in type(m).__name__ for m in network.modules())
+
+
 def frozen(network: PooledNetwork, device: str | torch.device, **about: Any) -> Encoder:
     """``network``, frozen and moved to ``device``, as an encoder; ``about`` are the other fields of ``Encoder``."""
     network = network.eval().requires_grad_(False).to(device)

@@ -4,7 +4,6 @@ Legend: B images, L tokens, D width, C channels, H height, W width.
 """
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import timm
@@ -49,8 +48,7 @@ def released_encoder(kind: str, path: Path, device: str | torch.device = "cpu") 
     if kind == "simclr":
         shown = f"simclr:{path.name}"
         weights = open_weights(path, undeclared_weights(shown))
-        made = encoder_from("torchvision", "resnet50", shown, weights.tensors, str(path), image_size=224, device=device)
-        return replace(made, lineage=weights.lineage)
+        return encoder_from("torchvision", "resnet50", shown, weights, str(path), image_size=224, device=device)
     if kind == "tan":
         return _tan(path, device)
     raise ConfigError(f"encoder: released kind={kind!r}; expected vip, mae, simclr or tan. Name one of them.")
@@ -117,8 +115,7 @@ def _tan(path: Path, device: str | torch.device) -> Encoder:
     shown = f"tan:{Path(file).name}@{name}"
     weights = open_weights(file, undeclared_weights(shown))
     rename, options = (_from_tan, {"skipinit": True}) if any(n.endswith(_TAN_MARK) for n in weights.tensors) else (None, {})
-    made = encoder_from(kind, name, shown, weights.tensors, file, image_size=224, device=device, rename=rename, options=options)
-    return replace(made, lineage=weights.lineage)
+    return encoder_from(kind, name, shown, weights, file, image_size=224, device=device, rename=rename, options=options)
 
 
 @torch.no_grad()

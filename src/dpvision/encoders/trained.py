@@ -9,10 +9,9 @@ from torch import nn
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import RunConfig, from_dict
 from dpvision.encoders.encoder import Encoder
-from dpvision.encoders.pooled import frozen, pooled_model
+from dpvision.encoders.pooled import attends, frozen, pooled_model
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models import Model, make_model
-from dpvision.models.timm_encoder import TimmEncoder
 from dpvision.models.vit import ViT
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -47,7 +46,7 @@ def run_encoder(
         std=config.data.std,
         resize=config.data.resize,
         crop=config.data.crop,
-        family="transformer" if isinstance(network, ViT) or (isinstance(network, TimmEncoder) and network.attends) else "convnet",
+        family="transformer" if attends(network) else "convnet",
         blocks=network.forward_blocks if isinstance(network, ViT) else None,
         lineage=() if untrained else tuple(checkpoint.manifest["lineage"]),
         weights="random" if untrained else "trained",

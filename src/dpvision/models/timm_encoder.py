@@ -64,11 +64,6 @@ class TimmEncoder(nn.Module):
             raise ConfigError(f"model: pooling='cls'; expected 'mean' or 'own': {self.cfg.name} has no class token. Use own.")
         return self.model.head_hidden_size if pooling == "own" else self.model.num_features
 
-    @property
-    def attends(self) -> bool:
-        """Whether its blocks mix places by self-attention."""
-        return any("Attention" in type(part).__name__ and "Pool" not in type(part).__name__ for part in self.model.modules())
-
     def fitted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """``weights``, by the names of ``state_dict``, their trained positions interpolated to this encoder's image size by timm.
 
