@@ -54,6 +54,7 @@ def test_help_imports_nothing_slow(argv: list[str], tmp_path: Path) -> None:
         (["adapt", "--data", "none", "--num-classes", "3", "--dataset-size", "100"], "dpvision data import SOURCE STORE"),
         (["adapt", "--data", "none", "--num-classes", "3", "--dataset-size", "100", "--name", "taken"], "holds a run already"),
         (["adapt", "--head", "two_steps"], "two_steps"),
+        (["data", "import", "none", "store"], "nothing there"),
         (["data", "inspect", "none"], "dpvision data import SOURCE STORE"),
         (["data", "split", "none", "a", "b"], "dpvision data import SOURCE STORE"),
         (["data", "tokenizer", "new.json"], "expected --text, --store or --scenes"),
@@ -79,7 +80,7 @@ def test_help_imports_nothing_slow(argv: list[str], tmp_path: Path) -> None:
         (["verify", "none.json"], "expected a statement.json"),
         (["compare", "none"], "none: no such folder; expected a run"),
         (["doctor", "vip.micro", "--max-minutes", "0"], "expected a positive number"),
-        (["demo", "--data", "none"], "Correct the path"),
+        (["demo", "--data", "none"], "nothing there"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

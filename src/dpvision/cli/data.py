@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dpvision.cli.output import CONFIG, SourcePath, StorePath, emit, pairs
 from dpvision.cli.overlap import overlap
-from dpvision.cli.paths import check_store
+from dpvision.cli.paths import check_source, check_store
 from dpvision.cli.tokenizer import tokenizer
 from dpvision.data.import_labels import ClassRule, UnknownClasses, read_classes
 from dpvision.errors import OPERATOR_ONLY, DataError
@@ -94,6 +94,7 @@ def import_(
         if classes is not None or unknown_classes != "refuse":
             raise DataError("data import: --classes with --dataset, which fixes its classes; expected none. Leave one of them out.")
         return _import_dataset(source, store, dataset, split, public, licence, workers, json, [unit_from, label_from, label_separator])
+    check_source(source)
     rule = ClassRule(None if classes is None else read_classes(classes), unknown_classes)
     from dpvision.data.importer import import_source
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpvision.cli.output import parse
-from dpvision.errors import DataError
+from dpvision.cli.paths import check_source
 
 
 def run(argv: Sequence[str]) -> None:
@@ -24,8 +24,8 @@ def demo(data: Path | None = None, stores: Path = Path("stores"), runs: Path = P
         runs: Folder for the run.
         json: Print JSON.
     """
-    if data is not None and not data.exists():
-        raise DataError(f"demo: data={str(data)!r}; expected a folder of images, a parquet file or tars. Correct the path.")
+    if data is not None:
+        check_source(data)
     from dpvision.cli.demo_steps import run_demo
 
     run_demo(data, stores, runs, json=json)

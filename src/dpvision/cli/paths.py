@@ -12,6 +12,14 @@ def check_store(*paths: Path | None) -> None:
             raise DataError(f"store: {path}: no such folder; expected a store. Make one with `dpvision data import SOURCE STORE`.")
 
 
+def check_source(path: Path) -> None:
+    """Raise DataError where nothing to import can be. A name with a * in it is a pattern, which the import looks up."""
+    if "*" not in path.name and not path.exists():
+        raise DataError(
+            f"source: {path}: nothing there; expected a folder of images, .parquet files or uncompressed .tar files. Correct the path."
+        )
+
+
 def check_run(*paths: Path) -> None:
     """Raise CheckpointError where no run and no checkpoint can be."""
     for path in paths:
