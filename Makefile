@@ -1,12 +1,13 @@
 # make demo   set up and run the main job on procedural scenes        make test   set up, lint, type-check, pass the tests
 # make dist   wheel and sdist in dist/, tried in a fresh environment
+# make docs   these pages as a site in site/, every link checked
 # make prove  the longer checks and the quick benchmarks
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 export MPLBACKEND := Agg
 
-.PHONY: setup demo test check prove dist clean
+.PHONY: setup demo test check prove docs dist clean
 
 setup: $(VENV)/.installed
 
@@ -45,6 +46,9 @@ dist: setup
 	cd dist && env/bin/dpvision data scenes scenes --num 500 --size-px 32 \
 	  && env/bin/dpvision adapt --data scenes --num-classes 8 --dataset-size 500 --epsilon 8 --name wheel \
 	  && env/bin/dpvision report runs/wheel && env/bin/dpvision verify runs/wheel/statement.json --run runs/wheel --store scenes
+
+docs: setup
+	$(BIN)/uv tool run --quiet --from 'zensical>=0.0.73,<0.1' --with 'mkdocstrings-python>=2,<3' zensical build --strict --clean
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
