@@ -50,7 +50,7 @@ def feature_covariance(
     Args:
         releases: with two steps or more.
         covariance_share: part of the releases that go to the covariance, rounded, at least one; in (0, 1).
-        feature_norm: public length to which longer rows are scaled down for the covariance; None: the stream's own bound (``unit``).
+        feature_norm: public length to which longer rows are scaled down for the covariance; if None, the stream's own bound (``unit``).
         strength: of what is added to the covariance, in units of the largest eigenvalue of the noise; 0 or more.
         optim: its learning rate is in units of K d / steps.
         loss, bias: as ``descent.many_steps``.

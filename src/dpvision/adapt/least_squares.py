@@ -35,7 +35,7 @@ def least_squares(
 
     Args:
         releases: one is enough; several are averaged.
-        feature_norm: public length to which longer rows are scaled down; None: the stream's own bound (``unit``).
+        feature_norm: public length to which longer rows are scaled down; if None, the stream's own bound (``unit``).
         cross_share: part of a contribution's squared length that the cross moments get, in (0, 1).
         strength: of the ridge penalty, in units of the largest eigenvalue of the noise; 0 or more.
 

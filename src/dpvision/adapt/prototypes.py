@@ -35,7 +35,7 @@ def prototypes(stream: FeatureStream, releases: Releases, *, feature_norm: float
 
     Args:
         releases: one is enough; several are averaged.
-        feature_norm: public length to which longer rows are scaled down; None: the stream's own bound (``unit``).
+        feature_norm: public length to which longer rows are scaled down; if None, the stream's own bound (``unit``).
         count_length: a, more than 0.
 
     Raises:

@@ -35,7 +35,7 @@ class Candidate:
     fit: Callable[[FeatureStream, Releases], Head]
     """Trains the head from the releases that are left, and from nothing else of the records; its other settings are public."""
     max_grad_norm: float | None = None
-    """Clip norm; None: the plan's. It changes nothing about the price, as noise is relative to it."""
+    """Clip norm; if None, the plan's. It changes nothing about the price, as noise is relative to it."""
 
 
 @dataclass(frozen=True)

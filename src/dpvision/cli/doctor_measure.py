@@ -86,7 +86,7 @@ def measure(
     Args:
         built: on the CPU.
         hardware: device, precision, and the physical batch that a run would take.
-        num_timed: physical batch to time; None: the run's, or as much of it as memory and time allow. Given: none is searched for.
+        num_timed: physical batch to time; if None, the run's, or as much of it as memory and time allow. Given: none is searched for.
         state_bytes: memory that training holds between steps, weights included.
         max_minutes: for the whole; a batch or a search that would take longer is made smaller, the oracle never is.
 

@@ -54,13 +54,13 @@ class HeadConfig:
     """Of the heads that take gradient steps: a binary loss for each class (the paper), or one over all classes. 'auto': softmax, or sigmoid
     with multi_label."""
     bias: float | None = -10.0
-    """Of those heads: fixed, the same for all classes. The paper's -10 says that at first no class is likely. None: all classes begin at
+    """Of those heads: fixed, the same for all classes. The paper's -10 says that at first no class is likely. If None, all classes begin at
     probability 1 / num_classes."""
     centre: Literal["textures", "none"] = "textures"
     """A public point taken off every record's features before anything else: the encoder's mean over procedural textures, or none."""
     frequency_decay: float | None = None
     """Of many_steps, on features with spatial frequencies (patches): the energy of each higher frequency is divided by this once more; 1
-    leaves the features as they are. None: a rule that goes by the noise (``adapt.frequency``)."""
+    leaves the features as they are. If None, a rule that goes by the noise (``adapt.frequency``)."""
     unit: bool = True
     """Every record's features are scaled to length 1: a function of the record alone, and free."""
     constant: float = 0.0

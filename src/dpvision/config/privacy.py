@@ -26,7 +26,7 @@ class PrivacyConfig:
     target_unit_epsilon: float | None = None
     """The same for one unit (person) with all its records; needs num_units."""
     delta: float | None = None
-    """None: 1 / (2 dataset_size), or 1 / (2 num_units) where units are declared; at most 1e-3."""
+    """If None, 1 / (2 dataset_size), or 1 / (2 num_units) where units are declared; at most 1e-3."""
     guarantee: Literal["dp", "none", "simulated"] = "dp"
     """'none' and 'simulated' (TAN) run the same loop and say in every output that they guarantee nothing."""
     sampling: Literal["poisson", "truncated_poisson", "full_batch"] = "poisson"
@@ -36,7 +36,7 @@ class PrivacyConfig:
     """Bound k on the records of one unit (person) that take part; above 1 it needs num_units."""
     num_units: int | None = None
     """Declared, public number of units (people), for a store imported with --unit-from: the guarantee is then stated for the unit, and
-    delta is judged by this number. None: the unit of privacy is the record."""
+    delta is judged by this number. If None, the unit of privacy is the record."""
     allow_weak_guarantee: bool = False
     """Train also with epsilon above 20 or delta above 1e-3, which are refused otherwise (docs/privacy.md)."""
     clipping: Literal["hard", "automatic"] = "hard"

@@ -60,8 +60,8 @@ class OptimConfig:
     name: Literal["adamw", "sgd", "lamb"] = "adamw"
     """'lamb' (You et al. 2020) adapts every parameter's rate to its norm; decay is then part of the adapted update, as published."""
     learning_rate: float | None = 3.84e-4
-    """Peak rate, used as it stands: recipes that scale a base rate by batch / 256 do the arithmetic themselves. None: by the public rule of
-    the head many_steps (``adapt.rate``), which a run's config has in figures."""
+    """Peak rate, used as it stands: recipes that scale a base rate by batch / 256 do the arithmetic themselves. If None, by the public
+    rule of the head many_steps (``adapt.rate``), which a run's config has in figures."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     momentum: float = 0.9

@@ -29,7 +29,7 @@ class ClassRule:
     """How names become classes."""
 
     declared: tuple[str, ...] | None = None
-    """Names of the classes in the order of their numbers; None: those of the source, else those found, sorted, in a public store only."""
+    """Names of the classes in the order of their numbers; if None, the source's, else those found, sorted, in a public store only."""
     unknown: UnknownClasses = "refuse"
     """What becomes of a record with a class that is not among them."""
 
@@ -62,7 +62,7 @@ class ImportedLabels:
         """
         Args:
             names: of the classes, where the source numbers them.
-            separator: between the classes of one record in a text; None: a text is one class.
+            separator: between the classes of one record in a text; if None, a text is one class.
             private: names are numbered by a declared list only.
             rule: that list, and what becomes of other names.
         """

@@ -117,7 +117,7 @@ def import_samples(
     Args:
         label_names: names of integer labels.
         caption_file: captions by the samples' names, new.
-        metric: what scores on the labels are, "accuracy" or "mean_per_class"; None: whatever the evaluation is asked for.
+        metric: what scores on the labels are, "accuracy" or "mean_per_class"; if None, whatever the evaluation is asked for.
     """
     target = Path(store_dir).resolve()
     with new_store_folder(target, private=not public) as folder, contextlib.ExitStack() as files:

@@ -86,7 +86,7 @@ def texture_sheet(num: int, size_px: int, *, first: int = 0, instance: int | Non
 
     Args:
         num: at least 1.
-        instance: the look at them; None: the straight one.
+        instance: the look at them; if None, the straight one.
 
     Raises:
         ConfigError: ``num`` or ``size_px`` is out of range.

@@ -56,7 +56,7 @@ def physical_batches(
         physical_batch_size: records in a batch, at least 1; or those of each batch one by one, whose sum is the number of rows.
         workers: threads, at least 1. Neither of the last two changes a bit of any record.
         device: textures are made where they are needed; other images come on the CPU whatever it is.
-        captions: reads token_BVL beside the images (``caption_reader``); None: no tokens.
+        captions: reads token_BVL beside the images (``caption_reader``); if None, no tokens.
         num_classes: declared; K of the labels of a store whose records may have several, which has no labels without it.
 
     Yields:
@@ -100,7 +100,7 @@ def pictures(
     ``data.own_sizes`` at their own resolution on a canvas of ``image_size`` (``transform.evaluation_view``).
 
     Args:
-        rows: int64 positions in the store; None: all of them.
+        rows: int64 positions in the store; if None, all of them.
 
     Yields:
         x_BCHW float32, row_B int64, label_B int64 (-1 where there is none, and throughout where records may have several: those are to be

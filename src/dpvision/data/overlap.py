@@ -115,7 +115,7 @@ def find_matches(public: Signatures, private: Signatures, *, radius: int | None 
     """Matches by bytes, pixels and perceptual hashes.
 
     Args:
-        radius: bits by which perceptual hashes may differ, 0 to 11; None: only what is identical counts. A mirror image counts as alike.
+        radius: bits by which perceptual hashes may differ, 0 to 11; if None, only what is identical counts. A mirror image counts as alike.
 
     Raises:
         ConfigError: the radius is out of range.

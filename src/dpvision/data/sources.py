@@ -35,7 +35,7 @@ class Sample(NamedTuple):
     fields: dict[str, Any]
     """Everything that ``--unit-from`` and ``--label-from`` can name; ``label`` and the ``CAPTION_FIELDS`` are used by default."""
     place: tuple[Path, int] | None = None
-    """Tar and offset where the bytes may stay; None: they are to be written to a shard of the store."""
+    """Tar and offset where the bytes may stay; if None, they are to be written to a shard of the store."""
     problem: str | None = None
     """Reason to leave it out, found before decoding."""
 

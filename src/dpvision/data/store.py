@@ -68,7 +68,7 @@ class Record:
     key: str
     """Its name in the source."""
     unit: str | None
-    """The person it belongs to, as the keyed hash of the name in 16 hexadecimal digits; None: the record is its own unit."""
+    """The person it belongs to, as the keyed hash of the name in 16 hexadecimal digits; if None, the record is its own unit."""
     image: bytes
     captions: tuple[str, ...]
     labels: tuple[int, ...]

@@ -84,7 +84,7 @@ def fit(
     Args:
         model: on ``group.device``, the same weights on every rank.
         groups: AdamW's parameter groups, each with its "lr" and "weight_decay"; every trained parameter of the model in one of them.
-        group: this process among torchrun's; None: alone, on the model's device.
+        group: this process among torchrun's; if None, alone, on the model's device.
         about: whatever else a checkpoint has to agree in (data, classes), as a line.
         lineage: what shaped the model, and the images here (``runs.lineage``): the state in ``work`` carries it.
         progress: called with a line after every step, on rank 0.

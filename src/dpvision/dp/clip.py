@@ -48,7 +48,7 @@ class ClippedSum:
     losses_B: Tensor
     """Losses of the valid records, float32."""
     max_grad_norm: float | None
-    """The C that each record's contribution was clipped to; None: not clipped. Must be the plan's."""
+    """The C that each record's contribution was clipped to; if None, not clipped. Must be the plan's."""
 
     def __add__(self, other: "ClippedSum") -> "ClippedSum":
         return _added(
@@ -113,12 +113,12 @@ def clipped_sum(
     Args:
         loss_fn: one loss per record. Under "one_pass" it gets the batch, under "vmap" batches of one record.
         batch: any number of rows, also none.
-        max_grad_norm: C, between 1e-12 and 1e12. None: no clipping, the plain sum of gradients by one backward pass, without a
+        max_grad_norm: C, between 1e-12 and 1e12. If None, no clipping, the plain sum of gradients by one backward pass, without a
             guarantee (a record that is not finite is then in the sum); ``norms_B`` is empty.
         rule: "hard", the factor min(1, C / norm); "automatic", C / (norm + 0.01) (Bu et al. 2023).
         method: "one_pass" or, slower by far and clearer, "vmap": the same up to rounding.
         loss_scale: factor of the losses in the backward pass, for float16; a public number, undone before the norm.
-        chunk_size: most records whose gradients are held at once, under "vmap" and for parameters without a rule; None: as many as
+        chunk_size: most records whose gradients are held at once, under "vmap" and for parameters without a rule; if None, as many as
             fit 256 MiB. Changes the order of float sums only.
         blocks: compiled programs of the model's blocks (``compiled.compile_blocks``), for "one_pass".
 

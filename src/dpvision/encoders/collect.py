@@ -37,7 +37,7 @@ def collect_features(
     Args:
         functions: by name; their weights have to be on ``device``.
         data: how images are prepared.
-        rows: int64 positions in the store; None: all.
+        rows: int64 positions in the store; if None, all.
 
     Returns:
         features x_ND float32 by (function's name, feature's name); label_N int64 (-1 where there is none); row_N int64, all

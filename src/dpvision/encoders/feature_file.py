@@ -60,7 +60,7 @@ def feature_array(
         width: D.
         rows: sorted int64 positions in the store.
         dataset_size: declared number of records, by which the precision is chosen: one record more must not change the features of all
-            others. None: the number of rows.
+            others. If None, the number of rows.
         keep: take them from the store's cache, and leave them there. Another encoder, preprocessing, store or row has another name.
         progress: called with the number of records done, first before anything is computed: then it is not 0 where an extraction that
             was stopped or killed is gone on with. Never called where the cache has all.

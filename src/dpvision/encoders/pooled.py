@@ -28,7 +28,7 @@ class PooledNetwork(nn.Module):
 
     Args:
         output: the network and x_BCHW -> tokens or a map.
-        prefix: tokens before the patches. None: one if the others then form a square.
+        prefix: tokens before the patches. If None, one if the others then form a square.
         has_class_token: whether the first token is offered as "cls".
         bridge: offers "bridge": the mean of all tokens, the class token among them, after this map to a decoder's width and without
             positions (what DP-Cap's few-shot probes look at).

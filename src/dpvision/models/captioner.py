@@ -64,7 +64,7 @@ class Captioner(nn.Module):
 
         Args:
             token_BL: int64, from BOS on; at most ``num_tokens``.
-            parallel_B: bool; True for records whose words are all hidden and see each other in full (CapPa). None: none.
+            parallel_B: bool; True for records whose words are all hidden and see each other in full (CapPa). If None, none.
         """
         length = token_BL.shape[1]
         word_BLD = self.word_embed(token_BL)

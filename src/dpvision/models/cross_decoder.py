@@ -29,7 +29,7 @@ def attend(q_BHLK: Tensor, memory: KeysValues, seen: Tensor | None = None) -> Te
     """softmax(q k^T / sqrt(K)) v with heads joined, (B, L, D). Written out, because fused kernels have no batching rule under ``vmap``.
 
     Args:
-        seen: bool, broadcast to (B, H, L, S): which tokens of the memory a query sees; None: all.
+        seen: bool, broadcast to (B, H, L, S): which tokens of the memory a query sees; if None, all.
     """
     score_BHLS = q_BHLK * q_BHLK.shape[-1] ** -0.5 @ memory.k_BHLK.transpose(-2, -1)
     if seen is not None:
@@ -121,14 +121,14 @@ class CrossDecoder(nn.Module):
 
         Args:
             token_BSE: encoder output, class token first.
-            position: rows of ``position_LD`` of the patches, (S - 1, D) or (B, S - 1, D); None: all of them in raster order.
+            position: rows of ``position_LD`` of the patches, (S - 1, D) or (B, S - 1, D); if None, all of them in raster order.
         """
         bridged_BSD = self.bridge(token_BSE)
         position = self.position_LD if position is None else position
         return torch.cat([bridged_BSD[:, :1], bridged_BSD[:, 1:] + position], dim=1)
 
     def forward(self, x_BLD: Tensor, memory_BSD: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Tokens after all blocks, (B, L, D); ``seen`` bool, broadcast to (B, H, L, L); None: full self-attention."""
+        """Tokens after all blocks, (B, L, D); ``seen`` bool, broadcast to (B, H, L, L); if None, full self-attention."""
         for block in self.blocks:
             x_BLD = block(x_BLD, memory_BSD, seen)
         return x_BLD

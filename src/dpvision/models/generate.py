@@ -45,13 +45,13 @@ class GenerateSettings:
     temperature: float = 1.0
     """Of sampling: logits are divided by it."""
     top_k: int | None = None
-    """Sample among this many likeliest words; None: all."""
+    """Sample among this many likeliest words; if None, all."""
     top_p: float = 1.0
     """Then among the fewest likeliest words that have this share of the probability (Holtzman et al. 2020)."""
     min_words: int = 1
     """Tokens that a caption has at least, those of a prompt not counted."""
     max_words: int | None = None
-    """Tokens that it has at most, those of a prompt not counted; None: as many as the model has places."""
+    """Tokens that it has at most, those of a prompt not counted; if None, as many as the model has places."""
     prompt: tuple[int, ...] = ()
     """Tokens that every caption starts with, without BOS."""
 

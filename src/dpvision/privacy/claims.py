@@ -28,7 +28,7 @@ class Claim:
     steps: int
     delta: float
     claimed_epsilon: float | None
-    """None: settings without a claim."""
+    """If None, settings without a claim."""
     steps_stated: bool
     """Whether the number of steps stands with the row; else it is inferred from other rows."""
 

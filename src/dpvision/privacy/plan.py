@@ -54,7 +54,7 @@ class DPPlan:
     delta: float
     max_records_per_unit: int
     num_units: int | None
-    """Declared number of units (people); None: the unit of privacy is the record."""
+    """Declared number of units (people); if None, the unit of privacy is the record."""
     value_discretization_interval: float | None
     """Grid of the privacy loss in the stated epsilon; None without a guarantee."""
     epsilon: float | None
@@ -63,7 +63,7 @@ class DPPlan:
     """Of all planned steps, for a unit with up to max_records_per_unit records; None where no units are declared."""
     clipping: Literal["hard", "automatic"] = "hard"
     selection: Selection | None = None
-    """None: the steps are what is executed. Else there is one step, a private selection among runs, and all other fields are those of
+    """If None, the steps are what is executed. Else there is one step, a private selection among runs, and all other fields are those of
     each of its runs; ``run_plans`` gives their plans."""
 
     def __post_init__(self) -> None:

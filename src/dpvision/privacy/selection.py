@@ -31,7 +31,7 @@ class Selection:
     mean_runs: float
     """E[K]; public, more than 1."""
     shape: float | None
-    """None: K is Poisson, and may be 0: then nothing is released. Else K is truncated negative binomial of this shape, at least 1 and with
+    """If None, K is Poisson, and may be 0: then nothing is released. Else K is truncated negative binomial of this shape, at least 1, with
     longer tails: 1 is geometric, 0 logarithmic."""
     steps: int
     """Releases of one run, its score not counted."""

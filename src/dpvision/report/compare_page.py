@@ -29,7 +29,7 @@ def make_compare_page(run_dirs: Sequence[str | Path], out: str | Path | None = N
 
     Args:
         run_dirs: one or more run folders; at most six colours are told apart, a warm and a random start of the same settings sharing one.
-        out: file to write. None: compare.html in the first run's ``confidential/``. Outside of a folder of that name only where all
+        out: file to write. If None, compare.html in the first run's ``confidential/``. Outside of a folder of that name only where all
             images behind the runs are public; then private scores are left out.
 
     Raises:

@@ -44,7 +44,7 @@ class Point:
     series: str
     """Points of one series are joined by a line when their sizes differ."""
     color: int | None
-    """Index into ``figures.SERIES``; None: grey, for what stands beside."""
+    """Index into ``figures.SERIES``; if None, grey, for what stands beside."""
     start: str
     num_parameters: int
     value: float

@@ -53,8 +53,8 @@ def textures(
     Args:
         program_N: int64, any values; each is a world of its own.
         size_px: side in pixels, 8 to 1024. The same world is shown at every size.
-        instance_N: int64, the look at it; None: the straight look, the same for all.
-        compiled: fuse the work with torch.compile: a minute or less at the first call of a size, then several times as fast. None: on a
+        instance_N: int64, the look at it; if None, the straight look, the same for all.
+        compiled: fuse the work with torch.compile: a minute or less at the first call of a size, then several times as fast. If None, on a
             GPU, not on a CPU. A pixel may then differ by one level (of 255), rarely.
 
     Raises:

@@ -31,7 +31,7 @@ class CocoObject:
     label: int
     """Its class: a place in ``CocoSet.classes``."""
     outline: Any
-    """Polygons, a tuple of float32 arrays x1, y1, x2, y2, ...; a run-length mask, COCO's dict; None: it has a box only."""
+    """Polygons, a tuple of float32 arrays x1, y1, x2, y2, ...; a run-length mask, COCO's dict; if None, it has a box only."""
     area: float
     """Square pixels of the mask, or of the box of an object without: it decides between small, medium and large."""
     crowd: bool

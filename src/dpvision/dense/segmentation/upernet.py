@@ -54,7 +54,7 @@ class Segmenter(nn.Module):
     ) -> None:
         """
         Args:
-            channels: of the head; None: the backbone's width.
+            channels: of the head; if None, the backbone's width.
             dropout: probability that a channel is dropped before the last layer.
         """
         super().__init__()

@@ -33,7 +33,7 @@ class CaptionProtocol(ABC):
 
     @property
     def needs(self) -> Store | None:
-        """The store whose images the captioner must not have been trained on; None: the images are from elsewhere."""
+        """The store whose images the captioner must not have been trained on; if None, the images are from elsewhere."""
         return None
 
     @abstractmethod

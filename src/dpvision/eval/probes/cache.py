@@ -36,7 +36,7 @@ class EvaluationCache:
     enabled: bool
 
     def fingerprint(self, encoder: Encoder) -> str | None:
-        """What the cache identifies an encoder by; None: its results are not kept."""
+        """What the cache identifies an encoder by; if None, its results are not kept."""
         (train, _), (test, _) = self.task.train, self.task.test
         # What a confidential encoder makes of public images is private, and the public store's folder is not the place for it.
         stays = not encoder.confidential or {train.visibility, test.visibility} == {"private"}

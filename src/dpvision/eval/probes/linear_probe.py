@@ -65,7 +65,7 @@ def fit_linear_probe(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray |
     Args:
         x_ND: finite float32 features.
         label_N: int64, two classes or more.
-        unit_N: records of the same unit (person) are held out together; None: each record is its own.
+        unit_N: records of the same unit (person) are held out together; if None, each record is its own.
         seed: of the choice of the held-out records.
 
     Raises:

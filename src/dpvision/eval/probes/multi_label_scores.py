@@ -33,7 +33,7 @@ def multi_label_scores(
     Args:
         score_NK: finite; larger is likelier.
         target_NK: 0 or 1.
-        threshold: a class is said to be there where its score is above; None: the scores mean an order only, and there is no second score.
+        threshold: a class is said to be there where its score is above; if None, scores mean an order only, and there is no second score.
         how: the end of the protocol.
 
     Raises:

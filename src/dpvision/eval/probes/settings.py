@@ -45,7 +45,7 @@ class FineTuneSettings:
     batch_size: int = 64
     """Largest batch; the images are cut into batches of nearly equal size."""
     learning_rates: tuple[float, ...] | None = None
-    """To choose from; None: 3e-3, 3e-4, 3e-5 for transformers, 1e-2, 1e-3, 1e-4 for convnets."""
+    """To choose from; if None, 3e-3, 3e-4, 3e-5 for transformers, 1e-2, 1e-3, 1e-4 for convnets."""
     weight_decay: float = 0.05
     """For transformers; convnets have none."""
     momentum: float = 0.9

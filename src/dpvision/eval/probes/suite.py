@@ -44,7 +44,7 @@ def evaluate(
     Args:
         spec: what ``encoders.open.open_encoder`` takes: a run folder, ``timm:NAME``, ``hog``, ...
         train_store: labelled images to learn the classes from.
-        test_store: labelled images to score on; None: about a fifth of the first store's units, the same ones every time.
+        test_store: labelled images to score on; if None, about a fifth of the first store's units, the same ones every time.
         protocols: with their settings; ``make_protocols`` makes them from names.
         against: controls. "random" exists for runs only and is left out for other encoders.
         metric: None: what the training store declares, else accuracy.
