@@ -119,11 +119,16 @@ SAME_NAME = {
     "plan": {"cli", "privacy"},
     "tokenizer": {"cli", "data"},
     "verify": {"cli", "report"},
+    # what is opened by its name or place, whatever its kind
+    "open": {"data", "encoders"},
+    # what the command line takes
+    "settings": {"dense/detection", "dense/segmentation", "eval/captions", "eval/probes"},
     # a run: its settings, and itself
     "run": {"config", "runs"},
     # the same part of both tasks, or of both kinds of evaluation
     "command": {"dense/detection", "dense/segmentation"},
     "evaluation": {"dense/detection", "dense/segmentation"},
+    "job": {"dense/detection", "dense/segmentation"},
     "sheet": {"dense/detection", "dense/segmentation"},
     "protocol": {"eval/captions", "eval/probes"},
     "suite": {"eval/captions", "eval/probes"},

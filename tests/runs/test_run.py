@@ -10,6 +10,7 @@ import torch
 
 from dpvision.checkpoint import list_checkpoints, load_checkpoint
 from dpvision.config import PrivacyConfig, RunConfig
+from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import CheckpointError, DataError, PrivacyError
@@ -26,7 +27,7 @@ WEIGHTS = {"weight": torch.arange(6.0).view(2, 3)}
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     write_scenes(tmp_path / "scenes", 40, 16, workers=1, public=False)
-    return Store.open(tmp_path / "scenes")
+    return open_store(tmp_path / "scenes")
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_another_store_another_runs_checkpoint_and_an_older_ledger_are_refused(
             manifest = run.save(WEIGHTS, updates=2) / "manifest.json"
     write_scenes(tmp_path / "others", 41, 16, workers=1, public=False)
     with pytest.raises(DataError, match="not the store of this run"):
-        Stopped.read(roots[0]).require_store(Store.open(tmp_path / "others"))
+        Stopped.read(roots[0]).require_store(open_store(tmp_path / "others"))
     manifest.write_text(manifest.read_text().replace('"ledger_steps": 2', '"ledger_steps": 3'))
     resumed = Stopped.read(roots[1]).resumed(store, [], num_bytes=1)
     with pytest.raises(PrivacyError, match="2 steps, yet a checkpoint was written after 3"), resumed:

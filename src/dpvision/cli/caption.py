@@ -128,7 +128,7 @@ def caption(
                 status.update(f"captions: {num_done:,} images")
         if num_done == 0:
             raise DataError(
-                f"caption: {_unreadable_text(unreadable) or 'no pictures'}; expected one or more that can be read. Correct the path."
+                f"caption: {_unreadable_text(unreadable) or 'no images'}; expected one or more that can be read. Correct the path."
             )
     if unreadable:
         print((OPERATOR_ONLY if private else "") + _unreadable_text(unreadable), file=sys.stderr)
