@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from sklearn.datasets import load_digits
 
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli import main
+from dpvision.cli.recipe import typed_settings, with_values
+from dpvision.config.head_presets import with_head
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.encoders.feature_file import feature_array
@@ -78,6 +81,17 @@ def test_what_is_typed_overrides_what_auto_chose(stores: tuple[Store, Store], tm
     assert json.loads(capsys.readouterr().out)["steps"] == 5
     assert main([*argv, "--head", "prototypes"]) == 0
     assert json.loads(capsys.readouterr().out)["head"] == "prototypes"
+
+
+def test_settings_typed_are_copied_one_by_one_onto_another_heads_defaults() -> None:
+    asked = RECIPES["transfer.many_steps"]()
+    typed = typed_settings(["--optim.learning-rate", "0.5", "--privacy.steps=7", "--model.no-bias", "--data", "x", "--nothing.here", "1"])
+    assert typed == {"optim.learning_rate": "0.5", "privacy.steps": "7", "model.no_bias": "--data", "nothing.here": "1"}
+    model = replace(asked.model, bias=False)
+    asked = replace(asked, optim=replace(asked.optim, learning_rate=0.5), privacy=replace(asked.privacy, steps=7), model=model)
+    other = with_head(RECIPES["transfer.many_steps"](), "one_step")
+    wanted = replace(other, optim=replace(other.optim, learning_rate=0.5), privacy=replace(other.privacy, steps=7))
+    assert with_values(other, asked, typed) == replace(wanted, model=replace(other.model, bias=False)) != other
 
 
 def test_a_private_score_chooses_among_heads_for_one_charge(

@@ -12,7 +12,16 @@ import tyro
 from rich.console import Console
 
 from dpvision.cli.output import CONFIG, RecipeName, emit, may_show, private_scores
-from dpvision.cli.recipe import get_recipe, recipe_lines, spelled_out, typed_privacy, untyped_delta, with_budget
+from dpvision.cli.recipe import (
+    get_recipe,
+    recipe_lines,
+    spelled_out,
+    typed_privacy,
+    typed_settings,
+    untyped_delta,
+    with_budget,
+    with_values,
+)
 from dpvision.cli.run_args import (
     STOPPED,
     RunArgs,
@@ -138,12 +147,11 @@ def run(argv: Sequence[str]) -> None:
 
     made = prepare(config)
     if config.model.head == "auto" and not config.model.candidates:
-        # The head's own steps and optimizer are now the defaults, to which what was typed is applied once more.
-        head, reason = made.model.head, made.model.reason
-        assert head != "auto"
-        again = replace(default, config=with_head(default.config, head, reason))
-        typed = _with_shorts(tyro.cli(AdaptArgs, prog="dpvision adapt", args=rest, default=again, config=CONFIG))
-        if typed != with_head(config, head, reason):
+        # The head's own steps and optimizer are now the defaults; what was typed stays.
+        assert made.model.head != "auto"
+        chosen = with_head(config, made.model.head, made.model.reason)
+        typed = with_values(chosen, config, typed_settings(argv))
+        if typed != chosen:
             made = prepare(typed)
     _adapt_new(args, made)
 

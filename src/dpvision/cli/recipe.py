@@ -1,7 +1,7 @@
 """Recipe names on the command line."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,14 +53,30 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
     return [part for word in argv for part in (("--privacy.guarantee", "none") if word == "--non-private" else (word,))]
 
 
-def typed_privacy(argv: Sequence[str]) -> dict[str, str]:
-    """Settings --privacy.NAME that a command line holds, with their values as they are written."""
+def typed_settings(argv: Sequence[str]) -> dict[str, str]:
+    """Settings --PART.NAME that a command line holds, as part.name, with their values as they are written."""
     found: dict[str, str] = {}
     for i, word in enumerate(argv):
         name, equals, value = word.partition("=")
-        if name.startswith("--privacy."):
-            found[name.removeprefix("--privacy.").replace("-", "_")] = value if equals else argv[i + 1] if i + 1 < len(argv) else ""
+        if name.startswith("--") and "." in name:
+            found[name.removeprefix("--").replace("-", "_")] = value if equals else argv[i + 1] if i + 1 < len(argv) else ""
     return found
+
+
+def typed_privacy(argv: Sequence[str]) -> dict[str, str]:
+    """Of those the settings --privacy.NAME, by NAME."""
+    return {name.removeprefix("privacy."): value for name, value in typed_settings(argv).items() if name.startswith("privacy.")}
+
+
+def with_values(config: Any, source: Any, names: Iterable[str]) -> Any:
+    """A config with the values that ``source``, a config of the same type, has for these settings (part.name); others are passed over."""
+    for name in names:
+        part, _, rest = name.partition(".")
+        part = part if hasattr(source, part) else part.removeprefix("no_")  # a flag that switches off
+        if hasattr(source, part):
+            value = with_values(getattr(config, part), getattr(source, part), [rest]) if rest else getattr(source, part)
+            config = replace(config, **{part: value})
+    return config
 
 
 def untyped_delta(recipe: PrivacyConfig, cfg: PrivacyConfig, typed: dict[str, Any]) -> str | None:
