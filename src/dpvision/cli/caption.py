@@ -64,7 +64,7 @@ def caption(
 
     Args:
         run: Run of a captioner, or one of its checkpoints.
-        images: Image files, folders, stores, .tar or .parquet files.
+        pictures: Image files, folders, stores, .tar or .parquet files.
         method: greedy (the likeliest word each time), beam (a search for the likeliest captions) or sample (words drawn).
         beams: Unfinished captions that a beam search keeps.
         num: Captions of each image: the best of a beam search, or independent samples.

@@ -117,7 +117,7 @@ def scaling_figure(points: Sequence[Point], chance: float, pictures: str) -> str
     Args:
         points: scores as shares in [0, 1], of one protocol.
         chance: score of blind guessing.
-        images: what was scored, for those who cannot see the figure.
+        pictures: what was scored, for those who cannot see the figure.
     """
     said = "; ".join(f"{p.series}, {size_text(p.num_parameters)}: {p.value:.1%}" for p in points)
     with svg_axes(f"Score against number of parameters on {pictures}. {said}; chance {chance:.1%}.", _PANEL) as (ax, svg):

@@ -113,7 +113,7 @@ def bars_figure(
     Args:
         groups: (title, bars), a bar being (label, value, low, high, whether it is what the figure is about), shares in [0, 1].
         chances: score of blind guessing in each group.
-        images: what they were measured on, for those who cannot see the figure.
+        pictures: what they were measured on, for those who cannot see the figure.
     """
     said = [
         f"{title}: {', '.join(f'{name} {value:.1%}' for name, value, *_ in bars)}; chance {chance:.1%}"

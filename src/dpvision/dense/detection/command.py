@@ -61,7 +61,7 @@ def evaluate_detection(
         public: The images need no protection (COCO's do not). Else scores and images go under confidential/.
         work: Folder for the training's state, a folder in it for each encoder. Of private images under confidential too.
         out: Write all scores here too. Scores of private images need a path with a folder called confidential in it.
-        image: Draw some test images here (PNG), truth beside answers; of several encoders, NAME-1.png, NAME-2.png, ...
+        picture: Draw some test images here (PNG), truth beside answers; of several encoders, NAME-1.png, NAME-2.png, ...
         allow_missing: Leave out images whose file is missing, and say how many.
         recompute: Compute the encoder's blocks again in the backward pass: less memory, a third more time.
         dry_run: Read everything, count, time a step, and train nothing.

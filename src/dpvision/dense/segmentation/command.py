@@ -63,7 +63,7 @@ def evaluate_segmentation(
         segmentation: What is learned; the defaults are the paper's.
         hardware: Where and how fast; changes nothing beyond rounding, but BatchNorm sees the images of one pass.
         work: Folder for checkpoints: the same command goes on from there after a stop.
-        image: Write a contact sheet here (PNG): some test images, their truth, and what each encoder says.
+        picture: Write a contact sheet here (PNG): some test images, their truth, and what each encoder says.
         num_shown: Images on it.
         out: Write all scores here too. Scores of private images need a path with a folder called confidential in it.
         dry_run: Only say what would be done, and how fast.

@@ -149,7 +149,7 @@ def open_folder(
     """Every mask with its image, after a look at each of them: the ids of all masks, the sizes of all images.
 
     Args:
-        images: folder; images without a mask are left out (COCO's folders have many), masks without an image are an error.
+        pictures: folder; images without a mask are left out (COCO's folders have many), masks without an image are an error.
         masks: folder of PNG files with one channel, an id for each pixel.
         name: as scores name the data; if None, the last two parts of the masks' path.
         progress: called with a line now and then.
