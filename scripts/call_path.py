@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# The order of imports (tests/test_rooms.py), the lowest first; later packages may import earlier ones.
+# The order of imports (tests/test_imports.py), the lowest first; later packages may import earlier ones.
 ORDER = (
     "errors", "files", "mixing", "openmp", "precision", "config", "weights", "privacy", "models", "synthetic", "checkpoint", "data", "dp",
     "optim", "runs", "train", "encoders", "eval", "adapt", "report", "cli", "dense", "recipes",

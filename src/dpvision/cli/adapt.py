@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import tyro
 from rich.console import Console
 
+from dpvision.cli.head_text import head_text
 from dpvision.cli.output import CONFIG, RecipeName, emit, may_show, private_scores
 from dpvision.cli.recipe import (
     get_recipe,
@@ -34,7 +35,7 @@ from dpvision.cli.run_args import (
     saved_config,
     spent,
 )
-from dpvision.cli.train import TrainArgs, plan_text, train
+from dpvision.cli.train import TrainArgs, train
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.head_presets import PRESETS, HeadName, with_candidates, with_head
 from dpvision.errors import OPERATOR_ONLY, ConfigError
@@ -296,49 +297,6 @@ def _train(args: AdaptArgs, config: RunConfig) -> None:
         scores = _score(args, root)
         if not args.json:
             print(_scores_text(args, scores, root))
-
-
-def head_text(made: "Prepared") -> str:
-    """The plan and the head, for people, before anything is spent."""
-    import numpy as np
-
-    from dpvision.adapt.rate import final_noise
-
-    cfg = made.model
-    why = f"\n  {cfg.head}: {cfg.reason}" if cfg.reason else ""
-    text = plan_text(made.config, made.plan, made.store, made.lineage)
-    text += f"\n  encoder              {made.encoder.name}, {cfg.encoder.pooling}: {cfg.encoder.width:,} dimensions an image, frozen"
-    text += f"\n  features             {_features_cost(made)}"
-    head = f"{cfg.head} for {cfg.num_classes:,} classes{' (chosen)' if cfg.reason else ''}{why}"
-    if cfg.candidates:
-        head = f"the best of {', '.join(cfg.candidates)} by a private score, for {cfg.num_classes:,} classes"
-    text += f"\n  head                 {head}"
-    if cfg.head == "many_steps" and not cfg.candidates and made.config.optim.name == "sgd":
-        optim = made.config.optim
-        noise = final_noise(made.plan, optim)
-        text += f"\n  steps                {made.plan.steps} at learning rate {optim.rate:.4g}, momentum {optim.momentum:g}"
-        text += f": noise of {noise:.2g} in each weight at the end" if noise else ""
-        if (decay := cfg.frequency_decay or 1.0) > 1:
-            text += f"\n  frequencies          energy of each higher one divided by {decay:.3g}: low ones first, against noise"
-    if made.store.results_visibility == "public":
-        counts = made.label.sum(axis=0) if made.label.ndim == 2 else np.bincount(made.label, minlength=cfg.num_classes or 0)
-        if (empty := np.flatnonzero(counts == 0)).size:
-            shown = ", ".join(map(str, empty[:5].tolist())) + (", ..." if empty.size > 5 else "")
-            text += f"\n  note                 {empty.size} declared classes have no image in this public store: {shown}"
-    return text
-
-
-def _features_cost(made: "Prepared") -> str:
-    """Disk and time of the declared number of records' features, for people."""
-    from dpvision.encoders.feature_file import feature_dtype, seconds_per_image
-
-    count, width = made.plan.dataset_size, made.model.encoder.width
-    dtype = feature_dtype(made.encoder, count, width)
-    size = dtype.itemsize * count * width
-    amount = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-    minutes = seconds_per_image(made.encoder, made.device) * count / 60
-    time = f"about {minutes:.0f} minutes" if minutes >= 1.5 else f"about {max(60 * minutes, 1):.0f} seconds"
-    return f"{amount} as {dtype} beside the store; {time} on this machine, decoding not counted, unless they are kept already"
 
 
 def _recipe(early: _Early) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "dpvision"
 
-# Rooms on one line do not import each other; each may import the lines above it.
+# Packages on one line do not import each other; each may import the lines above it.
 ORDER = [
     {"errors", "mixing", "openmp", "precision"},
     {"config", "weights", "files"},
@@ -22,12 +22,12 @@ ORDER = [
     {"cli"},
     {"dense"},
 ]
-RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
+RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
 # dp and optim share a line, yet optim takes the type that dp gives: the wall itself (decision 0007).
 ALLOWED = {("optim", "dp")}
 
 
-def _room(path: Path) -> str:
+def _package(path: Path) -> str:
     return path.relative_to(SRC).parts[0].removesuffix(".py")
 
 
@@ -44,15 +44,15 @@ def _import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
 
 
 def _imports(path: Path) -> set[str]:
-    """Rooms of dpvision that a file imports at run time."""
-    rooms = set()
+    """Packages of dpvision that a file imports at run time."""
+    packages = set()
     for node in _import_statements(path):
         if isinstance(node, ast.Import):
-            rooms |= {a.name.split(".")[1] for a in node.names if a.name.startswith("dpvision.")}
+            packages |= {a.name.split(".")[1] for a in node.names if a.name.startswith("dpvision.")}
         elif node.module and node.module.split(".")[0] == "dpvision":
             parts = node.module.split(".")
-            rooms |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
-    return rooms
+            packages |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+    return packages
 
 
 def _module(path: Path) -> str:
@@ -75,19 +75,19 @@ def _imported_modules(path: Path) -> set[str]:
     return names & set(MODULES)
 
 
-FILES = sorted(p for p in SRC.rglob("*.py") if p.parent != SRC or _room(p) not in ("__init__", "__main__"))
+FILES = sorted(p for p in SRC.rglob("*.py") if p.parent != SRC or _package(p) not in ("__init__", "__main__"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(SRC).as_posix())
-def test_a_file_imports_only_rooms_above_its_own(path: Path) -> None:
-    room = _room(path)
-    for other in _imports(path) - {room}:
-        if room == "recipes":
+def test_a_file_imports_only_packages_above_its_own(path: Path) -> None:
+    package = _package(path)
+    for other in _imports(path) - {package}:
+        if package == "recipes":
             assert other == "config", f"recipes import config only, not {other}"
         elif other == "recipes":
-            assert room == "cli", "recipes are imported by cli only"
+            assert package == "cli", "recipes are imported by cli only"
         else:
-            assert RANK[other] < RANK[room] or (room, other) in ALLOWED, f"{room} imports {other}"
+            assert RANK[other] < RANK[package] or (package, other) in ALLOWED, f"{package} imports {other}"
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -98,7 +98,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def test_nothing_imports_the_optional_package_dense() -> None:
-    assert not [path for path in FILES if _room(path) != "dense" and "dense" in _imports(path)]
+    assert not [path for path in FILES if _package(path) != "dense" and "dense" in _imports(path)]
 
 
 @pytest.mark.parametrize("part", ["probes", "captions"])
@@ -107,8 +107,8 @@ def test_within_eval_probes_and_captions_leave_each_other_alone_and_what_they_sh
     assert outside and not [path for path in outside if f"dpvision.eval.{part}" in path.read_text()]
 
 
-def test_every_room_has_its_place() -> None:
-    assert {_room(p) for p in FILES} <= set(RANK) | {"recipes"}
+def test_every_package_has_its_place() -> None:
+    assert {_package(p) for p in FILES} <= set(RANK) | {"recipes"}
 
 
 SAME_NAME = {
