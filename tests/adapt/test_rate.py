@@ -16,7 +16,7 @@ from dpvision.adapt.rate import FINAL_NOISE, HALVING, LONGEST, final_noise, step
 from dpvision.adapt.release import full_batch_plan
 from dpvision.adapt.session import adapt, new_head_session
 from dpvision.checkpoint import load_checkpoint
-from dpvision.cli.adapt import head_text
+from dpvision.cli.head_text import head_text
 from dpvision.config import PrivacyConfig
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError

@@ -311,8 +311,8 @@ def test_a_timm_encoders_weights_are_the_seeds_and_the_global_state_is_left_alon
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "own"])
 def test_what_a_head_sees_of_a_timm_model_is_what_the_frozen_encoder_gives(pooling: str) -> None:
-    """encoders.library_encoder, which is tested against timm's own forward pass."""
-    from dpvision.encoders.library_encoder import encoder_from
+    """encoders.third_party, which is tested against timm's own forward pass."""
+    from dpvision.encoders.third_party import encoder_from
     from dpvision.encoders.weights_file import WeightsFile
 
     model = make_model(make_config(TimmConfig(name="test_vit", image_size=160), pooling=pooling), 0).eval()

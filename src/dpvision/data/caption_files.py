@@ -4,7 +4,7 @@
     Flickr8k.token.txt         NAME#NUMBER<TAB>CAPTION, one a line; #NUMBER may be missing
     captions.csv               a heading line with `caption` and one of `IMAGE_COLUMNS`
 
-A name is that of the image's file, with or without the folders that lead to it.
+An image is named by its file name, with or without the folders that lead to it.
 """
 
 import csv

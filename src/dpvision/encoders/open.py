@@ -35,10 +35,10 @@ def open_encoder(spec: str | Path, *, ema: bool = False, device: str | torch.dev
     spec = str(spec)
     kind, _, rest = spec.partition(":")
     if kind in ("timm", "torchvision"):
-        from dpvision.encoders.library_encoder import library_encoder
+        from dpvision.encoders.third_party import third_party_encoder
 
         name, _, file = rest.partition("@")
-        return library_encoder(kind, name, Path(file) if file else None, image_size=image_size, device=device)
+        return third_party_encoder(kind, name, Path(file) if file else None, image_size=image_size, device=device)
     if kind in ("vip", "mae", "simclr", "tan"):
         from dpvision.encoders.released import released_encoder
 

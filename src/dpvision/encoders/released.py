@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dpvision.config import ViTConfig
 from dpvision.encoders.encoder import Encoder
-from dpvision.encoders.library_encoder import check_fit, encoder_from, without_wrapper
 from dpvision.encoders.pooled import frozen, pooled_network
+from dpvision.encoders.third_party import check_fit, encoder_from, without_wrapper
 from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models.vit import ViT

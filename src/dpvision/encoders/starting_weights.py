@@ -9,7 +9,7 @@ import torch
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import ClassifierConfig, EncoderConfig, RunConfig, TimmConfig, from_dict, to_dict
-from dpvision.encoders.library_encoder import check_fit, without_wrapper
+from dpvision.encoders.third_party import check_fit, without_wrapper
 from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models.timm_cache import find_timm_weights, timm_licence

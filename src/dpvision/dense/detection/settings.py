@@ -50,7 +50,7 @@ class DetectionSettings:
     max_grad_norm: float = 0.0
     """Largest norm of a step's gradient; 0: not clipped."""
     drop_path: float = 0.1
-    """Stochastic depth of the last block; that of the others rises to it in a line."""
+    """Stochastic depth of the last block; it rises linearly from 0 at the first."""
     window: int = 14
     """Side of the attention's windows in tokens, at most that of the image; 0: all blocks attend everywhere."""
     global_blocks: tuple[int, ...] | None = None

@@ -45,7 +45,7 @@ class SegmentationSettings:
     max_grad_norm: float = 0.0
     """Largest norm of a step's gradient; 0: not clipped."""
     drop_path: float = 0.1
-    """Stochastic depth of the last block; that of the others rises to it in a line."""
+    """Stochastic depth of the last block; it rises linearly from 0 at the first."""
     relative_positions: bool = True
     """Give the encoder relative positions that start at zero."""
     channels: int | None = None

@@ -32,7 +32,7 @@ Rename = Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]
 _SEED = 0  # of weights that no file gives
 
 
-def library_encoder(
+def third_party_encoder(
     kind: str, name: str, file: Path | None = None, image_size: int | None = None, device: str | torch.device = "cpu"
 ) -> Encoder:
     """The encoder of a timm model, or of a torchvision classification model, frozen, in evaluation mode, on ``device``.
@@ -72,7 +72,7 @@ def encoder_from(
     rename: Rename | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Encoder:
-    """As ``library_encoder``, from weights in memory; ``where`` names their file in errors, ``shown`` the encoder in tables.
+    """As ``third_party_encoder``, from weights in memory; ``where`` names their file in errors, ``shown`` the encoder in tables.
 
     Args:
         rename: brings the file's names (and numbers) to the library's form.

@@ -6,8 +6,8 @@ import torchvision
 from pytest import mark, raises
 from safetensors.torch import save_file
 
-from dpvision.encoders.library_encoder import library_encoder
 from dpvision.encoders.open import open_encoder
+from dpvision.encoders.third_party import third_party_encoder
 from dpvision.errors import CheckpointError, ConfigError
 
 VIT = "vit_tiny_patch16_224"
@@ -45,11 +45,11 @@ def test_a_timm_transformer_gives_its_own_tokens_pooled(tmp_path):
 
 
 def test_registers_are_no_patches():
-    encoder = library_encoder("timm", "vit_medium_patch16_reg4_gap_256")
+    encoder = third_party_encoder("timm", "vit_medium_patch16_reg4_gap_256")
     assert encoder.blocks is None  # it has no class token
     model = timm.create_model("vit_medium_patch16_reg4_gap_256", pretrained=False)
     assert model.num_prefix_tokens == 4
-    encoder = library_encoder("timm", "vit_betwixt_patch16_reg4_gap_256")
+    encoder = third_party_encoder("timm", "vit_betwixt_patch16_reg4_gap_256")
     x_BCHW = _pictures(256, 1)
     with torch.no_grad():
         copy = encoder.backbone().eval()
@@ -63,7 +63,7 @@ def test_a_torchvision_convnet_gives_the_map_before_its_pooling(tmp_path, name):
     more = {"num_classes": 5}
     model = torchvision.models.get_model(name, weights=None, **more).eval()
     file = _weights(model, tmp_path / "w.safetensors", prefix="module.")
-    encoder = library_encoder("torchvision", name, file)
+    encoder = third_party_encoder("torchvision", name, file)
     x_BCHW = _pictures(224)
     with torch.no_grad():
         if name in ("alexnet", "squeezenet1_1"):
@@ -84,18 +84,18 @@ def test_a_torchvision_convnet_gives_the_map_before_its_pooling(tmp_path, name):
 
 
 def test_preprocessing_is_the_librarys_own():
-    vit, swin = library_encoder("timm", VIT), library_encoder("torchvision", "swin_t")
+    vit, swin = third_party_encoder("timm", VIT), third_party_encoder("torchvision", "swin_t")
     assert vit.mean == timm.models.get_pretrained_cfg(VIT).mean
     assert (swin.mean, swin.family) == ((0.485, 0.456, 0.406), "transformer")
-    assert library_encoder("timm", f"{VIT}.augreg_in21k").mean == (0.5, 0.5, 0.5)
+    assert third_party_encoder("timm", f"{VIT}.augreg_in21k").mean == (0.5, 0.5, 0.5)
 
 
 def test_sizes_are_free_where_the_model_lets_them_be():
-    assert library_encoder("timm", VIT, image_size=32).image_size == 224
-    small = library_encoder("torchvision", "resnet18", image_size=32)
+    assert third_party_encoder("timm", VIT, image_size=32).image_size == 224
+    small = third_party_encoder("torchvision", "resnet18", image_size=32)
     assert small.image_size == 32 and {n: f.shape for n, f in small.poolings(_pictures(32)).items()} == {"mean": (2, 512)}
     with raises(ConfigError, match="image_size=32"):
-        library_encoder("torchvision", "alexnet", image_size=32)
+        third_party_encoder("torchvision", "alexnet", image_size=32)
 
 
 @mark.parametrize("spec", ["timm:resnet18", "torchvision:resnet18"])
@@ -140,12 +140,12 @@ def test_files_that_do_not_fit_are_refused_with_the_first_tensor(tmp_path):
     }  # fmt: skip
     for name, words in expected.items():
         with raises(CheckpointError, match=words):
-            library_encoder("torchvision", "resnet18", tmp_path / f"{name}.safetensors")
+            third_party_encoder("torchvision", "resnet18", tmp_path / f"{name}.safetensors")
 
 
 def test_unknown_names_are_refused_with_the_closest():
     for kind, name, close in [("timm", "resnet5O", "resnet50"), ("torchvision", "alexnt", "alexnet"), ("timm", f"{VIT}.no", "known tag")]:
         with raises(ConfigError, match=close):
-            library_encoder(kind, name)
+            third_party_encoder(kind, name)
     with raises(ConfigError, match="expected one of its"):
-        library_encoder("torchvision", "fcn_resnet50")  # it segments, it does not classify
+        third_party_encoder("torchvision", "fcn_resnet50")  # it segments, it does not classify
