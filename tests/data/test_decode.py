@@ -1,7 +1,9 @@
 import io
 import json
+import sys
 
 import numpy as np
+import pillow_heif
 import pytest
 from PIL import Image, ImageOps
 
@@ -18,10 +20,19 @@ def save(image: Image.Image, kind: str, **options) -> bytes:
     return file.getvalue()
 
 
+def save_heif(image: Image.Image, **options) -> bytes:
+    file = io.BytesIO()
+    pillow_heif.from_pillow(image).save(file, quality=-1, **options)  # -1: lossless
+    return file.getvalue()
+
+
 @pytest.mark.skipif(not MESSY.exists(), reason="the messy photographs are not beside this checkout")
 def test_messy_photographs_decode_or_are_refused_as_their_manifest_says():
     for entry in json.loads((MESSY / "manifest.json").read_text()):
         data = (MESSY / entry["file"]).read_bytes()
+        if entry["file"].endswith(".heif"):  # Pillow alone, which made the manifest, does not read it
+            assert decode(data).shape[2] == 3
+            continue
         if entry["decodes"] != "yes" or entry["width"] * entry["height"] > MAX_PIXELS:
             with pytest.raises(BadImage):
                 decode(data)
@@ -109,7 +120,9 @@ def test_the_first_frame_of_an_animation_is_taken():
     [
         (b"", "not an image"),
         (b"hello, this is no image", "not an image"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIF"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "damaged"),
+        (save_heif(Image.new("RGB", (202, 2))), "oversized"),
+        (save_heif(Image.fromarray(noise(3, 200, 200)))[:-3000], "damaged"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
         (encode(noise(3, 200, 200), "JPEG")[:-3000], "damaged"),
         (encode(noise(3, 200, 200))[:-3000], "damaged"),
@@ -122,6 +135,23 @@ def test_bad_images_are_refused_with_their_reason(data, reason):
     with pytest.raises(BadImage) as error:
         decode(data)
     assert error.value.reason == reason
+
+
+@pytest.mark.parametrize("turn", [1, 6])
+def test_a_heif_image_has_the_pixels_of_its_png_upright(turn):
+    pixels = np.kron(np.array([[0, 80], [160, 240]], np.uint8), np.ones((16, 24), np.uint8))[..., None].repeat(3, 2)
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    made = decode(save_heif(Image.fromarray(pixels), exif=exif.tobytes()))
+    expected = decode(save(Image.fromarray(pixels), "PNG", exif=exif.tobytes()))
+    assert made.shape == expected.shape and np.abs(made.astype(int) - expected.astype(int)).max() <= 2  # YCbCr rounds
+
+
+def test_heif_without_pillow_heif_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(BadImage, match="Install pillow-heif") as error:
+        decode(save_heif(Image.new("RGB", (8, 8))))
+    assert error.value.reason == "HEIF"
 
 
 def test_an_image_at_the_limit_of_elongation_is_taken():

@@ -233,7 +233,7 @@ def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
         return []
     lines = [f"Files left out, with the reason: {store.path / 'confidential' / 'left_out.jsonl'}"]
     if "HEIF" in left_out:
-        lines.append("HEIF images (.heic) are not read: convert them first, e.g. with ImageMagick: magick mogrify -format jpg *.heic")
+        lines.append("HEIF images (.heic) need pillow-heif: pip install pillow-heif, or convert them: magick mogrify -format jpg *.heic")
     return lines
 
 

@@ -2,7 +2,8 @@
 
 The store keeps the original bytes; what is below happens each time a record is read, and depends on nothing but its bytes:
 
-- JPEG in grey, YCbCr or RGB by simplejpeg; everything else, and JPEG that simplejpeg refuses, by Pillow.
+- JPEG in grey, YCbCr or RGB by simplejpeg; HEIF by pillow-heif, where it is installed; everything else, and JPEG that simplejpeg
+  refuses, by Pillow.
 - The EXIF orientation (1 to 8) is applied; another value, or EXIF that cannot be read, counts as upright.
 - Transparency is composed over white. Of animations and of files with several pages the first frame is taken.
 - 16 bits: the high byte, v >> 8 (what Pillow does to 16-bit colour, so that grey and colour agree). 32-bit integers are first clipped
@@ -31,7 +32,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "AVIF", "JPEG2000
 
 Reason = Literal["not an image", "HEIF", "oversized", "damaged", "float pixels"]
 _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
-"""First brands of HEIF files, which phones write and Pillow does not read (ISO/IEC 23008-12, annex B)."""
+"""First brands of HEIF files, which phones write and Pillow alone does not read (ISO/IEC 23008-12, annex B)."""
 _ORIENTATION_TAG = 0x0112
 Image.init()  # registers every reader now: done lazily it is a race between the threads of the loader
 
@@ -40,7 +41,8 @@ class BadImage(DataError):
     """Bytes that cannot become pixels. ``reason`` is one of a few words, fit for counting."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(f"image: {reason} ({detail}); expected an image of at most {MAX_PIXELS} pixels. Leave it out or repair it.")
+        remedy = 'Install pillow-heif (the extra "heif"), or convert it to JPEG.' if reason == "HEIF" else "Leave it out or repair it."
+        super().__init__(f"image: {reason} ({detail}); expected an image of at most {MAX_PIXELS} pixels. {remedy}")
         self.reason = reason
 
 
@@ -48,7 +50,7 @@ def decode(data: bytes) -> np.ndarray:
     """Upright pixels of an image, uint8 of shape (H, W, 3).
 
     Args:
-        data: a whole image file in one of ``FORMATS``.
+        data: a whole image file in one of ``FORMATS``, or HEIF where pillow-heif is installed.
 
     Raises:
         BadImage: not an image, more than ``MAX_PIXELS`` pixels or more elongated than ``MAX_ASPECT`` to 1 (both known from the
@@ -70,6 +72,8 @@ def extension(data: bytes) -> str:
         return "webp"
     if data[4:12] in (b"ftypavif", b"ftypavis"):
         return "avif"
+    if _is_heif(data):
+        return "heic"
     return "ppm" if data[:1] == b"P" else "jp2"
 
 
@@ -135,8 +139,9 @@ def _open(data: bytes) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise BadImage("oversized", str(error)) from None
     except Exception as error:
-        reason: Reason = "HEIF" if _is_heif(data) else "damaged" if _looks_like_image(data) else "not an image"
-        raise BadImage(reason, f"{type(error).__name__}: {error}") from error
+        if not _is_heif(data):
+            raise BadImage("damaged" if _looks_like_image(data) else "not an image", f"{type(error).__name__}: {error}") from error
+        image = _open_heif(data)
     _check_size(*image.size)
     try:
         image.load()  # the first frame, or page
@@ -144,6 +149,22 @@ def _open(data: bytes) -> Image.Image:
     except BadImage:
         raise
     except Exception as error:  # Pillow's readers raise a dozen types on damaged input; training must see one
+        raise BadImage("damaged", f"{type(error).__name__}: {error}") from error
+
+
+def _open_heif(data: bytes) -> Image.Image:
+    """The primary image, turned as its file says; at 10 and 12 bits a channel the high 8."""
+    try:
+        import pillow_heif
+    except ImportError:
+        raise BadImage("HEIF", "pillow-heif is not installed") from None
+    try:
+        found = pillow_heif.open_heif(data)
+        _check_size(*found.size)  # libheif decodes at the next line
+        return found.to_pillow()
+    except BadImage:
+        raise
+    except Exception as error:
         raise BadImage("damaged", f"{type(error).__name__}: {error}") from error
 
 
