@@ -1,12 +1,12 @@
 """Noise: normal numbers per second on one core, and the whole of ``privatize`` for a Base model's 99 million parameters.
 
-    python benchmarks/noise.py [--quick] [--rounds N] [--json FILE]
+    python benchmarks/noise.py [--quick] [--rounds N] [--device cpu|cuda] [--json FILE]
 
 Each round runs every variant once, in shuffled order, in this one process. "normals": float64 numbers in blocks. ``chacha20`` is what
 noise uses; ``chacha20_words`` and ``aes_ctr_words`` are the ciphers alone, one word for each number; ``torch_randn`` is torch's
 generator, which the noise came from before. "privatize": a float32 sum to a float32 gradient, of the shapes of ViP-Base at the size
 that the bars name; ``threads_1`` and ``threads_2``; ``before`` adds, divides and casts as the code before did, on one thread. Freed
-memory is kept, as training does.
+memory is kept, as training does. With --device cuda there are "cuda" beside "chacha20", and the release of a sum on the GPU.
 
 Bars, on the machine of docs/log.md: 100 M normals per second; 1.0 s with one thread and 0.6 s with two.
 """
@@ -16,6 +16,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from dpvision.config import PrivacyConfig
 from dpvision.dp.clip import ClippedSum
-from dpvision.dp.noise import privatize
-from dpvision.dp.normals import Normals
+from dpvision.dp.noise import _GPU_PIECE, privatize
+from dpvision.dp.normals import Normals, box_muller
 from dpvision.models import make_model
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.stream import Keystream, new_key
@@ -37,6 +38,20 @@ from dpvision.train.heap import keep_freed_memory
 PARAMETERS = 99_000_000
 BLOCK = 2**15
 _CHUNK = 2**20
+
+
+def on_gpu(count: int) -> Callable[[], object]:
+    """``count`` normals on the GPU, in pieces as a release draws them."""
+    from dpvision.dp.chacha_triton import chacha_words
+
+    device = torch.device("cuda")
+
+    def draw() -> None:
+        for at in range(0, count, _GPU_PIECE):
+            box_muller(chacha_words(new_key(), at // 8, min(_GPU_PIECE, count - at) // 8, device))
+        torch.cuda.synchronize()
+
+    return draw
 
 
 def generators(count: int) -> dict[str, Callable[[], object]]:
@@ -87,7 +102,7 @@ def before(total: ClippedSum, plan: DPPlan) -> dict[str, torch.Tensor]:
     return grads
 
 
-def releases(num: int) -> dict[str, Callable[[], object]]:
+def releases(num: int, device: str) -> dict[str, Callable[[], object]]:
     """Whole releases of ``num`` parameters, by variant."""
     asked = PrivacyConfig(dataset_size=10**6, expected_batch_size=10**6, sampling="full_batch", steps=1, noise_multiplier=1.0)
     plan, key = make_plan(asked), new_key()
@@ -103,6 +118,14 @@ def releases(num: int) -> dict[str, Callable[[], object]]:
         torch.set_num_threads(1)
         kept["gradient"] = before(total, plan)
 
+    if device == "cuda":
+        moved = replace(total, grads={name: value.cuda() for name, value in grads.items()})
+
+        def release_there() -> None:
+            kept["gradient"] = privatize(moved, plan, 0, key)
+            torch.cuda.synchronize()
+
+        return {"cuda": release_there}
     return {"threads_1": lambda: release(1), "threads_2": lambda: release(2), "before": as_before}
 
 
@@ -122,6 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the numbers and parameters")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=Path, help="file to write")
     args = parser.parse_args()
     keep_freed_memory()
@@ -129,16 +153,23 @@ def main() -> None:
     scale = 10 if args.quick else 1
     count, num = 2**25 // scale // _CHUNK * _CHUNK, PARAMETERS // scale
     rows = []
-    for variant, seconds in measure(generators(count), args.rounds).items():
+    for variant, seconds in measure({"cuda": on_gpu(count)} if args.device == "cuda" else generators(count), args.rounds).items():
         rows.append(row("normals", variant, "million_per_s", [count / s / 1e6 for s in seconds]))
     case = f"privatize_{num // 10**6}M"
-    measured = measure(releases(num), args.rounds)
+    measured = measure(releases(num, args.device), args.rounds)
     for variant, seconds in measured.items():
         rows.append(row(case, variant, "time_s", seconds))
-        ratios = [ours / theirs for ours, theirs in zip(seconds, measured["before"], strict=True)]
-        rows.append(row(case, variant, "time_ratio_to_before", ratios))
+        if "before" in measured:
+            ratios = [ours / theirs for ours, theirs in zip(seconds, measured["before"], strict=True)]
+            rows.append(row(case, variant, "time_ratio_to_before", ratios))
     rows.append(row("machine", "setting", "load_average", [os.getloadavg()[0]]))
-    write_result(args.json, "noise", rows, packages=["torch", "numpy", "cryptography"])
+    write_result(
+        args.json,
+        "noise",
+        rows,
+        packages=["torch", "numpy", "cryptography"],
+        device=torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+    )
 
 
 if __name__ == "__main__":

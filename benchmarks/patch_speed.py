@@ -1,6 +1,6 @@
 """Features of patches and scattering: milliseconds an image, by image size and encoder.
 
-    python benchmarks/patch_speed.py [--threads N] [--images N] [--rounds N] [--json FILE]
+    python benchmarks/patch_speed.py [--threads N] [--images N] [--rounds N] [--sizes A,B] [--device cpu|cuda] [--json FILE]
 
 Random pixels, no decoding. "minutes" are those of 50,000 images at 32 px and of 10,000 at the larger sizes.
 """
@@ -23,25 +23,29 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--images", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rows = []
-    for side in SIZES:
-        x_BCHW = torch.rand(args.images, 3, side, side, generator=torch.Generator().manual_seed(0))
+    on_gpu, rows = args.device == "cuda", []
+    where = "GPU" if on_gpu else f"{args.threads} threads"
+    for side in map(int, args.sizes.split(",")):
+        x_BCHW = torch.rand(args.images, 3, side, side, generator=torch.Generator().manual_seed(0)).to(args.device)
         for name, scattering in (("patches", False), ("patches+scattering", True)):
-            features = PatchFeatures({side: load_constants(side)}, scattering=scattering)
+            features = PatchFeatures({side: load_constants(side)}, scattering=scattering).to(args.device)
             seconds = []
             with torch.inference_mode():
                 features(x_BCHW[:16])
                 for _ in range(args.rounds):
                     start = time.perf_counter()
-                    features(x_BCHW)
+                    made = features(x_BCHW)
+                    float(made[0, 0])  # waits for a GPU
                     seconds.append((time.perf_counter() - start) / args.images)
-            case = f"{side} px, {args.threads} threads"
+            case = f"{side} px, {where}"
             rows.append(row(case, name, "ms_per_image", [1000 * s for s in seconds]))
             rows.append(row(case, name, "minutes", [s * NUM.get(side, 10_000) / 60 for s in seconds]))
-    write_result(args.json, "patch_speed", rows, packages=("torch",))
+    write_result(args.json, "patch_speed", rows, packages=("torch",), device=torch.cuda.get_device_name() if on_gpu else "cpu")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def main() -> None:
                     jobs = [pool.submit(in_process, size, num, fused, args.rounds) for _ in range(args.processes)]
                     times = [job.result() for job in jobs]
                 rates[fused] = [sum(num / t[r] for t in times) for r in range(args.rounds)]
-        rows += [row(f"{size}px", "fused" if fused else "eager", "pictures_per_s", values) for fused, values in rates.items()]
+        rows += [row(f"{size}px", "fused" if fused else "eager", "images_per_s", values) for fused, values in rates.items()]
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     write_result(args.json, "textures", rows, packages=("torch", "numpy"), device=device)
 
