@@ -7,9 +7,7 @@ a training step on a CPU, private or not. A training process needs the same memo
 import ctypes
 import platform
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_LARGEST_MMAP_THRESHOLD = 32 * 2**20
-"""glibc refuses a larger one on 64-bit machines."""
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 _NEVER_TRIM = 2**31 - 1
 
 
@@ -18,4 +16,6 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER_TRIM))
+    # No block as a mapping of its own, which is unmapped when freed: the threshold for those is at most 32 MiB, and a layer's attention
+    # scores can be larger.
+    return bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER_TRIM))
