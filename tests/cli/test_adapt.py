@@ -185,7 +185,7 @@ def test_every_mistake_is_one_clear_error(stores: tuple[Store, Store], tmp_path:
         ([*good, "--encoder", "runs/none"], "'runs/none'; expected a run folder"),
         ([*good, "--encoder", ""], "encoder: ''; expected a run folder"),
         ([*good, "--encoder", "tim:resnet18"], "'tim:resnet18'; expected a run folder"),
-        ([*good, "--privacy.noise-multiplier", "2"], "--epsilon with --privacy.noise-multiplier; expected one of the two"),
+        ([*good, "--privacy.noise-multiplier", "2"], "--epsilon with --privacy.noise-multiplier; expected only one"),
         ([*good, "--encoder", str(tainted)], "without a guarantee"),
         ([*good, "--encoder", str(tainted), "--model.encoder.image-size", "16"], "image_size=16; expected 8"),
         ([*good, "--head", "one_step", "--privacy.steps", "3"], "steps=3; expected 1"),
@@ -329,7 +329,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["adapt", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    for words in ("Three numbers are yours to declare", "Nothing is downloaded", "transfer.least_squares", "--epsilon", "--encoder"):
+    for words in ("You declare three public numbers", "Nothing is downloaded", "transfer.least_squares", "--epsilon", "--encoder"):
         assert words in said
     with pytest.raises(SystemExit) as stopped:
         main(["adapt"])

@@ -153,7 +153,7 @@ def test_wrong_inputs_are_one_clear_error(data: dict[str, Path], tmp_path: Path,
         ([*good, "--detection.jitter", "0", "1"], "expected 0 < low <= high"),
         ([*good, "--detection.warmup-steps", "9"], "expected fewer than the steps"),
         ([*good, "--public", "--picture", str(tmp_path / "a.txt")], "ends in .png"),
-        ([*good, "--public", "--out", str(tmp_path / "no" / "a.json")], "expected a folder that exists"),
+        ([*good, "--public", "--out", str(tmp_path / "no" / "a.json")], "expected an existing folder"),
     ):
         err = said(capsys, argv, 2)
         assert message in err and "Traceback" not in err, (message, err)
