@@ -208,7 +208,7 @@ def test_a_run_of_ours_as_the_encoder_brings_its_lineage(private: Store, public_
         prepare(head_config(private, "prototypes", spec=str(tainted)))
     assert prepare(head_config(private, "prototypes", spec="hog")).lineage == []
     spec.rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="Say where it is with encoder="):
+    with pytest.raises(CheckpointError, match="Give its location with encoder="):
         load_classifier(root)
     load_classifier(root, encoder=str(tmp_path / "moved"))
     other = untrained_run(tmp_path / "other", "public", None, seed=9)
