@@ -120,9 +120,9 @@ def test_names_may_lack_folders_and_endings(tmp_path: Path, names: tuple[str, st
         ("minus.json", {"a": [-1]}, "class numbers"),
         ("flags.json", {"a": [True]}, "class numbers"),
         ("none.json", {"a": []}, "no record"),
-        ("strangers.json", {"k": [0]}, "are of no record"),
+        ("strangers.json", {"k": [0]}, "match no record"),
         ("columns.csv", "name,labels\na,0\n", "expected key and labels"),
-        ("twice.csv", "key,labels\na,0\na,1\n", "stands twice"),
+        ("twice.csv", "key,labels\na,0\na,1\n", "occurs twice"),
         ("words.csv", "key,labels\na,dog\n", "class numbers"),
     ],
 )

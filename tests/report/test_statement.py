@@ -229,7 +229,7 @@ def test_without_the_store_the_copy_is_read_and_other_runs_are_unknown(copy_of: 
     edit(run / "config.json", lambda config: config["data"].update(store="nowhere"))
     made = make_statement(run)
     assert made["guarantee"] == statement["guarantee"]
-    assert made["history"]["other_runs"]["known"] is False and "out of reach" in made["history"]["ledger"]
+    assert made["history"]["other_runs"]["known"] is False and "not available" in made["history"]["ledger"]
     assert made["mechanism"]["steps_executed"] == STEPS
 
 

@@ -157,7 +157,7 @@ def _energy(waves_LSS: dict[tuple[int, int], Tensor], resolution: int) -> Tensor
 
 
 def _frequencies(side: int, resolution: int) -> tuple[Tensor, Tensor]:
-    """Return frequencies, radians per full-resolution pixel, of a grid of every 2^r-th pixel and its aliases: float64 (3, 3, side, side)."""
+    """Return frequencies, radians per full-resolution pixel, of a grid of every 2^r-th pixel with aliases: float64 (3, 3, side, side)."""
     base = 2 * math.pi * torch.fft.fftfreq(side, dtype=torch.float64) / 2**resolution
     # The filters used at a resolution are below 1e-7 beyond the next repetition of its band.
     alias = 2 * math.pi / 2**resolution * torch.arange(-1, 2, dtype=torch.float64)

@@ -136,7 +136,7 @@ def test_wrong_input_gets_one_clear_error(data: list[str], run: str, tmp_path: P
         ([run, "--ade20k", str(tmp_path)], "expected ADEChallengeData2016"),
         (["hog", *data], "no plain vision transformer"),
         (["nothing", *data], "encoder: 'nothing'"),
-        ([run, *but(train=str(tmp_path / "none")), *ignoring], "is no folder"),
+        ([run, *but(train=str(tmp_path / "none")), *ignoring], "is not a folder"),
         ([run, *but(train_masks=str(tmp_path / "empty")), *ignoring], "has none (png)"),
         ([run, *but(test=str(tmp_path / "empty")), *ignoring], "has none"),
         ([run, *but(classes=str(tmp_path / "none.json")), *ignoring], "No such file"),
