@@ -134,7 +134,7 @@ def test_wrong_input_gets_one_clear_error(data: list[str], run: str, tmp_path: P
         ([run, *data[:2]], "--train-masks, --test, --test-masks, --classes missing"),
         ([run, *data, "--ade20k", "x"], "--ade20k with --train"),
         ([run, "--ade20k", str(tmp_path)], "expected ADEChallengeData2016"),
-        (["hog", *data], "no plain vision transformer"),
+        (["hog", *data], "not a plain vision transformer"),
         (["nothing", *data], "encoder: 'nothing'"),
         ([run, *but(train=str(tmp_path / "none")), *ignoring], "is not a folder"),
         ([run, *but(train_masks=str(tmp_path / "empty")), *ignoring], "has none (png)"),
@@ -148,7 +148,7 @@ def test_wrong_input_gets_one_clear_error(data: list[str], run: str, tmp_path: P
         ([run, *data, "--segmentation.epochs", "0"], "epochs=0"),
         ([run, *data, "--num-shown", "0"], "num_shown=0"),
         ([run, *data, "--picture", str(tmp_path / "s.jpg")], "ends in .png"),
-        ([run, *data, "--picture", str(tmp_path / "none" / "s.png")], "in a folder that exists"),
+        ([run, *data, "--picture", str(tmp_path / "none" / "s.png")], "in an existing folder"),
         ([run, *data, "--out", str(tmp_path / "s.txt")], "ends in .json"),
         ([run, *data, "--work", data[-4]], "expected a folder"),
     ]:
