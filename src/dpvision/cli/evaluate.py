@@ -177,7 +177,8 @@ def _own_heads(
     if lacks is not None or test is None:
         what = "no --test" if lacks is None else f"{lacks} has no head of its own and there is no --train"
         raise ConfigError(
-            f"evaluate: {what}; expected --test STORE for runs of classifiers and heads, --train STORE for all others. Give one."
+            f"evaluate: {what}; expected --test STORE for runs of classifiers and heads, --train STORE for all "
+            "other encoders. Give one; for a captioner use `dpvision evaluate captioner RUN`."
         )
     store = open_store(test)
     any_of = load_any_of_labels(labels, store) if labels is not None else None

@@ -71,12 +71,14 @@ def open_captioner(run_or_checkpoint: str | Path, *, ema: bool = False, device: 
         DataError: the tokenizer's file is damaged.
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
-    model, config = load_model(checkpoint, ema=ema)
-    if not isinstance(config.model, CaptionerConfig) or not isinstance(model, Captioner):
+    kind = checkpoint.manifest["config"].get("model", {}).get("kind")
+    if kind != "captioner":
         raise ConfigError(
-            f"captioner: {checkpoint.path} has model kind {config.model.kind!r}; expected 'captioner'. Give a run of a dpcap "
-            "recipe; `dpvision evaluate RUN --test STORE` scores classifiers."
+            f"captioner: {checkpoint.path} has model kind {kind!r}; expected 'captioner'. Give a run of a dpcap recipe; "
+            "`dpvision evaluate RUN --test STORE` scores classifiers and heads."
         )
+    model, config = load_model(checkpoint, ema=ema)
+    assert isinstance(config.model, CaptionerConfig) and isinstance(model, Captioner)
     file = checkpoint.path / TOKENIZER_FILE
     if TOKENIZER_FILE not in checkpoint.files:
         raise CheckpointError(f"captioner: {checkpoint.path} has no {TOKENIZER_FILE}; expected the one it was trained with. Restore it.")
