@@ -195,7 +195,7 @@ def test_bad_labels_get_clear_errors(tmp_path: Path, store: Store) -> None:
         ),
         (  # NFKC folds the ligature: the tokenizer reads both as "fig"
             lambda: zero_shot_scores([open_made()], store, LabelSet("figs", (*SHAPES.classes, ("fig",), ("ﬁg",)))),
-            DataError, "class 8 .fig. and class 9 .ﬁg. are the same tokens",
+            DataError, "class 8 .fig. and class 9 .ﬁg. have the same tokens",
         ),
     ]  # fmt: skip
     for call, error, words in cases:
