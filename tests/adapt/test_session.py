@@ -150,7 +150,7 @@ def test_a_head_whose_only_release_was_charged_and_lost_is_refused_with_what_to_
         patched.setattr(session_module, "save", dies)  # SIGKILL is tested above; here the same place, without another process
         with pytest.raises(KeyboardInterrupt), new_head_session(head_config(private, "one_step"), tmp_path / "run") as session:
             adapt(session)
-    with pytest.raises(PrivacyError, match=r"1 of 1 releases .* charged, and lost.*another --name"), resumed_head_session(tmp_path / "run"):
+    with pytest.raises(PrivacyError, match=r"1 of 1 releases .* charged and lost.*another --name"), resumed_head_session(tmp_path / "run"):
         pass
 
 
@@ -208,7 +208,7 @@ def test_a_run_of_ours_as_the_encoder_brings_its_lineage(private: Store, public_
         prepare(head_config(private, "prototypes", spec=str(tainted)))
     assert prepare(head_config(private, "prototypes", spec="hog")).lineage == []
     spec.rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="Say where it is with encoder="):
+    with pytest.raises(CheckpointError, match="Give its location with encoder="):
         load_classifier(root)
     load_classifier(root, encoder=str(tmp_path / "moved"))
     other = untrained_run(tmp_path / "other", "public", None, seed=9)
@@ -232,10 +232,10 @@ def test_bad_settings_are_refused_before_anything_is_charged(private: Store, tmp
         (with_model(encoder=nothing), ConfigError, "no encoder.*--encoder patches"),
         (with_model(num_classes=None), ConfigError, "num_classes is not declared.*--num-classes"),
         (with_model(num_classes=9), DataError, "label=9.*outside"),
-        (with_model(encoder=replace(good.model.encoder, spec="timm:resnet18")), ConfigError, "has no weights here.*@FILE"),
+        (with_model(encoder=replace(good.model.encoder, spec="timm:resnet18")), ConfigError, "has no weights on this machine.*@FILE"),
         (with_model(encoder=replace(good.model.encoder, spec="nothing")), ConfigError, "'nothing'; expected a run folder"),
         (with_model(encoder=replace(good.model.encoder, pooling="cls")), ConfigError, "pooling='cls'"),
-        (with_model(iterate="ema"), ConfigError, "iterate='ema' without a decay"),
+        (with_model(iterate="ema"), ConfigError, "ema_decay=None with iterate='ema'"),
         (with_size(1), DataError, "operator only: 1200 can take part.*--dataset-size 1200"),
         (with_size(1300), DataError, "declared dataset_size=1300"),
         (with_model(head="one_step"), ConfigError, "steps=60; expected 1"),

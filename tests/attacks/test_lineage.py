@@ -298,7 +298,7 @@ def test_a_public_store_is_not_cleared_by_such_an_encoder(root: Path, tmp_path: 
     file = saved_again(weights_of(root / "nonprivate"), tmp_path)
     stores = [str(root / "public"), str(root / "private")]
     assert main(["data", "overlap", *stores, "--encoder", f"timm:{NAME}@{file}", "--out", str(root / "cleared")]) == 2
-    assert "shaped by private images" in capsys.readouterr().err and not (root / "cleared").exists()
+    assert "trained on private images" in capsys.readouterr().err and not (root / "cleared").exists()
 
 
 def test_a_file_in_a_run_without_a_checkpoint_is_that_runs(root: Path, tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_every_mistake_is_one_clear_error(stores: tuple[Store, Store], tmp_path:
         ([*good, "--encoder", "runs/none"], "'runs/none'; expected a run folder"),
         ([*good, "--encoder", ""], "encoder: ''; expected a run folder"),
         ([*good, "--encoder", "tim:resnet18"], "'tim:resnet18'; expected a run folder"),
-        ([*good, "--privacy.noise-multiplier", "2"], "--epsilon with --privacy.noise-multiplier; expected one of the two"),
+        ([*good, "--privacy.noise-multiplier", "2"], "--epsilon with --privacy.noise-multiplier; expected only one"),
         ([*good, "--encoder", str(tainted)], "without a guarantee"),
         ([*good, "--encoder", str(tainted), "--model.encoder.image-size", "16"], "image_size=16; expected 8"),
         ([*good, "--head", "one_step", "--privacy.steps", "3"], "steps=3; expected 1"),
@@ -299,7 +299,7 @@ def test_images_of_several_classes(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "colours.txt").write_text("blue\ngreen\nred\nyellow\n")
     by_colour = ["--label-from", "colours", "--label-separator", "|", "--classes", str(tmp_path / "colours.txt")]
     assert main(["data", "import", str(_scenes_with_colours(tmp_path / "a", 0, 200)), mine, *by_colour]) == 0
-    assert "several labels a record" in (said := capsys.readouterr().out) and "--model.multi-label" in said
+    assert "several labels per record" in (said := capsys.readouterr().out) and "--model.multi-label" in said
     assert main(["data", "import", str(_scenes_with_colours(tmp_path / "b", 900, 80)), test, "--public", *by_colour]) == 0
     write_scenes(one, 30, 16, first=2000)
     argv = [
@@ -308,7 +308,7 @@ def test_images_of_several_classes(tmp_path: Path, capsys: pytest.CaptureFixture
     ]  # fmt: skip
     several = [*argv, "--model.multi-label"]
     capsys.readouterr()
-    assert main([*argv, "--test", test]) == 2 and "several labels a record; expected one" in capsys.readouterr().err
+    assert main([*argv, "--test", test]) == 2 and "several labels per record; expected one" in capsys.readouterr().err
     assert main([*several, "--test", one]) == 2 and "one label a record; expected several" in capsys.readouterr().err
     assert not (tmp_path / "first").exists(), "a test that cannot be made is said before the budget is spent"
     assert main([*several, "--test", test]) == 0
@@ -329,7 +329,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["adapt", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    for words in ("Three numbers are yours to declare", "Nothing is downloaded", "transfer.least_squares", "--epsilon", "--encoder"):
+    for words in ("You declare three public numbers", "Nothing is downloaded", "transfer.least_squares", "--epsilon", "--encoder"):
         assert words in said
     with pytest.raises(SystemExit) as stopped:
         main(["adapt"])

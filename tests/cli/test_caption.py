@@ -193,7 +193,7 @@ def test_wrong_input_gets_one_clear_error(run: str, photos: Path, tmp_path: Path
         ("workers", ("--workers", "0")),
         ("seed", ("--seed", "-1")),
         (".jsonl or .csv", ("--out", str(tmp_path / "c.txt"))),
-        ("folder that exists", ("--out", str(tmp_path / "nowhere" / "c.csv"))),
+        ("existing folder", ("--out", str(tmp_path / "nowhere" / "c.csv"))),
     ]:
         _refused(capsys, words, run, where, *argv)
     _refused(capsys, "none in", str(tmp_path / "photos"), where)

@@ -114,7 +114,7 @@ def test_wrong_input_gets_one_clear_error(stores: dict[str, str], tmp_path: Path
         ([run, *train, "--protocols", "fine_tune", "--shots", "0"], "shots=(0,)"),
         ([run, *train, "--protocols", "own_head"], "own_head: no test store"),
         ([run, *train, "--test", stores["train"]], "shares records"),
-        ([run, *train, "--out", str(tmp_path / "no" / "s.json")], "expected a folder that exists"),
+        ([run, *train, "--out", str(tmp_path / "no" / "s.json")], "expected an existing folder"),
         ([run, *train, "--out", str(tmp_path / "scores.csv")], "ends in .json"),
         ([run, *train, "--out", str(tmp_path / "bad.json")], "cannot be read"),
         ([run, *train, "--lars.epochs", "3"], "warmup_epochs=10; expected 0 to epochs - 1"),

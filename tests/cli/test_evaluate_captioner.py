@@ -108,7 +108,7 @@ def test_wrong_input_gets_one_clear_error(stores: dict[str, str], run: Path, tmp
     store, labels = ["--store", stores["test"]], tmp_path / "labels.txt"
     labels.write_text("disc\nsquare, disc\n")
     for argv, words in [
-        ([str(run)], "nothing to measure; expected a test"),
+        ([str(run)], "no test; expected one or more"),
         ([str(run), "--zero-shot", "store"], "expected images with labels for --zero-shot"),
         ([str(run), "--captions"], "no store; expected images"),
         ([str(run), "--order"], "expected images with captions for --order"),

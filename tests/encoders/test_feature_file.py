@@ -86,7 +86,7 @@ def test_blocks_are_the_rows_of_the_array_also_where_there_is_room_for_none_of_i
     monkeypatch.setattr(FeatureCache, "has_room", lambda *args: False)
     monkeypatch.setattr(feature_file, "_WHOLE_BYTES", 2 * 30 * 32 - 1)  # of float16
     other = replace(encoder, name="other")  # of which nothing is kept
-    with pytest.raises(DataError, match="no room for"):
+    with pytest.raises(DataError, match="no space under"):
         feature_array(other, "mean", 32, store, rows, batch_size=7, workers=1)
     half = np.concatenate([*feature_blocks(other, "mean", 32, store, rows, how)])
     assert half.dtype == np.float16 and np.array_equal(np.isnan(half), np.isnan(whole))

@@ -180,7 +180,7 @@ def test_a_full_disk_is_one_error_and_what_is_done_stays(tmp_path: Path) -> None
         yield WANTED[first:8]
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(DataError, match=r"No space left on device.*Make room"):
+    with pytest.raises(DataError, match=r"No space left on device.*Free space"):
         cache.save_array("k", (20, 3), FLOAT, full)
     with claim(cache.folder / "k.npy", (20, 3), FLOAT) as partial:
         assert partial.rows_done() == 8

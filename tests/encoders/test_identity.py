@@ -50,7 +50,7 @@ def test_a_neighbour_that_shows_in_any_other_way_is_refused() -> None:
     def centred(x_BCHW: Tensor) -> dict[str, Tensor]:
         return {name: x_BD - 0.01 * x_BD.mean(dim=0) for name, x_BD in base.poolings(x_BCHW).items()}
 
-    with pytest.raises(ConfigError, match="function of one image alone"):
+    with pytest.raises(ConfigError, match="function of one image"):
         check_alone(replace(base, poolings=centred))
     with pytest.raises(ConfigError, match="differ from one pass to the next"):
         check_alone(replace(base, poolings=lambda x: {"mean": torch.randn(len(x), 4)}))

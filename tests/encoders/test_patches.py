@@ -242,7 +242,7 @@ def test_saved_constants_give_the_same_features_and_damaged_ones_are_refused(
     a_BD, b_BD = (PatchFeatures({32: c}, scattering=True)(x_BCHW) for c in (small, load_constants(32, tmp_path)))
     assert float((a_BD - b_BD).abs().max()) < 2e-3 * float(a_BD.abs().max())
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"cannot be read .* Install it again"):
+    with pytest.raises(CheckpointError, match=r"cannot be read .* Reinstall dpvision"):
         load_constants(32, tmp_path)
     with pytest.raises(CheckpointError, match=r"cannot be read"):
         load_constants(64, tmp_path)

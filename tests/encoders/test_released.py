@@ -80,7 +80,7 @@ def test_what_is_no_masked_autoencoder_is_refused_with_the_first_tensor(tmp_path
         "positions": (good | {"pos_embed": trained}, "pos_embed differs from the fixed sin-cos table by 0.01"),
         "norm": ({n: t for n, t in good.items() if n != "norm.weight"}, "norm.weight=nothing"),
         "block": (good | {"blocks.1.attn.qkv.weight": torch.ones(3, 3)}, r"blocks.1.attn.qkv.weight=\(3, 3\); expected shape \(384, 128\)"),
-        "more": (good | {"blocks.1.ls1.gamma": torch.ones(3)}, "blocks.1.ls1.gamma has no place"),
+        "more": (good | {"blocks.1.ls1.gamma": torch.ones(3)}, "blocks.1.ls1.gamma is not a tensor"),
         "gap": ({n.replace("blocks.1.", "blocks.2."): t for n, t in good.items()}, "blocks.1.*=nothing"),
         "oblong": (good | {"pos_embed": torch.zeros(1, 11, WIDTH)}, "expected RGB, square patches"),
         "flat": (good | {"pos_embed": torch.zeros(10, WIDTH)}, r"pos_embed=\(10, 128\); expected 3 dimensions"),

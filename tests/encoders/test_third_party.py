@@ -135,7 +135,7 @@ def test_files_that_do_not_fit_are_refused_with_the_first_tensor(tmp_path):
     save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
     expected = {
         "lacks": "layer2.0.bn1.bias=nothing", "shape": r"layer4.0.conv1.weight=\(2,\); expected shape \(512, 256, 3, 3\)",
-        "more": "layer5.0.weight has no place", "two": r"2 models, under \['k.', 'q.'\]", 
+        "more": "layer5.0.weight is not a tensor", "two": r"2 models, under \['k.', 'q.'\]", 
         "other": "no tensor 'conv1.weight'",
     }  # fmt: skip
     for name, words in expected.items():

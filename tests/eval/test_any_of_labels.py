@@ -36,7 +36,7 @@ def test_any_of_the_labels_is_right_and_images_without_one_do_not_count() -> Non
     assert (value, n) == (0.5, 4) and low < 0.5 < high
     assert several.measure(np.array([0, 2]), np.array([4, 1]))[0] == 0.5  # rows in any order
     assert several.chance(np.arange(5)) == 0.5
-    with pytest.raises(DataError, match="none of 1"):
+    with pytest.raises(DataError, match="any of 1 records"):
         several.measure(np.array([1]), np.array([2]))
 
 
@@ -120,9 +120,9 @@ def test_names_may_lack_folders_and_endings(tmp_path: Path, names: tuple[str, st
         ("minus.json", {"a": [-1]}, "class numbers"),
         ("flags.json", {"a": [True]}, "class numbers"),
         ("none.json", {"a": []}, "no record"),
-        ("strangers.json", {"k": [0]}, "are of no record"),
+        ("strangers.json", {"k": [0]}, "match no record"),
         ("columns.csv", "name,labels\na,0\n", "expected key and labels"),
-        ("twice.csv", "key,labels\na,0\na,1\n", "stands twice"),
+        ("twice.csv", "key,labels\na,0\na,1\n", "occurs twice"),
         ("words.csv", "key,labels\na,dog\n", "class numbers"),
     ],
 )

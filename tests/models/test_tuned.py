@@ -278,8 +278,8 @@ def test_an_impossible_target_raises_nothing_and_contributes_exactly_zero(method
         (TimmConfig(name="resnet18"), {}, r"'resnet18' normalises with statistics of the batch \(BatchNorm: bn1 and 19 more\).*GroupNorm"),
         (TimmConfig(name="vit_base_patch15_224"), {}, "name='vit_base_patch15_224'; expected one of timm's models"),
         (TimmConfig(name="convnext_atto"), {"pooling": "cls"}, "pooling='cls'.*convnext_atto has no class token"),
-        (replace(TIMM_VIT, options=("num_heads=5",)), {}, r"options=\['num_heads=5'\].*expected what timm takes"),
-        (replace(TIMM_VIT, options=("colour=5",)), {}, r"options=\['colour=5'\].*expected what timm takes"),
+        (replace(TIMM_VIT, options=("num_heads=5",)), {}, r"options=\['num_heads=5'\].*expected arguments that timm"),
+        (replace(TIMM_VIT, options=("colour=5",)), {}, r"options=\['colour=5'\].*expected arguments that timm"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_remedy(encoder: EncoderConfig, changes: dict, words: str) -> None:

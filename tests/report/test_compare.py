@@ -57,7 +57,7 @@ NO_GUARANTEE: dict[str, Any] = {"guarantee": "none", "noise_multiplier": None, "
 
 def test_losses_of_private_images_are_refused_outside_of_a_confidential_folder(make: Maker, tmp_path: Path) -> None:
     runs = [make("open", public=True), make("closed")]
-    with pytest.raises(PrivacyError, match=r"--out away.*confidential/"):
+    with pytest.raises(PrivacyError, match=r"Drop --out.*confidential/"):
         make_compare_page(runs, tmp_path / "compare.html")
     assert not (tmp_path / "compare.html").exists()
     with pytest.raises(PrivacyError):
@@ -71,7 +71,7 @@ def test_losses_of_private_images_are_refused_outside_of_a_confidential_folder(m
 def test_the_page_goes_under_confidential_by_itself_or_where_it_is_told(make: Maker, tmp_path: Path) -> None:
     run = make("a")
     page = make_compare_page([run])
-    assert page == run / "confidential" / "compare.html" and "Confidential: must not leave" in page.read_text()
+    assert page == run / "confidential" / "compare.html" and "Confidential: do not release" in page.read_text()
     told = make_compare_page([run], tmp_path / "new" / "confidential" / "compare.html")
     assert told.exists() and told.parent.stat().st_mode & 0o077 == 0
 
@@ -164,17 +164,17 @@ def test_two_starts_of_the_same_settings_share_a_colour_and_nothing_else_does(ma
     kinds = [{"warm": "x"}, {}, {"width": 64}, {"steps": 3, "charged": 3}, {}]
     runs = [read_compared(make(f"r{i}", **kind), str(i)) for i, kind in enumerate(kinds)]
     assert run_colors(runs) == [0, 0, 1, 2, 3]
-    with pytest.raises(ConfigError, match="tell apart"):
+    with pytest.raises(ConfigError, match="one per colour"):
         run_colors([runs[1]] * (len(SERIES) + 1))
 
 
 def test_losses_of_different_things_come_with_a_word_of_caution(make: Maker) -> None:
     same, other = make("a"), make("b")
-    assert "differ in what their loss is of" not in make_compare_page([same, other]).read_text()
+    assert "have different losses" not in make_compare_page([same, other]).read_text()
     config = json.loads((other / "config.json").read_text())
     config["model"]["mask_ratio"] = 0.5
     write_json(other / "config.json", config)
-    assert "differ in what their loss is of (share of hidden patches)" in make_compare_page([same, other]).read_text()
+    assert "have different losses (share of hidden patches)" in make_compare_page([same, other]).read_text()
     assert "(store)" in make_compare_page([same, make("c", public=True)]).read_text()
 
 

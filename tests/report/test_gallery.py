@@ -236,7 +236,7 @@ def test_wrong_input_gets_one_clear_error(tmp_path: Path, small_privacy: Privacy
     write_textures(tmp_path / "textures", 4, 16)
     with pytest.raises(DataError, match="0 images with captions"):
         gallery_of_run(run, tmp_path / "textures")
-    with pytest.raises(ConfigError, match="named twice"):
+    with pytest.raises(ConfigError, match="given twice"):
         gallery_of_run(run, squares.path, [run])
     make_store(tmp_path / "mae" / "store")
     with pytest.raises(ConfigError, match="'mae'"):

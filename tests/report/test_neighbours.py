@@ -108,12 +108,12 @@ def test_random_weights_stand_beside_a_trained_encoder(copy_of: Callable[[], Pat
 
 def test_the_report_shows_neighbours_of_a_public_store_and_of_none_else(copy_of: Callable[[], Path], scenes: Store, tmp_path: Path) -> None:
     run = copy_of()
-    assert "takes for alike" not in make_report(run).read_text()
+    assert "Nearest neighbours" not in make_report(run).read_text()
     page = make_report(run, scenes.path).read_text()
-    assert "Public images that the encoder takes for alike" in page and "By random weights" in page and f"Before: {INITIAL}" in page
+    assert "Nearest neighbours among public images" in page and "By random weights" in page and f"Before: {INITIAL}" in page
     write_scenes(tmp_path / "private", 8, 32, workers=1, public=False)
     operator = make_operator_page(run, tmp_path / "private")
-    assert operator.parent.name == "confidential" and "takes for alike" in operator.read_text()
+    assert operator.parent.name == "confidential" and "Nearest neighbours" in operator.read_text()
 
 
 # Reconstructions before and after a run.
@@ -196,7 +196,7 @@ def test_other_targets_are_shown_for_what_they_are(tmp_path: Path, scenes: Store
     assert (made is None) == (target == "gradients")
     if made is not None:
         assert made.borrowed == (target == "normalised_pixels")
-        assert ("lent from the originals" in render("strips_part.html", pictures=made)) == made.borrowed
+        assert ("taken from the originals" in render("strips_part.html", pictures=made)) == made.borrowed
 
 
 def _store_of(folder: Path) -> Path:

@@ -102,11 +102,11 @@ def test_figures_follow_the_theme_of_the_page(pages: dict[str, str], name: str) 
 
 def test_nothing_confidential_reaches_the_report(pages: dict[str, str]) -> None:
     assert SENTINEL not in pages["report"] and "ward-b" not in pages["report"]
-    assert SENTINEL in pages["operator"] and "ward-b" in pages["operator"] and "Confidential: must not leave" in pages["operator"]
+    assert SENTINEL in pages["operator"] and "ward-b" in pages["operator"] and "Confidential: do not release" in pages["operator"]
 
 
 def test_the_guarantee_comes_in_words_before_figures_and_settings(pages: dict[str, str]) -> None:
-    places = [pages["report"].index(text) for text in ("strongest attacker", "The run in images", "Settings", "The full statement")]
+    places = [pages["report"].index(text) for text in ("strongest attacker", "<h2>Figures", "Settings", "The full statement")]
     assert places == sorted(places)
 
 

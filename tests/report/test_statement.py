@@ -65,7 +65,7 @@ def test_the_statement_fits_its_schema(statement: dict[str, Any], tmp_path: Path
 
 
 def test_it_says_where_the_default_noise_comes_from(statement: dict[str, Any]) -> None:
-    assert "ChaCha20, a cryptographic stream, with a 256-bit key" in statement["mechanism"]["noise_generator"]
+    assert "ChaCha20, a cryptographic stream cipher, with a 256-bit key" in statement["mechanism"]["noise_generator"]
 
 
 def test_delta_times_n_is_a_half_by_default(statement: dict[str, Any]) -> None:
@@ -110,12 +110,12 @@ def test_a_run_without_a_guarantee_on_a_private_store_is_refused(tmp_path: Path,
     make_store(tmp_path / "store")
     privacy = no_guarantee(small_privacy) if guarantee == "none" else replace(small_privacy, guarantee="simulated")
     run = make_run(tmp_path / "run", tmp_path / "store", privacy=privacy, charged=2)
-    with pytest.raises(PrivacyError, match="Keep it confidential"):
+    with pytest.raises(PrivacyError, match="Do not release it"):
         write_statement(run)
     # Also after somebody has moved its files out of confidential/.
     for path in (run / "confidential").iterdir():
         shutil.move(path, run / path.name)
-    with pytest.raises(PrivacyError, match="Keep it confidential"):
+    with pytest.raises(PrivacyError, match="Do not release it"):
         write_statement(run)
     assert not (run / "statement.json").exists()
 
@@ -229,7 +229,7 @@ def test_without_the_store_the_copy_is_read_and_other_runs_are_unknown(copy_of: 
     edit(run / "config.json", lambda config: config["data"].update(store="nowhere"))
     made = make_statement(run)
     assert made["guarantee"] == statement["guarantee"]
-    assert made["history"]["other_runs"]["known"] is False and "out of reach" in made["history"]["ledger"]
+    assert made["history"]["other_runs"]["known"] is False and "not available" in made["history"]["ledger"]
     assert made["mechanism"]["steps_executed"] == STEPS
 
 

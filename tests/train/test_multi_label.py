@@ -209,12 +209,12 @@ def test_scores_that_would_mean_nothing_are_refused(config: RunConfig, halves: t
             fit(session, secrets=KEYS, quiet=True)
     with pytest.raises(DataError, match="has one label a record; expected several"):
         score_own_head(tmp_path / "several", write_scenes(tmp_path / "single2", 40, 16, first=900))
-    with pytest.raises(DataError, match="has several labels a record; expected one"):
+    with pytest.raises(DataError, match="has several labels per record; expected one"):
         score_own_head(tmp_path / "one", test)
     real = AnyOfLabels("real.json", tuple(frozenset({1}) for _ in range(test.num_records)))
-    with pytest.raises(ConfigError, match=r"any of which is right.*Leave --labels out"):
+    with pytest.raises(ConfigError, match=r"--labels with a multi-label run.*Drop --labels"):
         score_own_head(tmp_path / "several", test, any_of=real)
-    with pytest.raises(DataError, match=r"several labels a record; expected one, which is what probes learn.*leave --train out"):
+    with pytest.raises(DataError, match=r"several labels per record; expected one for probes.*drop --train"):
         evaluate(tmp_path / "several", halves[0], test, protocols=(OwnHead(),))
     renamed = import_samples(
         (Sample(f"k{i}", test.read(i), {"label": [LABELS[i % 8]]}) for i in range(20)), tmp_path / "named", public=True

@@ -174,7 +174,7 @@ def test_a_tuned_run_is_a_parent_like_any_other(transfer: RunConfig, tmp_path: P
     [
         ("timm:test_vit", CheckpointError, r"no weights in .*Nothing is downloaded.*timm:test_vit@FILE"),
         ("timm:no_such_model", ConfigError, "expected one of timm's models"),
-        ("timm:test_vit.no_such_tag@{file}", ConfigError, "no_such_tag.*Leave the part after the dot out"),
+        ("timm:test_vit.no_such_tag@{file}", ConfigError, "no_such_tag.*Drop the part after the dot"),
         ("timm:vit_tiny_patch16_224@{file}", CheckpointError, r"pos_embed|cls_token|patch_embed"),
         ("timm:test_vit@nowhere.safetensors", CheckpointError, "nowhere.safetensors"),
         ("timm:resnet18@{file}", ConfigError, "BatchNorm"),

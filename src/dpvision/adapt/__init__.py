@@ -1,1 +1,1 @@
-"""Private heads on frozen features: every head is one or several releases of a clipped sum under one plan (docs/heads.md)."""
+"""Private heads on frozen features. Every head is one or more releases of a clipped sum under one plan (docs/heads.md)."""

@@ -3,10 +3,10 @@
     g_t = (sum of clipped gradients + noise) / expected_batch_size,    W_{t+1} = optimizer(W_t, g_t)
 
 The noise is added before the division, as in their equation 4 (algorithm 1 of the paper has it the other way round). From a head of
-zeros one step of Adam is -rate x sign(g), and LAMB's is the same, since a weight of norm zero gets the trust ratio 1. Then nothing is
-to be chosen: all scores are proportional to the rate, and their largest is the same for every rate.
+zeros one step of Adam is -rate x sign(g), and LAMB's is the same, since a weight of norm zero gets the trust ratio 1. No learning rate
+has to be tuned: all scores are proportional to it, so the predicted class does not depend on it.
 
-Legend: E numbers of a row (``stream``), K classes.
+Legend: E row width (``FeatureStream.width``), K classes.
 """
 
 import math
@@ -28,9 +28,9 @@ from dpvision.optim.optimizer import Optimizer
 from dpvision.optim.schedule import learning_rate
 
 BIAS = -10.0
-"""The paper's fixed bias: at first no class is likely, which is where most of many classes belong."""
+"""The paper's fixed bias: every class starts with a probability near 0, which is right for most classes when there are many."""
 ONE_STEP = OptimConfig(name="lamb", learning_rate=1e-3, eps=1e-12, weight_decay=0.0, schedule="constant")
-"""Adam's eps is far below any noisy gradient, so that the step is the sign of each number."""
+"""Adam's eps is far below any noisy gradient, so the step is the sign of each coordinate."""
 MANY_STEPS = OptimConfig(name="sgd", learning_rate=None, momentum=0.9, weight_decay=0.0, schedule="constant")
 
 Init = Literal["zero", "lecun"]
@@ -38,24 +38,24 @@ Init = Literal["zero", "lecun"]
 
 @dataclass(frozen=True)
 class Trained:
-    """Heads of one run of steps; all of them released, so that choosing by public rules among them is free."""
+    """The heads that one sequence of steps yields. All are released, so choosing among them by a public rule costs no privacy."""
 
     last: Head
     average: Head
     """Mean of the weights after each step (algorithm 1)."""
     ema: Head | None
-    """Exponential moving average; None unless ``optim.ema_decay`` is set."""
+    """Exponential moving average of the weights, or None if ``optim.ema_decay`` is None."""
 
 
 def one_step(
     stream: FeatureStream, releases: Releases, *, loss: Loss = "sigmoid", optim: OptimConfig = ONE_STEP, bias: float = BIAS
 ) -> Head:
-    """One step on all records from a head of zeros.
+    """Train a head by one gradient step from zero weights.
 
     Args:
-        releases: with one step left; full batch, in the paper.
-        optim: lamb and adamw give the sign of the noisy gradient, sgd the gradient itself; for neither does the rate change a prediction.
-        bias: fixed, the same for all classes. With the softmax loss it changes nothing.
+        releases: must have exactly one step left. The paper uses a full batch.
+        optim: lamb and adamw step by the sign of the noisy gradient, sgd by the gradient itself. The rate changes no prediction.
+        bias: fixed, the same for all classes. It has no effect with the softmax loss.
 
     Raises:
         ConfigError: more than one step is left, or the loss does not fit the labels.
@@ -76,14 +76,14 @@ def many_steps(
     init_scale: float = 1.0,
     seed: int = 0,
 ) -> Trained:
-    """All steps that are left in the plan: DP-SGD with momentum, DP-Adam or DP-LAMB by ``optim.name``.
+    """Train a head for all steps left in the plan: DP-SGD with momentum, DP-Adam or DP-LAMB by ``optim.name``.
 
-    Where ``releases.stop`` asks for it, the head after the step in progress.
+    If ``releases.stop()`` becomes true, return the head after the step in progress.
 
     Args:
-        optim: ``learning_rate`` of ``optim.schedule`` over the steps left here; None for the rule's (``rate.steps_rate``).
-        bias: fixed, the same for all classes; a trained one comes with ``stream.constant``.
-        init: zero weights, or LeCun's, normal of variance 1 / E, times ``init_scale``.
+        optim: its schedule spans the steps left. If its learning rate is None, ``rate.steps_rate`` sets it.
+        bias: fixed, the same for all classes. Set ``stream.constant`` to train a bias.
+        init: zero weights, or LeCun's: normal with variance 1 / E, times ``init_scale``.
         seed: of the initial weights; public.
 
     Raises:
@@ -92,7 +92,7 @@ def many_steps(
     check_loss(stream, loss)
     steps = releases.left
     if steps < 1:
-        raise ConfigError("adapt: steps=0; expected at least one step that is left in the plan. Plan more steps.")
+        raise ConfigError("adapt: steps=0; expected at least one step left in the plan. Give more --privacy.steps.")
     optim = with_rate(optim, releases.plan)
     head = _Weight(_initial(stream, init, init_scale, seed))
     bias_K = torch.full((stream.num_classes,), bias)
@@ -101,7 +101,7 @@ def many_steps(
     mean_KE = torch.zeros(head.weight.shape, dtype=torch.float64)
     done, rows = 0, IntegerStream(stream)
     while releases.left and not (done and releases.stop()):
-        # By the steps left, not by those taken here: steps that were charged and lost in a crash shorten the schedule.
+        # Count from the steps left: steps that were charged and lost in a crash shorten the schedule.
         at = steps - releases.left
         weight_KE = head.weight.detach()
         if steps == 1 and not weight_KE.any():
@@ -125,7 +125,7 @@ def check_loss(stream: FeatureStream, loss: Loss) -> None:
 
 
 class _Weight(nn.Module):
-    """What the optimizer moves."""
+    """The trained weight, as a module for the optimizer."""
 
     def __init__(self, weight_KE: Tensor) -> None:
         super().__init__()

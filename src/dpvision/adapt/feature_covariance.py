@@ -4,13 +4,13 @@ Some releases of the plan measure E[x x^T]; the rest are gradient steps on z = P
 
     P = (E[x x^T] + strength I)^(-1/2) / sqrt(d),    d = trace((E[x x^T] + strength I)^-1 E[x x^T])
 
-so that a typical z has length 1. A step of gradient descent on z is one preconditioned with P^2 on x. The paper clips and adds noise
-before the preconditioner; here both happen in the coordinates of z, where the noise is not blown up in weak directions.
+so that a typical z has length 1. A step of gradient descent on z is a step on x preconditioned with P^2. The paper clips and adds noise
+before the preconditioner; here both happen in the coordinates of z, where noise is not amplified in weak directions.
 
-In these coordinates the curvature is known: of the softmax loss at a head of zeros it is 1 / (K d), so that the learning rate is given
-in units of K d / steps. At a rate of 1 all steps together go as far as one step of Newton's method would.
+In these coordinates the curvature is known: for the softmax loss at zero weights it is 1 / (K d), so the learning rate is given in
+units of K d / steps. At a rate of 1 all steps together cover the distance of one Newton step.
 
-Legend: E numbers of a row (``stream``), K classes.
+Legend: E row width (``FeatureStream.width``), K classes.
 """
 
 import math
@@ -28,9 +28,9 @@ from dpvision.config import OptimConfig
 from dpvision.errors import ConfigError
 
 COVARIANCE_SHARE = 0.25
-"""Part of the releases that measure the covariance. This and the next two were chosen on scenes and digits (docs/heads.md)."""
+"""Fraction of the releases that measure the covariance. This and the next two were tuned on scenes and digits (docs/heads.md)."""
 STRENGTH = 0.3
-"""In units of the noise's largest eigenvalue."""
+"""In units of the largest eigenvalue of the noise."""
 OPTIM = OptimConfig(name="sgd", learning_rate=2.0, momentum=0.0, weight_decay=0.0, schedule="constant")
 
 
@@ -45,15 +45,15 @@ def feature_covariance(
     optim: OptimConfig = OPTIM,
     bias: float = 0.0,
 ) -> Trained:
-    """Measure the covariance, whiten, take the steps that are left.
+    """Measure the covariance, whiten, then train with the steps left.
 
     Args:
-        releases: with two steps or more.
-        covariance_share: part of the releases that go to the covariance, rounded, at least one; in (0, 1).
-        feature_norm: public length to which longer rows are scaled down for the covariance; if None, the stream's own bound (``unit``).
-        strength: of what is added to the covariance, in units of the largest eigenvalue of the noise; 0 or more.
+        releases: must have at least two steps left.
+        covariance_share: fraction of the releases spent on the covariance (rounded, at least one); in (0, 1).
+        feature_norm: public length to which longer rows are scaled down for the covariance; if None, ``stream.longest_row``.
+        strength: multiple of the identity added to the covariance, in units of the largest eigenvalue of the noise; at least 0.
         optim: its learning rate is in units of K d / steps.
-        loss, bias: as ``descent.many_steps``.
+        loss, bias: as in ``descent.many_steps``.
 
     Raises:
         ConfigError: a setting is out of range, the rows have no public bound, or fewer than two steps are left.
@@ -64,7 +64,7 @@ def feature_covariance(
     if not 0 <= strength < math.inf:
         raise ConfigError(f"adapt: strength={strength}; expected 0 or more. Use {STRENGTH}.")
     if releases.left < 2:
-        raise ConfigError(f"adapt: steps={releases.left}; expected two or more, one of them for the covariance. Plan more steps.")
+        raise ConfigError(f"adapt: steps={releases.left}; expected two or more, one for the covariance. Give more --privacy.steps.")
     bound, plan, width = row_bound(stream, feature_norm), releases.plan, stream.width
     count = min(max(1, round(covariance_share * releases.left)), releases.left - 1)
     released = releases.average(stream, lambda blocks: moment_sum(blocks, width, stream.num_classes, bound, 0.0, plan), count)
@@ -76,7 +76,7 @@ def feature_covariance(
 
 
 def whitener(covariance_EE: Tensor, strength: float) -> tuple[Tensor, float]:
-    """P, symmetric float64 (E, E), and d, from a noisy covariance: eigenvalues below zero count as zero, d below 1 as 1."""
+    """Return P (symmetric float64, (E, E)) and d from a noisy covariance. Negative eigenvalues count as zero, and d is at least 1."""
     value_E, basis_EE = torch.linalg.eigh(covariance_EE)
     value_E = value_E.clamp(min=0)
     dimension = max(float((value_E / (value_E + strength)).sum()), 1.0)

@@ -1,13 +1,13 @@
-"""Frozen features and labels of private records, a block at a time; and the head that comes of them.
+"""Frozen features and labels of private records, read in blocks; and the linear head trained on them.
 
-A record goes the same way in training and in prediction, each step a function of the record and of public numbers:
+Training and prediction transform a record in the same way. Each step is a function of the record and of public numbers:
 
     x -> x - centre -> x / ||x|| (``unit``) -> x * scale -> (x, constant) -> map (x, constant)
 
-A record whose features are not finite, or whose label is impossible, is in no block: it contributes exactly zero, and nothing raises,
-since whether a release raises must not depend on one record.
+A record with non-finite features or an invalid label is in no block: it contributes exactly zero and raises nothing, since whether a
+release raises must not depend on one record.
 
-Legend: N records, B records of a block, D feature dimensions, E numbers after the map (D, or D + 1 with a constant), K classes.
+Legend: N records, B records of a block, D feature dimension, E row width after the map (D, or D + 1 with a constant), K classes.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch import Tensor
 from dpvision.errors import DataError
 
 LARGEST_NORM = 1e15
-"""Rows longer than this count as not finite: beyond it, products of float32 numbers with the clip factor could leave the range."""
+"""Rows longer than this count as non-finite: beyond it, float32 products with the clip factor could overflow."""
 _BLOCK_BYTES = 1 << 26
 _PIECE = 16
 
@@ -33,16 +33,16 @@ class Block(NamedTuple):
     x_BE: Tensor
     """float32."""
     norm_B: Tensor
-    """float64, of the rows of x_BE as they stand, within 6 eps of float32."""
+    """float64; norms of the rows of x_BE, within 6 eps of float32."""
     label_B: Tensor | None
-    """int64 in [0, K); None with targets."""
+    """int64 in [0, K); None for multi-label records."""
     target_BK: Tensor | None
-    """float32, 0 or 1; None with labels."""
+    """float32, 0 or 1; None for single-label records."""
     row_B: np.ndarray
     """int64 positions of the records in the stream."""
 
     def class_sum(self, x_BE: Tensor, num_classes: int) -> Tensor:
-        """Rows of ``x_BE`` added up by class in float64, (K, E): Y^T X, without the matrix Y where each record has one label."""
+        """Return the sums of the rows of ``x_BE`` by class, float64 (K, E): Y^T X, without building Y for single labels."""
         x_BE = x_BE.double()
         if self.label_B is None:
             assert self.target_BK is not None
@@ -50,7 +50,7 @@ class Block(NamedTuple):
         return x_BE.new_zeros(num_classes, x_BE.shape[1]).index_add_(0, self.label_B, x_BE)
 
     def target_square_B(self) -> Tensor:
-        """||y||^2: the number of labels of each record, float64 (B,)."""
+        """Return ||y||^2, the number of labels of each record, float64 (B,)."""
         if self.target_BK is None:
             return torch.ones(len(self.x_BE), dtype=torch.float64)
         return self.target_BK.double().sum(1)
@@ -58,7 +58,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FeatureStream:
-    """Features and labels, in memory or memory-mapped, read in blocks of about 64 MiB."""
+    """Features and labels, in memory or memory-mapped; read in blocks of about 64 MiB."""
 
     feature_ND: np.ndarray
     """float32 or float16."""
@@ -67,21 +67,21 @@ class FeatureStream:
     num_classes: int
     """Public: declared, never counted in the data."""
     centre_D: Tensor | None = None
-    """Public point, say the mean of public features, that is taken off every record; float32."""
+    """Public point subtracted from every record, such as the mean of public features; float32."""
     unit: bool = False
-    """Every record is scaled to length 1; one of length 0 stays as it is."""
+    """Whether to scale every record to length 1. A record of length 0 is unchanged."""
     scale_D: Tensor | None = None
-    """Public factors of the dimensions, above 0, float32."""
+    """Public positive factor of each dimension, float32."""
     constant: float = 0.0
-    """Appended to every record, so that the head has a trained bias; 0: nothing is appended."""
+    """Appended to every record, so that the head has a trained bias. If 0, nothing is appended."""
     map_EE: Tensor | None = None
-    """Linear map made of public or released numbers, float32; applied to the row as x @ map^T."""
+    """Linear map computed from public or released numbers, float32; applied to the row as x @ map^T."""
 
     def __post_init__(self) -> None:
         feature, label = self.feature_ND, self.label
         if feature.ndim != 2 or feature.dtype not in (np.float32, np.float16) or 0 in feature.shape[1:]:
             raise DataError(
-                f"features: array {feature.dtype}{list(feature.shape)}; expected float32 or float16 (N, D). Embed the store anew."
+                f"features: array {feature.dtype}{list(feature.shape)}; expected float32 or float16 (N, D). Compute the features again."
             )
         single = label.ndim == 1 and np.issubdtype(label.dtype, np.integer)
         several = label.ndim == 2 and label.shape[1] == self.num_classes
@@ -99,7 +99,7 @@ class FeatureStream:
 
     @property
     def width(self) -> int:
-        """E: numbers of a row that a head sees."""
+        """E, the width of a head's input rows."""
         return self.feature_ND.shape[1] + (self.constant != 0)
 
     @property
@@ -108,21 +108,21 @@ class FeatureStream:
 
     @property
     def longest_row(self) -> float | None:
-        """Public bound on the length of every row, up to float32 rounding; None where there is none."""
+        """Public bound on the length of every row, up to float32 rounding, or None if there is no bound."""
         if not self.unit or self.map_EE is not None:
             return None
         return math.hypot(1.0 if self.scale_D is None else float(self.scale_D.max()), self.constant)
 
     def mapped(self, map_EE: Tensor) -> "FeatureStream":
-        """The same records with one more linear map."""
+        """Return the stream with ``map_EE`` applied after its own map."""
         both_EE = map_EE if self.map_EE is None else map_EE.double() @ self.map_EE.double()
         return replace(self, map_EE=both_EE.float())
 
     def blocks(self, rows: np.ndarray | None = None, num_bytes: int | None = None) -> Iterator[Block]:
-        """The records, or those of ``rows`` (sorted int64), in order.
+        """Yield all records, or those at ``rows`` (sorted int64), in order.
 
         Args:
-            num_bytes: of a block's rows; None for about 64 MiB.
+            num_bytes: size of a block's rows; if None, about 64 MiB.
         """
         count = self.num_records if rows is None else len(rows)
         step = max(1, (num_bytes or _BLOCK_BYTES) // (4 * max(self.width, self.num_classes)))
@@ -146,14 +146,14 @@ class FeatureStream:
         return Block(x_BE, norm_B, torch.from_numpy(label.astype(np.int64)), None, row_B)
 
     def _rows(self, x_BD: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows that a head sees, and their lengths."""
+        """Return a head's input rows and their lengths."""
         x_BE, norm_B = x_BD, None
         if self.centre_D is not None:
             x_BE = x_BE - self.centre_D
         if self.unit:
             norm_B = _norms(x_BE)
             scale_B = torch.where(norm_B > 0, 1 / norm_B, 1.0).float()
-            # Where a square overflows, or the length is beyond all reason, the row becomes NaN and drops out.
+            # A row whose square overflows, or that is longer than LARGEST_NORM, becomes NaN and is dropped.
             x_BE = x_BE * torch.where(norm_B <= LARGEST_NORM, scale_B, torch.nan)[:, None]
         if self.scale_D is not None:
             x_BE = x_BE * self.scale_D
@@ -164,7 +164,7 @@ class FeatureStream:
         return x_BE, _norms(x_BE)
 
     def head(self, weight_KE: Tensor, bias_K: Tensor) -> "Head":
-        """The head whose scores of a record are weight (row of the record) + bias."""
+        """Return the head on untransformed features that is equivalent to ``weight_KE`` and ``bias_K`` on this stream's rows."""
         weight_KE, bias_K = weight_KE.double(), bias_K.double()
         if self.map_EE is not None:
             weight_KE = weight_KE @ self.map_EE.double()
@@ -177,7 +177,7 @@ class FeatureStream:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A linear classifier of frozen features: scores = weight x + bias, with x centred and scaled as in training."""
+    """A linear classifier on frozen features: scores = weight x + bias, with x centred and scaled as in training."""
 
     weight_KD: Tensor
     """float32."""
@@ -186,7 +186,7 @@ class Head:
     unit: bool = False
 
     def scores(self, x_BD: Tensor) -> Tensor:
-        """Scores float32 (B, K) of features float32 (B, D); the largest is the prediction."""
+        """Return the scores, float32 (B, K), of features, float32 (B, D)."""
         if self.centre_D is not None:
             x_BD = x_BD - self.centre_D
         if self.unit:
@@ -194,16 +194,16 @@ class Head:
         return x_BD @ self.weight_KD.T + self.bias_K
 
     def predict(self, x_BD: Tensor) -> Tensor:
-        """The class with the largest score, int64 (B,)."""
+        """Return the class with the largest score, int64 (B,)."""
         return self.scores(x_BD).argmax(dim=1)
 
 
 def _norms(x_BE: Tensor) -> Tensor:
-    """Lengths, float64, within 6 eps of float32 (as ``dp.weight_grads.sum_of_squares`` argues): the margin of 32 covers
-    their squares too.
+    """Return the lengths of rows, float64, within 6 eps of float32 (as ``dp.weight_grads.sum_of_squares`` argues): the margin of
+    32 covers their squares too.
 
-    Pieces of 16 squares are added up in float32, the pieces in float64, several times as fast as float64 throughout. Below 1e-17 squares
-    leave the range of float32 and lengths come out too small: contributions of such rows are far below any clip norm.
+    Groups of 16 squares are summed in float32 and the groups in float64, several times as fast as float64 throughout. Below 1e-17,
+    squares underflow and lengths come out too small: contributions of such rows are far below any clip norm.
     """
     whole = x_BE.shape[1] // _PIECE * _PIECE
     piece_BQ = torch.linalg.vector_norm(x_BE[:, :whole].unflatten(1, (-1, _PIECE)), dim=2).double()

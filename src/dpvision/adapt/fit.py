@@ -1,4 +1,4 @@
-"""The head that a config asks for, from a stream of features and the releases of a plan."""
+"""Train the head that a config names, from a feature stream and the releases of a plan."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ from dpvision.privacy.plan import DPPlan
 
 @dataclass(frozen=True)
 class Fitted:
-    """A head, and its moving average where there is one."""
+    """A trained head and, if the config asks for one, its exponential moving average."""
 
     head: Head
     ema: Head | None = None
 
 
 def fit_head(config: RunConfig, stream: FeatureStream, releases: Releases) -> Fitted:
-    """Spend all releases that are left on the head of ``config.model``; every number comes from the config.
+    """Train the head of ``config.model`` with all releases left. Every setting comes from the config.
 
     Raises:
         ConfigError: too few releases are left for this head.
@@ -66,15 +66,18 @@ def _chosen(cfg: HeadConfig, trained: Trained) -> Fitted:
 
 
 def choose_head(config: RunConfig, stream: FeatureStream, plan: DPPlan, charge: Callable[[], int]) -> tuple[RunConfig, Selected]:
-    """The best of ``config.model.candidates`` by a private score: the config of the one that was chosen, and what leaves of the selection.
+    """Choose the best of ``config.model.candidates`` by a private score.
 
     Args:
-        plan: with a selection.
-        charge: ``ledger.append``; called once, before anything of the records is computed.
+        plan: must have a selection.
+        charge: ``ledger.append``; called once, before anything is computed from the records.
+
+    Returns:
+        The config of the chosen candidate, and everything that the selection releases.
 
     Raises:
-        ConfigError: a candidate cannot be trained with these releases; nothing has been charged then.
-        PrivacyError: the secret number of runs was 0 (Poisson only): nothing is released, and it has cost the same.
+        ConfigError: a candidate cannot be trained with these releases. Nothing has been charged.
+        PrivacyError: the secret number of runs was 0 (Poisson only). Nothing is released, and the epsilon is spent.
     """
     assert isinstance(config.model, HeadConfig)
     asked: dict[str, RunConfig] = {}
@@ -86,8 +89,8 @@ def choose_head(config: RunConfig, stream: FeatureStream, plan: DPPlan, charge: 
     selected = select_head(stream, candidates, plan, charge)
     if selected is None:
         raise PrivacyError(
-            "adapt: the selection drew no run, as its law does now and then; nothing is released, and it has cost its epsilon. "
-            "Start a new run under another --name; --model.selection-shape 1 always draws one."
+            "adapt: selection_runs=0 was drawn, as a Poisson number sometimes is; expected at least 1. Nothing is released, but the "
+            "epsilon is spent. Start a new run under another --name; with --model.selection-shape 1 the number is never 0."
         )
     return asked[selected.candidate], selected
 

@@ -9,12 +9,12 @@ scaled residuals a_i = f_i scale_i (p_i - y_i) are cut off, towards zero, to mul
 
     sum_i f_i g_i = h sum_i k_i q_i^T,    |k_i| h <= |a_i|
 
-so a record adds k_i q_i^T h, of norm at most f_i ||g_i|| <= C, and no rounding follows but that of float64 totals over blocks.
+so a record adds k_i q_i^T h, of norm at most f_i ||g_i|| <= C. The only later rounding is in the float64 totals over blocks.
 
-At a head of zeros p is the same for all records and known, and the sum needs no product at all: p (sum_i f_i x_i)^T - Y^T diag(f) X, where
+At zero weights p is the same for all records, and the sum needs no matrix product: p (sum_i f_i x_i)^T - Y^T diag(f) X, where
 Y^T X are sums by class (``sum_at_zero``).
 
-Legend: B records of a block, E numbers of a row (``stream``), K classes.
+Legend: B records of a block, E row width (``FeatureStream.width``), K classes.
 """
 
 from collections.abc import Iterator
@@ -30,14 +30,14 @@ from dpvision.dp.clip import ClippedSum
 from dpvision.privacy.plan import DPPlan
 
 Loss = Literal["softmax", "sigmoid"]
-"""Cross-entropy over the classes, or the sum over the classes of binary cross-entropies, as the paper has it."""
+"""Cross-entropy over the classes, or the paper's sum over the classes of binary cross-entropies."""
 
 
 def gradient_sum(blocks: Iterator[IntegerBlock], weight_KE: Tensor, bias_K: Tensor, loss: Loss, plan: DPPlan) -> ClippedSum:
-    """Clipped sum of the gradients with respect to the weight, under the name "weight": float64 (K, E).
+    """Return the clipped sum of the gradients with respect to the weight, named "weight": float64 (K, E).
 
     Args:
-        weight_KE: float32; public or released. The products have it rounded to 31 bits, relative to each class's largest weight.
+        weight_KE: float32; public or released. Products use it rounded to 31 bits, relative to each class's largest weight.
         bias_K: fixed bias, float32.
     """
     total = Contributions(plan, {"weight": tuple(weight_KE.shape)})
@@ -51,22 +51,22 @@ def gradient_sum(blocks: Iterator[IntegerBlock], weight_KE: Tensor, bias_K: Tens
             residual_BK[torch.arange(len(block.label_B)), block.label_B] -= 1
         norm_B = torch.linalg.vector_norm(residual_BK, dim=1) * block.norm_B
         residual_BK *= total.factors(norm_B).double()[:, None]
-        if not torch.isfinite(norm_B).all():  # weights that are not finite: 0 x NaN is NaN
+        if not torch.isfinite(norm_B).all():  # the weights are not finite, and 0 x NaN is NaN
             residual_BK = residual_BK.masked_fill(~torch.isfinite(norm_B)[:, None], 0.0)
         total.add("weight", _outer(block, residual_BK, weight_KE.shape[1], plan.max_grad_norm))
     return total.sum()
 
 
 def probabilities(logit_BK: Tensor, loss: Loss) -> Tensor:
-    """What the loss takes for the probability of each class; every row's bits are its own, wherever it stands.
+    """Return the class probabilities that ``loss`` implies. A row's bits do not depend on its position in the batch.
 
-    torch's sigmoid has other last bits at the end of a tensor than inside; its exp has not.
+    The last bits of torch's sigmoid differ at the end of a tensor; those of its exp do not.
     """
     return logit_BK.softmax(dim=-1) if loss == "softmax" else 1 / (1 + (-logit_BK).exp())
 
 
 class _Weight:
-    """A head's weight as int8 digits, each class relative to its own largest entry."""
+    """A head's weight as int8 digits, each class scaled by its largest entry."""
 
     def __init__(self, weight_KE: Tensor, bias_K: Tensor) -> None:
         self._weight_KE, self._bias_K = weight_KE.double(), bias_K.double()
@@ -100,7 +100,7 @@ def _outer(block: IntegerBlock, residual_BK: Tensor, width: int, max_grad_norm: 
     if max_grad_norm is None:
         grid = max(float(scaled_BK.abs().max()) if scaled_BK.numel() else 0.0, 1e-300) / largest(DIGITS)
     else:
-        # |a_i| <= C / ||q_i||, and the largest entry of a row q_i that is not zero is largest(digits).
+        # |a_i| <= C / ||q_i||, and the largest entry of a nonzero row q_i is largest(digits).
         grid = max_grad_norm / (largest(len(block.digit_BE)) * largest(DIGITS))
     most = largest(DIGITS)
     whole_BK = (scaled_BK / grid).trunc_().clamp_(-most, most).to(torch.int32)
@@ -115,7 +115,7 @@ def _outer(block: IntegerBlock, residual_BK: Tensor, width: int, max_grad_norm: 
 
 
 def sum_at_zero(blocks: Iterator[Block], width: int, bias_K: Tensor, loss: Loss, plan: DPPlan) -> ClippedSum:
-    """As ``gradient_sum`` at a weight of zeros, on the float32 rows: sums by class, no matrix product.
+    """Return ``gradient_sum`` at zero weights, computed from float32 rows by class sums, without a matrix product.
 
     Args:
         width: E.
@@ -133,7 +133,7 @@ def sum_at_zero(blocks: Iterator[Block], width: int, bias_K: Tensor, loss: Loss,
         residual_B = (p_K.square().sum() + own_B).clamp(min=0).sqrt()
         x_BE = block.x_BE * total.factors(residual_B * block.norm_B)[:, None]
         class_KE = block.class_sum(x_BE, num_classes)
-        # With one label each, the sum over the classes is that over the records.
+        # With one label per record, the sum over classes is the sum over records.
         sum_E = class_KE.sum(dim=0) if block.target_BK is None else x_BE.sum(dim=0, dtype=torch.float64)
         total.add("weight", p_K[:, None] * sum_E - class_KE)
     return total.sum()

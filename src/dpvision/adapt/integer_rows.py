@@ -1,16 +1,16 @@
-"""Rows as integers, so that the products of a gradient step are exact.
+"""Feature rows as integers, so that the matrix products of a gradient step are exact.
 
-A row is rounded to 8 bits (16 where it is narrow) relative to its own largest entry, and kept as signed digits in base 256:
+A row is scaled by its largest entry, rounded to 8 bits (16 for narrow rows), and stored as signed digits in base 256:
 
     x_i = scale_i (q_i, constant / scale_i),    q_i = sum over d of 256^d digit_id,    every digit an int8
 
-Weights and residuals are rounded to four such digits. Products of int8 matrices with int32 results are exact. So a logit depends on its
-record and the weights only, a block's sum depends neither on the order of its records nor on who stands beside them, and what a record adds
-is known before it is added (docs/heads.md, "Rounding"). It is fast, too: 8 bits are half of a float16 feature to read.
+Weights and residuals are rounded to four such digits. Products of int8 matrices with int32 results are exact. So a logit depends only on
+its record and the weights, a record's contribution to a block's sum depends on no other record, and the order of records does not matter
+(docs/heads.md, "Rounding"). It is also fast: 8 bits are half as much to read as a float16 feature.
 
-The constant, which is far larger than the entries of a wide row, stays a number of its own.
+The constant is far larger than the entries of a wide row and is stored separately.
 
-Legend: N records, B records of a block, E feature dimensions of a row, K classes.
+Legend: N records, B records of a block, E row width, K classes.
 """
 
 import functools
@@ -24,15 +24,15 @@ from torch import Tensor
 from dpvision.adapt.feature_stream import Block, FeatureStream
 
 WIDE = 8192
-"""Feature dimensions above which a row has 8 bits; up to it 16, since features of few dimensions may have outliers."""
+"""Rows wider than this have 8 bits; others have 16, since features of few dimensions may have outliers."""
 DIGITS = 4
-"""Of weights and residuals: 31 bits with the sign."""
+"""Digits of weights and residuals: 31 bits with the sign."""
 _LARGEST = 127
 _KEEP_BYTES = 2 << 30
 _BLOCK_BYTES = 1 << 26
 _READ_BYTES = 1 << 22
 _MOST_SUMMED = 1 << 16
-"""Products summed in int32 at a time: of 255 x 128 each, as unsigned kernels take them."""
+"""Products summed in one int32, each up to 255 x 128, since some kernels convert to unsigned."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class IntegerBlock:
     scale_B: Tensor
     """float64."""
     norm_B: Tensor
-    """float64, of the whole row, constant included, as it stands here: exact but for float64 rounding."""
+    """float64 norm of the whole integer row, constant included: exact up to float64 rounding."""
     label_B: Tensor | None
     """As in ``Block``."""
     target_BK: Tensor | None
     constant: float
-    """Last entry of every row, beside the integers; 0: there is none."""
+    """Last entry of every row, not stored as an integer; 0 if there is none."""
 
 
 class IntegerStream:
-    """The records of a ``FeatureStream`` as integers, kept in memory where they take at most 2 GiB, else made anew at every reading.
+    """The records of a ``FeatureStream`` as integers. Kept in memory if they take at most 2 GiB, otherwise recomputed at every pass.
 
-    No record is read before the first ``blocks``. It stands in for its stream in ``Releases.release``.
+    No record is read before the first call of ``blocks``. ``Releases.release`` accepts it in place of the stream.
     """
 
     def __init__(self, stream: FeatureStream) -> None:
@@ -69,7 +69,7 @@ class IntegerStream:
         return self._stream.num_records
 
     def blocks(self, rows: np.ndarray | None = None) -> Iterator[IntegerBlock]:
-        """The valid records, or those among ``rows`` (sorted int64), in order."""
+        """Yield the valid records, or those among ``rows`` (sorted int64), in order."""
         if self._digits * self.num_records * self._stream.width > _KEEP_BYTES:
             yield from self._made(rows)
             return
@@ -83,7 +83,7 @@ class IntegerStream:
             yield _taken(whole, slice(start, start + step) if rows is None else torch.from_numpy(here))
 
     def _made(self, rows: np.ndarray | None) -> Iterator[IntegerBlock]:
-        """Blocks from the features themselves."""
+        """Yield blocks computed from the features."""
         parts: list[IntegerBlock] = []
         # Small blocks of float32 rows stay in the processor's cache while they become integers.
         for block in self._stream.blocks(rows, _READ_BYTES):
@@ -95,7 +95,7 @@ class IntegerStream:
             yield _joined(parts)
 
     def _step(self) -> int:
-        """Records of a block: its integers, and its logits, are about 64 MiB at most."""
+        """Return the number of records in a block, whose integers and logits each take at most about 64 MiB."""
         return min(_MOST_SUMMED, max(1, _BLOCK_BYTES // max(self._stream.width, 16 * DIGITS * self._stream.num_classes)))
 
     def _integers(self, block: Block) -> IntegerBlock:
@@ -104,11 +104,11 @@ class IntegerStream:
         return IntegerBlock(digit_BE, scale_B, norm_B, block.label_B, block.target_BK, self._constant)
 
     def _whole(self) -> tuple[IntegerBlock, np.ndarray]:
-        """All valid records as one block, and each record's place in it, -1 for the others."""
+        """Return all valid records as one block, and each record's position in it, -1 for invalid records."""
         if self._kept is None:
             most, classes = self.num_records, self._stream.num_classes
             several = self._stream.multi_label
-            # Made beforehand: small tensors that outlive each block would cut up the memory that blocks give back.
+            # Allocated beforehand: small tensors that outlive a block would fragment the memory that it frees.
             whole = IntegerBlock(
                 tuple(torch.empty(most, self._stream.width, dtype=torch.int8) for _ in range(self._digits)),
                 torch.empty(most, dtype=torch.float64),
@@ -129,7 +129,7 @@ class IntegerStream:
 
 
 def to_digits(x_BE: Tensor, digits: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Round finite rows to integers, each relative to its own largest entry.
+    """Round finite rows to integers, each scaled by its largest entry.
 
     Returns:
         Digits int8 (B, E), the least significant first; the scale of each row, float64, such that scale x q is the row; ||q||^2, float64,
@@ -137,7 +137,7 @@ def to_digits(x_BE: Tensor, digits: int) -> tuple[tuple[Tensor, ...], Tensor, Te
     """
     most = largest(digits)
     peak_B = x_BE.abs().amax(dim=1).double() if x_BE.shape[1] else x_BE.new_zeros(len(x_BE), dtype=torch.float64)
-    # In float32 the quotient is rounded before it becomes an integer: still a function of the record, and at most one unit off.
+    # In float32 the quotient is rounded before it becomes an integer: still a function of the record, and at most 1 off.
     inverse_B = torch.where(peak_B > 0, most / peak_B, 0.0)
     q_BE = (x_BE * inverse_B.clamp(max=1e38).float()[:, None]).round_().clamp_(-most, most)
     if digits == 1:
@@ -148,12 +148,12 @@ def to_digits(x_BE: Tensor, digits: int) -> tuple[tuple[Tensor, ...], Tensor, Te
 
 
 def largest(digits: int) -> int:
-    """The largest integer of so many int8 digits: 127, 32,639, 8,355,711, 2,139,062,143."""
+    """Return the largest integer of 1 to 4 int8 digits: 127, 32,639, 8,355,711, 2,139,062,143."""
     return _LARGEST * (256**digits - 1) // 255
 
 
 def split(value: Tensor, digits: int) -> tuple[Tensor, ...]:
-    """Signed digits int8 in base 256 of int32 integers of at most ``largest(digits)``, the least significant first."""
+    """Split int32 integers of at most ``largest(digits)`` into signed int8 digits in base 256, the least significant first."""
     found = []
     for _ in range(digits):
         digit = ((value + 128) & 255) - 128
@@ -163,13 +163,13 @@ def split(value: Tensor, digits: int) -> tuple[Tensor, ...]:
 
 
 def products(left_BE: Tensor, right_EM: Tensor) -> Iterator[Tensor]:
-    """left @ right of int8 matrices: exact int32 (B, M), one for each 65,536 of the terms, to be added up."""
+    """Yield exact int32 parts (B, M) of the product of int8 matrices, one for every 65,536 columns of ``left_BE``; they sum to it."""
     for start in range(0, left_BE.shape[1], _MOST_SUMMED):
         yield integer_product(left_BE[:, start : start + _MOST_SUMMED], right_EM[start : start + _MOST_SUMMED])
 
 
 def integer_product(left_BE: Tensor, right_EM: Tensor) -> Tensor:
-    """int8 (B, E) @ int8 (E, M) -> int32, exact for E up to 65,536."""
+    """Return int8 (B, E) @ int8 (E, M) as int32, exact for E up to 65,536."""
     if exact_integer_products():
         return torch._int_mm(left_BE, right_EM)
     return (left_BE.double() @ right_EM.double()).to(torch.int32)
@@ -177,7 +177,7 @@ def integer_product(left_BE: Tensor, right_EM: Tensor) -> Tensor:
 
 @functools.cache
 def exact_integer_products() -> bool:
-    """Whether int8 products are exact on this machine: processors without instructions of their own for them may saturate at 16 bits."""
+    """Return whether torch's int8 products are exact here: processors without instructions for them may saturate at 16 bits."""
     rng = torch.Generator().manual_seed(0)
     extreme = torch.tensor([-128, -127, 127], dtype=torch.int8)
     for rows, width, columns in ((33, 1031, 29), (8, 4096, 3), (1, 64, 1)):
@@ -211,7 +211,7 @@ def _columns(block: IntegerBlock) -> list[Tensor]:
 
 
 def _joined(parts: list[IntegerBlock]) -> IntegerBlock:
-    """Blocks one after another."""
+    """Concatenate blocks."""
     labels = [part.label_B for part in parts if part.label_B is not None]
     targets = [part.target_BK for part in parts if part.target_BK is not None]
     return replace(

@@ -1,11 +1,11 @@
 """Private least squares: one head in closed form from noisy second moments (Mehta et al. 2023, arXiv 2211.13403; Wang 2018).
 
-    W = E[y x^T] (E[x x^T] + strength I)^-1,    both moments from one set of releases, E x E and K x E numbers with noise
+    W = E[y x^T] (E[x x^T] + strength I)^-1,    both noisy moments, (E, E) and (K, E), from one set of releases
 
-What comes after the release is post-processing: eigenvalues that the noise made negative are set to zero, and the strength is a
-multiple of the noise's own largest eigenvalue, which is public, so that no direction is divided by less than the noise in it.
+The rest is post-processing: eigenvalues that the noise made negative are set to zero, and the strength is a multiple of the noise's
+largest eigenvalue, which is public, so that no direction is divided by less than the noise in it.
 
-Legend: E numbers of a row (``stream``), K classes.
+Legend: E row width (``FeatureStream.width``), K classes.
 """
 
 import math
@@ -19,7 +19,7 @@ from dpvision.errors import ConfigError
 
 CROSS_SHARE = 0.7
 STRENGTH = 0.5
-"""In units of the noise's largest eigenvalue. Chosen on scenes (docs/heads.md)."""
+"""In units of the largest eigenvalue of the noise. Tuned on scenes (docs/heads.md)."""
 _LEAST_STRENGTH = 1e-6
 
 
@@ -31,13 +31,13 @@ def least_squares(
     cross_share: float = CROSS_SHARE,
     strength: float = STRENGTH,
 ) -> Head:
-    """Ridge regression of the labels (1 for the record's classes, 0 elsewhere), from all releases that are left.
+    """Fit a ridge regression of the labels (1 for the record's classes, 0 elsewhere) with all releases left.
 
     Args:
         releases: one is enough; several are averaged.
-        feature_norm: public length to which longer rows are scaled down; if None, the stream's own bound (``unit``).
-        cross_share: part of a contribution's squared length that the cross moments get, in (0, 1).
-        strength: of the ridge penalty, in units of the largest eigenvalue of the noise; 0 or more.
+        feature_norm: public length to which longer rows are scaled down; if None, ``stream.longest_row``.
+        cross_share: fraction of a contribution's squared length given to the cross moments, in (0, 1).
+        strength: ridge penalty in units of the largest eigenvalue of the noise; at least 0.
 
     Raises:
         ConfigError: a setting is out of range, or the rows have no public bound.
@@ -51,7 +51,7 @@ def least_squares(
     value_E, basis_EE = torch.linalg.eigh(moment_of(released["moment"], bound, cross_share, plan))
     cross_KE = cross_of(released["cross"], bound, cross_share, plan)
     edge = noise_edge(releases.entry_std(count), width, bound, cross_share, plan)
-    # Without noise a little is left, against directions that the features do not have.
+    # Without noise a small penalty remains, for directions in which the features do not vary.
     damped_E = value_E.clamp(min=0) + max(strength * edge, _LEAST_STRENGTH * bound**2)
     weight_KE = cross_KE @ (basis_EE / damped_E) @ basis_EE.T
     return stream.head(weight_KE, torch.zeros(stream.num_classes))

@@ -1,9 +1,9 @@
-"""Second moments of private features: what goes into a release, what comes out of it.
+"""Second moments of private features: clipped sums to release, and estimates from what was released.
 
-A symmetric matrix is released as its upper triangle with the entries off the diagonal times sqrt(2), a vector of the same length as
-the matrix has (Frobenius): a record's x x^T then has length exactly ||x||^2, and no budget is lost on what is there twice.
+A symmetric matrix is released as its upper triangle with off-diagonal entries times sqrt(2). This vector's norm is the matrix's
+Frobenius norm: a record's x x^T has norm exactly ||x||^2, and no budget is spent on duplicate entries.
 
-Legend: B records of a block, E numbers of a row, S = E (E + 1) / 2 numbers of a triangle, K classes.
+Legend: B records of a block, E row width, S = E (E + 1) / 2 entries of a triangle, K classes.
 """
 
 import math
@@ -20,36 +20,36 @@ from dpvision.privacy.plan import DPPlan
 
 
 def row_bound(stream: FeatureStream, feature_norm: float | None) -> float:
-    """Public bound R on the length of a row: the one asked for, else the stream's own.
+    """Return the public bound R on the length of a row: ``feature_norm``, or ``stream.longest_row`` if that is None.
 
     Raises:
-        ConfigError: there is none, or it is out of range.
+        ConfigError: there is no bound, or it is out of range.
     """
     bound = stream.longest_row if feature_norm is None else feature_norm
     if bound is None:
         raise ConfigError(
-            "adapt: feature_norm=None for features of any length; expected a public bound. Scale the records to length 1 (unit=True), "
-            "or name the length to clip them to."
+            "adapt: feature_norm=None for features of any length; expected a public bound. Leave out --model.no-unit, or give "
+            "--model.feature-norm."
         )
-    # Beyond these its square and the factors made of it leave the range of float32.
+    # Beyond these, its square and the factors computed from it overflow float32.
     if not 1e-12 <= bound <= 1e12:
         raise ConfigError(f"adapt: feature_norm={bound}; expected 1e-12 to 1e12. Use the typical length of public features.")
     return bound
 
 
 def moment_sum(blocks: Iterator[Block], width: int, num_classes: int, bound: float, cross_share: float, plan: DPPlan) -> ClippedSum:
-    """Clipped sum of each record's second moments with itself and with its target, one contribution:
+    """Return the clipped sum of each record's second moments and cross moments with its target, as one contribution:
 
         C (sqrt(1 - s) x x^T / R^2,  sqrt(s) y x^T / R),    rows longer than R scaled down to it first
 
-    whose norm is at most C for a record of one label; anything longer is clipped.
+    Its norm is at most C for a record with one label; longer contributions are clipped.
 
     Args:
         bound: R.
-        cross_share: s, the part of the contribution's squared length that is given to the cross moments, in [0, 1].
+        cross_share: s, the fraction of the contribution's squared length given to the cross moments, in [0, 1].
 
     Returns:
-        "moment", float64 (S,), where s < 1; "cross", float64 (K, E), where s > 0.
+        "moment", float64 (S,), if s < 1; "cross", float64 (K, E), if s > 0.
     """
     scale = plan.max_grad_norm or 1.0
     own, cross = scale * math.sqrt(1 - cross_share) / bound**2, scale * math.sqrt(cross_share) / bound
@@ -61,7 +61,7 @@ def moment_sum(blocks: Iterator[Block], width: int, num_classes: int, bound: flo
         long_B = norm_B > bound
         if long_B.any():
             x_BE = x_BE * torch.where(long_B, bound / norm_B, 1.0).float()[:, None]
-            # At most R but for the rounding of the length and of the product, 7 eps, which the margin of the clip covers.
+            # At most R up to the rounding of the length and of the product, 7 eps, which the clip's margin covers.
             norm_B = norm_B.clamp(max=bound)
         length_B = (own**2 * norm_B**4 + cross**2 * norm_B**2 * block.target_square_B()).sqrt()
         factor_B = total.factors(length_B)
@@ -77,7 +77,7 @@ def moment_sum(blocks: Iterator[Block], width: int, num_classes: int, bound: flo
 
 
 def moment_of(released_S: Tensor, bound: float, cross_share: float, plan: DPPlan) -> Tensor:
-    """E[x x^T] from a released "moment": symmetric float64 (E, E)."""
+    """Return E[x x^T] from a released "moment": symmetric float64 (E, E)."""
     width = (math.isqrt(8 * len(released_S) + 1) - 1) // 2
     row_S, column_S = torch.triu_indices(width, width)
     matrix_EE = torch.zeros(width, width, dtype=torch.float64)
@@ -87,12 +87,12 @@ def moment_of(released_S: Tensor, bound: float, cross_share: float, plan: DPPlan
 
 
 def cross_of(released_KE: Tensor, bound: float, cross_share: float, plan: DPPlan) -> Tensor:
-    """E[y x^T] from a released "cross": float64 (K, E)."""
+    """Return E[y x^T] from a released "cross": float64 (K, E)."""
     return released_KE.double() * (bound / math.sqrt(cross_share) / (plan.max_grad_norm or 1.0))
 
 
 def noise_edge(entry_std: float, width: int, bound: float, cross_share: float, plan: DPPlan) -> float:
-    """Largest eigenvalue of the noise in ``moment_of``, nearly surely: 2 s sqrt(E), s the deviation off the diagonal (Wigner)."""
+    """Return the largest eigenvalue of the noise in ``moment_of``: 2 s sqrt(E) with s the off-diagonal standard deviation (Wigner)."""
     off_diagonal = entry_std * math.sqrt(0.5) * bound**2 / math.sqrt(1 - cross_share) / (plan.max_grad_norm or 1.0)
     return 2 * off_diagonal * math.sqrt(width)
 

@@ -1,9 +1,9 @@
-"""From a config to everything a private head is made of: each check that can refuse comes before the first charge.
+"""Prepare a private head's run from its config. Every check that can refuse the run comes before the first charge.
 
-What is settled here (which head, which features, what plan) rests on public numbers: what was declared, and what the encoder makes of
-public noise. Messages about labels and about the store's size are for whoever holds the records, and stand in no file.
+The choices made here (head, features, plan) depend on public numbers only: declared ones, and the encoder's output on public noise.
+Messages about labels and the store's size are for the operator and are written to no file.
 
-Legend: N records, D feature dimensions, K classes.
+Legend: N records, D feature dimension, K classes.
 """
 
 import math
@@ -36,26 +36,26 @@ from dpvision.runs.store_checks import check_labels, check_store
 from dpvision.train import distributed
 
 _UNDECLARED = 1
-"""What recipes say of a number of records that a person has to declare."""
+"""Placeholder in recipes for a dataset size that the operator has to declare."""
 _NEEDED = {"feature_covariance": 2}
-"""Releases without which a head cannot be made; one, where nothing stands here."""
+"""Smallest number of releases of each head; 1 for heads not listed."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run of a head works with; nothing is charged and no image is read yet."""
+    """Everything a head's run needs. Nothing has been charged and no image has been read."""
 
     config: RunConfig
-    """Settled: no 'auto', and the encoder's pooling, size and width as they are."""
+    """Without 'auto', and with the encoder's actual pooling, image size and width."""
     plan: DPPlan
     store: Store
     row_N: np.ndarray
-    """int64 rows that take part."""
+    """int64 rows of the store that take part."""
     label: np.ndarray
-    """int64 (N,), or uint8 (N, K) where a record may have several."""
+    """int64 (N,), or uint8 (N, K) for multi-label records."""
     encoder: Encoder
     lineage: list[dict[str, Any]]
-    """Of the encoder."""
+    """The encoder's lineage."""
     device: torch.device
 
     @property
@@ -65,20 +65,21 @@ class Prepared:
 
     @property
     def releases_needed(self) -> int:
-        """Releases without which there is no head."""
+        """Smallest number of releases from which this head can be trained."""
         return _NEEDED.get(self.model.head, 1)
 
 
 def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
-    """Open what ``config`` names, settle what it leaves open, make the plan, check all.
+    """Open the store and encoder of ``config``, fill in its defaults, make the plan, and check everything.
 
     Args:
-        plan: of a run that goes on; None makes one.
+        plan: the plan of a resumed run; if None, a new one is made.
 
     Raises:
-        ConfigError: the encoder is unknown, without weights, or looks at more than one image; a number is not declared; settings do not
-            fit together. DataError: the store, its size or its labels do not fit. PrivacyError: the plan, or the encoder's own lineage,
-            is refused. CheckpointError: the encoder cannot be read.
+        ConfigError: the encoder is unknown, has no weights, or mixes images of a batch; a number is not declared; settings conflict.
+        DataError: the store, its size or its labels do not fit.
+        PrivacyError: the plan or the encoder's lineage is refused.
+        CheckpointError: the encoder cannot be read.
     """
     model = _check_asked(config)
     assert config.data.store is not None and model.num_classes is not None and model.encoder.spec is not None
@@ -99,10 +100,10 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
 
 
 def settled(config: RunConfig, encoder: Encoder, pooling: str, width: int) -> RunConfig:
-    """The config with nothing left open: what the encoder says of itself, and a head in the place of 'auto'.
+    """Return the config with the encoder's own settings filled in and 'auto' replaced by a head.
 
     Raises:
-        ConfigError: 'auto' without a target epsilon to go by, or a head that cannot be made of such features or steps.
+        ConfigError: 'auto' without a target epsilon, or a head that does not fit the feature dimension or the steps.
     """
     assert isinstance(config.model, HeadConfig) and config.model.num_classes is not None
     frozen = replace(config.model.encoder, pooling=pooling, image_size=encoder.image_size, width=width)
@@ -117,7 +118,7 @@ def settled(config: RunConfig, encoder: Encoder, pooling: str, width: int) -> Ru
         if privacy.guarantee == "dp" and privacy.target_epsilon is None and privacy.target_unit_epsilon is None:
             raise ConfigError(
                 f"adapt: head='auto' with noise_multiplier={privacy.noise_multiplier}; expected a target epsilon to choose by. "
-                "Say --epsilon, or name a head."
+                "Give --epsilon, or choose a head with --head."
             )
         epsilon = math.inf if privacy.target_epsilon is None else privacy.target_epsilon
         if privacy.target_unit_epsilon is not None:
@@ -131,7 +132,7 @@ def settled(config: RunConfig, encoder: Encoder, pooling: str, width: int) -> Ru
 
 
 def _with_decay(model: ModelConfig, encoder: Encoder, plan: DPPlan) -> HeadConfig:
-    """The head's config with the rule's frequency decay, where it has none: 1 for heads and features that the rule is not for."""
+    """Return the head's config with a frequency decay. If it has none, set the rule's, or 1 if the rule does not apply."""
     assert isinstance(model, HeadConfig)
     if model.frequency_decay is not None:
         return model
@@ -139,8 +140,10 @@ def _with_decay(model: ModelConfig, encoder: Encoder, plan: DPPlan) -> HeadConfi
 
 
 def head_plan(config: RunConfig) -> DPPlan:
-    """The plan of a head: ``make_plan``'s, but for full batches with the exact noise, not rounded up to four digits; with candidates
-    that of a private selection among them.
+    """Return the plan of a head.
+
+    It is ``make_plan``'s, except that full batches get the exact noise (not rounded up to four digits) and candidates get the plan of a
+    private selection among them.
 
     Raises: as ``make_plan``.
     """
@@ -162,11 +165,11 @@ def _delta(cfg: PrivacyConfig) -> float:
 
 
 def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> Encoder:
-    """The encoder that a config names; a run's under the name of its recipe, for no path may stand in a statement.
+    """Open the encoder that a config names. A run's encoder is named by its recipe, because a statement must not contain paths.
 
     Raises:
-        ConfigError: a library's architecture without weights, or images of a size that the encoder does not take.
-        CheckpointError: it cannot be read.
+        ConfigError: a timm architecture without weights, or an image size that the encoder does not accept.
+        CheckpointError: the encoder cannot be read.
     """
     assert cfg.spec is not None
     encoder = open_encoder(cfg.spec, device=device, image_size=cfg.image_size or None)
@@ -174,8 +177,8 @@ def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> Encoder:
     if encoder.weights == "random" and kind != "random":
         places = find_timm_weights(name)[1] if kind == "timm" else ["nowhere, without a file"]
         raise ConfigError(
-            f"encoder: {cfg.spec} has no weights here (looked for {'; '.join(places)}); expected trained ones. Nothing is downloaded: "
-            f"say {cfg.spec}@FILE, or let timm fetch them beforehand."
+            f"encoder: {cfg.spec} has no weights on this machine (looked for {'; '.join(places)}); expected pretrained weights. Nothing is "
+            f"downloaded: use {cfg.spec}@FILE, or let timm download them first."
         )
     if cfg.image_size not in (0, encoder.image_size):
         raise ConfigError(
@@ -188,7 +191,7 @@ def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> Encoder:
 
 
 def encoder_lineage(config: RunConfig, encoder: Encoder, store: Store, plan: DPPlan) -> list[dict[str, Any]]:
-    """What the encoder's weights have seen: the lineage that they carry, with what ``config`` declares of weights without one.
+    """Return the lineage of the encoder's weights, or what ``config`` declares if they carry none.
 
     Raises: as ``runs.lineage.inherit``.
     """
@@ -199,22 +202,21 @@ def encoder_lineage(config: RunConfig, encoder: Encoder, store: Store, plan: DPP
 
 
 def _is_run(spec: str, encoder: Encoder) -> bool:
-    """Whether ``open_encoder`` took the weights of a run: features that need no file go before a folder of their name."""
+    """Return whether ``open_encoder`` loaded a run. Fixed encoders, which need no file, take precedence over a folder of the same name."""
     return encoder.family != "fixed" and Path(spec).exists()
 
 
 def _check_asked(config: RunConfig) -> HeadConfig:
-    """Refuse what is not there before anything is opened."""
+    """Refuse a config with missing settings before anything is opened."""
     model = config.model
     if not isinstance(model, HeadConfig):
         raise ConfigError(f"adapt: model kind {model.kind!r}; expected 'head'. Use `dpvision train {config.recipe}`.")
     if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise ConfigError(
-            f"adapt: {world} processes; expected one: a head is fitted by one process, from features that are computed once. "
-            "Start it without torchrun."
+            f"adapt: WORLD_SIZE={world}; expected 1: one process trains a head, from features computed once. Start it without torchrun."
         )
     if config.data.store is None:
-        raise ConfigError("data: store=None; expected a folder made by `dpvision data import`. Say --data STORE.")
+        raise ConfigError("data: store=None; expected a folder made by `dpvision data import`. Give --data STORE.")
     if model.encoder.spec is None:
         raise ConfigError(
             "adapt: no encoder; expected a public one: a run folder, timm:NAME@FILE, patches+scattering, ... Use --encoder "
@@ -223,7 +225,7 @@ def _check_asked(config: RunConfig) -> HeadConfig:
     if model.num_classes is None:
         raise ConfigError(
             "adapt: num_classes is not declared; expected the number of classes, which is public and must not be counted in private data. "
-            "Say --num-classes K."
+            "Give --num-classes K."
         )
     return model
 
@@ -235,7 +237,7 @@ def _check_declared(cfg: PrivacyConfig, store: Store, row_N: np.ndarray) -> None
             units = f" --privacy.num-units {rounded_up(count_units(store, row_N))} (docs/data.md, persons)"
         raise DataError(
             f"adapt: dataset_size is not declared; expected the number of records, which becomes public: it sets the noise and is printed. "
-            f"{OPERATOR_ONLY}{len(row_N)} can take part. Say --dataset-size {rounded_up(len(row_N))}{units}."
+            f"{OPERATOR_ONLY}{len(row_N)} can take part. Give --dataset-size {rounded_up(len(row_N))}{units}."
         )
 
 
@@ -245,11 +247,11 @@ def _check_head(config: RunConfig, width: int) -> None:
     if model.head == "one_step" and privacy.steps != 1:
         raise ConfigError(f"adapt: steps={privacy.steps}; expected 1 with head='one_step'. Use transfer.many_steps for more.")
     if privacy.steps < (needed := _NEEDED.get(model.head, 1)):
-        raise ConfigError(f"adapt: steps={privacy.steps}; expected {needed} or more with head={model.head!r}. Plan more steps.")
+        raise ConfigError(f"adapt: steps={privacy.steps}; expected {needed} or more with head={model.head!r}. Give more --privacy.steps.")
     if model.iterate == "ema" and config.optim.ema_decay is None:
-        raise ConfigError("adapt: iterate='ema' without a decay; expected one. Say --optim.ema-decay 0.9.")
+        raise ConfigError("adapt: optim.ema_decay=None with iterate='ema'; expected a decay in (0, 1). Give --optim.ema-decay 0.9.")
     if model.head in ("least_squares", "feature_covariance") and width > 2 * WIDEST:
         raise ConfigError(
-            f"adapt: {width} numbers a feature with head={model.head!r}; expected at most {2 * WIDEST}, whose covariance fits into memory. "
-            "Use one_step, many_steps or prototypes, or another pooling."
+            f"adapt: feature dimension={width} with head={model.head!r}; expected at most {2 * WIDEST}, so that a covariance fits into "
+            "memory. Use one_step, many_steps or prototypes, or another pooling."
         )

@@ -1,14 +1,14 @@
-"""Private class prototypes: the mean of each class, from one release of sums and counts; for few records and for rare classes.
+"""Private class prototypes: each class's mean, from one release of sums and counts. For few records and rare classes.
 
     C (x / R, a) / sqrt(1 + a^2)    in the row of the record's class, rows longer than R scaled down to it first
 
     m_k = sum_k / count_k,    mu_k = m + shrink_k (m_k - m),    score_k = mu_k x - ||mu_k||^2 / 2
 
-the nearest mean, whatever the classes' sizes: a class of ten records has a noisy prototype and no smaller one. Counts are shrunk
-towards equal ones, and means towards their common mean, by what the noise, whose scale is public, explains of their spread (empirical
-Bayes), and their common mean towards zero: where the counts drown in noise, sums are as good as means.
+The prediction is the nearest mean, whatever the class sizes: a class of ten records has a noisier prototype, not a shorter one. Counts
+are shrunk towards equal counts, means towards their common mean, and that mean towards zero, each by the fraction of their spread that
+the noise, whose scale is public, explains (empirical Bayes). If noise dominates the counts, sums are as good as means.
 
-Legend: B records of a block, E numbers of a row (``stream``), K classes.
+Legend: B records of a block, E row width (``FeatureStream.width``), K classes.
 """
 
 import math
@@ -25,18 +25,18 @@ from dpvision.errors import ConfigError
 from dpvision.privacy.plan import DPPlan
 
 COUNT_LENGTH = 0.3
-"""a: length of the count's part of a contribution beside 1 for the record. Chosen on scenes (docs/heads.md)."""
+"""a: length of the count's part of a contribution, relative to 1 for the row. Tuned on scenes (docs/heads.md)."""
 _LEAST_SPREAD = 1e-3
-"""Of the noise: where all prototypes drown in it, they keep their order."""
+"""Smallest spread, in units of the noise variance: prototypes dominated by noise keep their order."""
 
 
 def prototypes(stream: FeatureStream, releases: Releases, *, feature_norm: float | None = None, count_length: float = COUNT_LENGTH) -> Head:
-    """Nearest class mean, from all releases that are left.
+    """Fit a nearest-class-mean head with all releases left.
 
     Args:
         releases: one is enough; several are averaged.
-        feature_norm: public length to which longer rows are scaled down; if None, the stream's own bound (``unit``).
-        count_length: a, more than 0.
+        feature_norm: public length to which longer rows are scaled down; if None, ``stream.longest_row``.
+        count_length: a; must be positive.
 
     Raises:
         ConfigError: a setting is out of range, or the rows have no public bound.
@@ -58,26 +58,26 @@ def prototypes(stream: FeatureStream, releases: Releases, *, feature_norm: float
 
 
 def sizes(share_K: Tensor, variance: float, num_records: float) -> Tensor:
-    """Classes' parts of all records, from noisy ones of the given variance: shrunk towards equal parts, at least that of half a record."""
+    """Shrink noisy class shares (fractions of all records) of the given variance towards equal shares; at least half a record each."""
     equal = 1 / len(share_K)
     spread = max(float((share_K - equal).square().mean()) - variance, 0.0)
     share_K = equal + (share_K - equal) * (spread / (spread + variance) if spread else 0.0)
-    # What is still smaller than the noise in it is known to be small and no more.
+    # Below the noise level a share is only known to be small.
     return share_K.clamp(min=max(min(math.sqrt(variance), equal / 2), 0.5 / num_records))
 
 
 def shrunk(mean_KE: Tensor, variance_K: Tensor) -> Tensor:
-    """Means moved towards their common mean, each by the part of its spread that its noise explains, and that mean towards zero.
+    """Shrink means towards their common mean, by the fraction of their spread that noise explains, and the common mean towards zero.
 
     Args:
-        mean_KE: measured means, float64.
-        variance_K: variance of the noise in each number of a mean.
+        mean_KE: noisy means, float64.
+        variance_K: variance of the noise in each coordinate of a mean.
     """
     weight_K = 1 / (variance_K + 1e-30)
     centre_E = (mean_KE * (weight_K / weight_K.sum())[:, None]).sum(dim=0)
     away_KE = mean_KE - centre_E
     width = mean_KE.shape[1]
-    # The common mean as well (James & Stein, positive part): a noisy one times a noisy difference is a noisy bias of the class.
+    # Shrink the common mean as well (James & Stein, positive part): its noise times a difference's noise would bias the class.
     centre_E = centre_E * max(0.0, 1 - width / max(float(weight_K.sum() * centre_E.square().sum()), 1e-30))
     excess_K = away_KE.square().sum(dim=1) / width - variance_K
     spread = float((excess_K * weight_K.square()).sum() / weight_K.square().sum())
@@ -86,7 +86,7 @@ def shrunk(mean_KE: Tensor, variance_K: Tensor) -> Tensor:
 
 
 def prototype_sum(blocks: Iterator[Block], width: int, num_classes: int, bound: float, count_length: float, plan: DPPlan) -> ClippedSum:
-    """Clipped sum of "sum", float64 (K, E), and "count", float64 (K,), together one contribution."""
+    """Return the clipped sums "sum", float64 (K, E), and "count", float64 (K,), clipped together as one contribution."""
     unit = (plan.max_grad_norm or 1.0) / math.hypot(1.0, count_length)
     total = Contributions(plan, {"sum": (num_classes, width), "count": (num_classes,)})
     for block in blocks:

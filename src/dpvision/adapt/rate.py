@@ -1,16 +1,17 @@
-"""The learning rate of ``many_steps``, from the plan alone: public before the run, and the same for every data set of the declared size.
+"""The default learning rate of ``many_steps``, a function of the plan alone: public, and the same for every data set of the declared size.
 
-T steps of momentum m at a constant rate r move a weight by about L = T r / (1 - m) times its mean gradient, and the noise in that mean has
+T steps of momentum m at a constant rate r move a weight by about L = T r / (1 - m) times its mean gradient. The noise in that mean has the
+standard deviation
 
     s = noise_std / (expected_batch_size sqrt(T))
 
-in every coordinate, whatever T is: T releases share one budget. So L s is the noise in the head's weights at the end, and in a logit of a
-row of length 1. The rule fixes this noise, and with it how far the weights go:
+in every coordinate, whatever T is: T releases share one budget. So L s is the noise in the head's final weights, and in a logit of a row
+of length 1. The rule fixes this noise, and thereby L:
 
     L s = FINAL_NOISE / (1 + (HALVING s)^2),    L <= LONGEST,    r = (1 - m) L / T
 
-A rate that is too small costs more than the noise, until the gradient drowns in it (s near 1 / HALVING): then later gradients say nothing
-that the first does not, and short ways, which are one step in 60 parts, are best. docs/heads.md has the figures.
+A rate that is too small costs more accuracy than the noise, until noise dominates the gradient (s near 1 / HALVING). Then later gradients
+add no information, and a small L, which amounts to one step split into T, is best. docs/heads.md has the figures.
 """
 
 import math
@@ -21,15 +22,15 @@ from dpvision.errors import ConfigError
 from dpvision.privacy.plan import DPPlan
 
 FINAL_NOISE = 0.7
-"""Standard deviation of the noise in each weight after the last step, where there is little of it in the mean gradient."""
+"""Standard deviation of the noise in each final weight, in the limit of small s."""
 HALVING = 100.0
-"""1 / s at which the weights end with half of that noise: 100 records at a noise multiplier of 1."""
+"""1 / s at which the final weights have half of that noise: 100 records at a noise multiplier of 1."""
 LONGEST = 1e5
-"""Of L; reached without noise, or by millions of records."""
+"""Upper bound on L; reached without noise, or with millions of records."""
 
 
 def steps_rate(plan: DPPlan, momentum: float) -> float:
-    """Learning rate of each of the plan's steps of SGD.
+    """Return the learning rate for the plan's steps of SGD.
 
     >>> from dpvision.adapt.release import full_batch_plan
     >>> round(steps_rate(full_batch_plan(50_000, 1.0, steps=60), 0.9), 1)
@@ -41,25 +42,25 @@ def steps_rate(plan: DPPlan, momentum: float) -> float:
 
 
 def final_noise(plan: DPPlan, optim: OptimConfig) -> float:
-    """L s: standard deviation of the noise in each weight after all steps of SGD at a constant rate."""
+    """Return L s, the standard deviation of the noise in each weight after all steps of SGD at a constant rate."""
     return optim.rate * plan.steps / (1 - optim.momentum) * mean_noise(plan)
 
 
 def mean_noise(plan: DPPlan) -> float:
-    """s: standard deviation of the noise in each coordinate of the mean of all steps' gradients."""
+    """Return s, the standard deviation of the noise in each coordinate of the mean of all steps' gradients."""
     return plan.noise_std / (plan.expected_batch_size * math.sqrt(plan.steps))
 
 
 def with_rate(optim: OptimConfig, plan: DPPlan) -> OptimConfig:
-    """``optim`` with the rule's learning rate, where it has none.
+    """Return ``optim``, with ``steps_rate`` as its learning rate if it has none.
 
     Raises:
-        ConfigError: none is given, and the optimizer is not one that the rule is for.
+        ConfigError: the learning rate is None and the optimizer is not SGD.
     """
     if optim.learning_rate is not None:
         return optim
     if optim.name != "sgd":
         raise ConfigError(
-            f"optim: name={optim.name!r} without a learning rate; expected 'sgd', which has a rule. Say --optim.learning-rate."
+            f"optim: learning_rate=None with name={optim.name!r}; expected a number (only 'sgd' has a default). Give --optim.learning-rate."
         )
     return replace(optim, learning_rate=steps_rate(plan, optim.momentum))

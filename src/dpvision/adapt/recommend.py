@@ -1,9 +1,9 @@
-"""Which head: from public numbers only, by rules that were calibrated on public images (docs/heads.md has the figures).
+"""Recommend a head from public numbers only, by rules calibrated on public images (docs/heads.md has the figures).
 
     s = sigma / N,    sigma = noise multiplier of one release at (epsilon, delta)
 
-is the noise in a mean over all records, in each coordinate, of contributions of length 1; and s sqrt(2 D) is the largest eigenvalue of the
-noise in a covariance of rows of length 1, whose own eigenvalues add up to 1: what lies below it cannot be told from noise.
+is the noise in each coordinate of a mean over all records of contributions of length 1. s sqrt(2 D) is the largest eigenvalue of the noise
+in a covariance of rows of length 1, whose eigenvalues sum to 1; smaller eigenvalues cannot be distinguished from noise.
 """
 
 import math
@@ -22,14 +22,14 @@ WIDEST = 8192
 def recommend_head(
     num_records: int, num_classes: int, epsilon: float, feature_width: int, delta: float | None = None
 ) -> tuple[HeadName, str]:
-    """The head to take, and why, in one sentence.
+    """Return the recommended head, and the reason in one sentence.
 
     Args:
-        num_records: declared number N.
-        num_classes: declared number K.
-        epsilon: of the whole head; more than 0, infinite without a guarantee.
+        num_records: N, as declared.
+        num_classes: K, as declared.
+        epsilon: of the whole head; positive, infinite without a guarantee.
         feature_width: D.
-        delta: None for the default, ``privacy.plan.default_delta``.
+        delta: if None, ``privacy.plan.default_delta``.
 
     Raises:
         ConfigError: a number is out of range.
@@ -37,7 +37,7 @@ def recommend_head(
     if not (num_records >= 1 and num_classes >= 2 and feature_width >= 1 and epsilon > 0):
         raise ConfigError(
             f"adapt: num_records={num_records}, num_classes={num_classes}, feature_width={feature_width}, epsilon={epsilon}; expected at "
-            "least one record, two classes and one feature dimension, and a positive epsilon. Declare them."
+            "least one record, two classes and one feature dimension, and a positive epsilon. Set --dataset-size, --num-classes, --epsilon."
         )
     noise = mean_noise(num_records, epsilon, delta)
     per_class = num_records / num_classes
@@ -50,7 +50,7 @@ def recommend_head(
 
 
 def mean_noise(num_records: int, epsilon: float, delta: float | None = None) -> float:
-    """sigma / N; 0 without a guarantee."""
+    """Return sigma / N, or 0 if epsilon is infinite."""
     if math.isinf(epsilon):
         return 0.0
     delta = default_delta(num_records) if delta is None else delta
@@ -58,5 +58,5 @@ def mean_noise(num_records: int, epsilon: float, delta: float | None = None) -> 
 
 
 def covariance_noise(num_records: int, epsilon: float, feature_width: int, delta: float | None = None) -> float:
-    """sqrt(2 D) sigma / N; 0 without a guarantee."""
+    """Return sqrt(2 D) sigma / N, or 0 if epsilon is infinite."""
     return math.sqrt(2 * feature_width) * mean_noise(num_records, epsilon, delta)

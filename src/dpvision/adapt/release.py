@@ -1,10 +1,10 @@
-"""The one door between private features and a head: charge, draw, clip, sum, add noise, divide.
+"""Releases, the only path from private features to a head: charge, draw, clip, sum, add noise, divide.
 
 Every head consists of releases under one plan. A release is ``privatize(sum over records of contributions, plan, step, key)``, each
 contribution clipped to norm C = ``plan.max_grad_norm``; the plan draws the records, scales the noise and sets the normalisation
-constant. What has several parts (a covariance and cross moments) is one contribution, clipped as a whole. A part that deserves more of the
-budget than another gets more releases of the plan, whose average is taken (``Releases.average``): under one Gaussian mechanism, m averaged
-releases of the same sum are one with noise smaller by sqrt(m).
+constant. A contribution of several parts (a covariance and cross moments) is clipped as a whole. To give a part more of the budget,
+average several releases of it (``Releases.average``): the mean of m Gaussian releases of the same sum is one release with noise smaller
+by sqrt(m).
 
 Legend: B records of a block.
 """
@@ -31,15 +31,15 @@ from dpvision.train.distributed import Group, all_reduce_sum
 _ALONE = Group(0, 1, torch.device("cpu"))
 _ROUNDED_UP = 1 + 1e-9
 _MARGIN = margin(torch.float32)
-"""Part of C left free for rounding: the lengths of rows are within 6 eps of float32 (``stream``), 14 where a row was shortened and squared;
-the residuals, the factor and the products with them round by half a unit each. Sums over records are float64 throughout."""
+"""Fraction of C reserved for rounding. Row lengths are within 6 eps of float32 (``feature_stream``), 14 eps for a row that was shortened
+and squared; the residuals, the factor and their products each round by half an ulp. Sums over records are float64 throughout."""
 
 
 class Contributions:
-    """Clipped sum in the making: sums over records in float64, so that a million of them add up without loss.
+    """Accumulate a clipped sum over records in float64, so that a million records add up without loss.
 
     Args:
-        plan: names the clip norm and the rule. Without a clip norm (no guarantee) nothing is clipped.
+        plan: gives the clip norm and the clipping rule. Without a clip norm (no guarantee) nothing is clipped.
         shapes: shape of each part of a contribution.
 
     Raises:
@@ -54,9 +54,9 @@ class Contributions:
         self._norms: list[Tensor] = []
 
     def factors(self, norm_B: Tensor) -> Tensor:
-        """min(1, C (1 - margin) / norm), or C (1 - margin) / (norm + gamma): float32 (B,), for contributions of float64 norms ``norm_B``.
+        """Return min(1, C (1 - margin) / norm), or C (1 - margin) / (norm + gamma): float32 (B,), for float64 norms ``norm_B``.
 
-        Call once for every record; a norm that is not finite gives the factor 0, and the caller drops such a record's numbers too.
+        Call it once for every record. A non-finite norm gives the factor 0; the caller must drop that record's values too.
         """
         self._norms.append(norm_B.float())
         clip_norm, finite_B = self._plan.max_grad_norm, torch.isfinite(norm_B)
@@ -65,12 +65,12 @@ class Contributions:
         return clip_factors(norm_B, finite_B, max_grad_norm=clip_norm, rule=self._plan.clipping, kept=_MARGIN).float()
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add a block's sum of one part, already clipped: float64, since a block holds thousands of records."""
+        """Add a block's clipped sum of one part, in float64 because a block has thousands of records."""
         assert value.dtype == torch.float64
         self._totals[name] += value
 
     def sum(self) -> ClippedSum:
-        """The sum, secret."""
+        """Return the accumulated sum, which is secret."""
         norms_B = torch.cat(self._norms) if self._norms else torch.zeros(0)
         return ClippedSum(self._totals, len(norms_B), norms_B, torch.zeros(0), self._plan.max_grad_norm)
 
@@ -79,27 +79,27 @@ BlockT = TypeVar("BlockT", covariant=True)
 
 
 class Records(Protocol[BlockT]):
-    """What releases are made of: ``stream.FeatureStream``, or ``integer_rows.IntegerStream``."""
+    """Records that a release reads: ``FeatureStream`` or ``IntegerStream``."""
 
     @property
     def num_records(self) -> int: ...
 
     def blocks(self, rows: np.ndarray | None = None) -> Iterator[BlockT]:
-        """The valid records, or those among ``rows`` (sorted int64)."""
+        """Yield the valid records, or those among ``rows`` (sorted int64)."""
 
 
 T = TypeVar("T")
 SumOf = Callable[[Iterator[T]], ClippedSum]
-"""Blocks of the drawn records -> their clipped sum."""
+"""From blocks of the drawn records to their clipped sum."""
 
 
 @dataclass
 class Releases:
-    """The releases of one head: spends the steps of a plan, each charged before anything of it is computed.
+    """The releases of one head. Each spends one step of the plan, charged before anything of it is computed.
 
-    ``charge`` is ``ledger.append``: it returns the number of the step when the charge is durable. Keys are ``stream.new_key()``, new at
-    every start. With several processes all share keys and charged numbers, each sums its slice of the draw, and noise is added to the
-    total once, the same on all.
+    ``charge`` is ``ledger.append``: it returns the number of the step once the charge is durable. Keys are new at every start
+    (``new_key()``). Several processes share keys and step numbers; each sums its slice of the draw, and the same noise is added once to
+    the total on every process.
     """
 
     plan: DPPlan
@@ -108,28 +108,28 @@ class Releases:
     noise_key: bytes = field(repr=False)
     group: Group = _ALONE
     stop: Callable[[], bool] = lambda: False
-    """Whether a person has asked to stop: heads of many steps then end with the step that they are in."""
+    """Returns whether the operator asked to stop; heads of many steps then end with the step in progress."""
     _next: int = 0
 
     @property
     def left(self) -> int:
-        """Steps of the plan that are not charged yet, as far as this object has seen."""
+        """Number of the plan's steps not yet charged, as far as this object has seen."""
         return self.plan.steps - self._next
 
     def release(self, stream: Records[T], sum_of: SumOf[T]) -> tuple[int, DPGradient]:
-        """One release.
+        """Make one release.
 
         Returns:
-            Its number in the ledger, and the noisy sum over ``plan.expected_batch_size``: float64, on the CPU.
+            Its step number, and the noisy sum divided by ``plan.expected_batch_size``: float64, on the CPU.
 
         Raises:
-            PrivacyError: the plan has no further step.
+            PrivacyError: the plan has no step left.
         """
         step = self._charge()
         return step, self._privatize(self._sum(stream, sum_of, step), step)
 
     def average(self, stream: Records[T], sum_of: SumOf[T], count: int) -> DPGradient:
-        """Mean of ``count`` releases of the same function of the records; in full batches the sum is computed once."""
+        """Return the mean of ``count`` releases of the same sum. With full batches the sum is computed once."""
         totals: dict[str, Tensor] = {}
         total: ClippedSum | None = None
         for _ in range(count):
@@ -141,7 +141,7 @@ class Releases:
         return DPGradient(totals)
 
     def entry_std(self, count: int = 1) -> float:
-        """Standard deviation of the noise in each number of ``average(..., count)``; public."""
+        """Return the standard deviation of the noise in each entry of ``average(..., count)``; public."""
         return self.plan.noise_std / self.plan.expected_batch_size / math.sqrt(count)
 
     def _privatize(self, total: ClippedSum, step: int) -> DPGradient:
@@ -150,7 +150,7 @@ class Releases:
     def _charge(self) -> int:
         step = self.charge()
         if not 0 <= step < self.plan.steps:
-            raise PrivacyError(f"adapt: step={step}; expected 0 to {self.plan.steps - 1}. The plan is used up: stop.")
+            raise PrivacyError(f"adapt: step={step}; expected 0 to {self.plan.steps - 1}. The plan is used up: start a new run.")
         self._next = step + 1
         return step
 
@@ -163,21 +163,23 @@ class Releases:
 
 
 def full_batch_noise(target_epsilon: float, delta: float, steps: int) -> float:
-    """Noise multiplier of ``steps`` full-batch releases: sqrt(steps) times that of one analytic Gaussian, within 2e-9 of the smallest."""
+    """Return the noise multiplier of ``steps`` full-batch releases, sqrt(steps) times the analytic Gaussian's, within 2e-9 of the
+    smallest.
+    """
     return math.sqrt(steps) * gaussian_mechanism.get_sigma_gaussian(target_epsilon, delta) * _ROUNDED_UP
 
 
 def full_batch_plan(
     dataset_size: int, target_epsilon: float, *, steps: int = 1, delta: float | None = None, max_grad_norm: float = 1.0
 ) -> DPPlan:
-    """Plan of ``steps`` full-batch releases with the exact noise of the analytic Gaussian mechanism (Balle & Wang 2018).
+    """Return a plan of ``steps`` full-batch releases with the exact noise of the analytic Gaussian mechanism (Balle & Wang 2018).
 
-    T releases are together one Gaussian at noise_multiplier / sqrt(T), so the noise multiplier is sqrt(T) times that of one. Unlike
-    ``make_plan`` with a target, which rounds up to four digits, it is within 2e-9 of the smallest that reaches the target.
+    T releases compose to one Gaussian at noise_multiplier / sqrt(T), so T releases need sqrt(T) times the noise multiplier of one.
+    ``make_plan`` with a target rounds up to four digits; this noise multiplier is within 2e-9 of the smallest that reaches the target.
 
     Args:
-        target_epsilon: more than 0; the plan's epsilon is at most this.
-        delta: None for the default, ``privacy.plan.default_delta``.
+        target_epsilon: positive; the plan's epsilon is at most this.
+        delta: if None, ``privacy.plan.default_delta``.
 
     Raises:
         PrivacyError, ConfigError: as ``make_plan``.

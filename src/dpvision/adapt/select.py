@@ -1,12 +1,12 @@
-"""The best of several heads by a private score, as one private selection (``privacy.selection``).
+"""Choose the best of several heads by a private score, as one private selection (``privacy.selection``).
 
-A run draws a candidate from a public list, trains its head, and counts the records whose class it predicts, with the score's own noise.
-It scores on the records it was trained on: what a head with noise in every number remembers of one record is less than what holding
-records out would cost. The whole is charged as one step before the first run. What leaves is the head with the highest score, its
-candidate's name and that score. How many runs there were is secret, and so is everything that tells it: this module reports no progress,
-keeps nothing of a run that lost, and does not go on after a crash, for a charge pays for one whole selection.
+Each run draws a candidate from a public list, trains its head, and counts, with noise, the records that the head classifies correctly.
+The score uses the training records: a noisy head overfits one record less than holding records out would cost. The whole selection is
+charged as one step before the first run. It releases the head with the highest score, its candidate's name and that score. The number of
+runs is secret, and so is everything that reveals it: this module reports no progress, keeps nothing of a run that lost, and does not
+resume after a crash, because one charge pays for one whole selection.
 
-Legend: B records of a block, K classes, D feature dimensions.
+Legend: B records of a block, K classes, D feature dimension.
 """
 
 import itertools
@@ -28,24 +28,24 @@ _REHEARSAL_RECORDS = 64
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting among those to choose from."""
+    """One of the settings to choose from."""
 
     name: str
     """Released if it wins."""
     fit: Callable[[FeatureStream, Releases], Head]
-    """Trains the head from the releases that are left, and from nothing else of the records; its other settings are public."""
+    """Trains the head. It reads the records only through the releases left; its other settings are public."""
     max_grad_norm: float | None = None
-    """Clip norm; if None, the plan's. It changes nothing about the price, as noise is relative to it."""
+    """Clip norm; if None, the plan's. It does not change epsilon, since noise is relative to it."""
 
 
 @dataclass(frozen=True)
 class Selected:
-    """What leaves a selection."""
+    """Everything that a selection releases."""
 
     head: Head
     candidate: str
     score: float
-    """Share of the declared number of records whose class the head predicts, with noise: below 0 and above 1 are possible."""
+    """Noisy number of correctly classified records, as a fraction of the declared number: can be below 0 or above 1."""
 
 
 def select_head(
@@ -56,25 +56,28 @@ def select_head(
     *,
     key: bytes | None = None,
 ) -> Selected | None:
-    """The head of the best run; None where the law of the number of runs has drawn 0 (Poisson only).
+    """Return the head of the best run, or None if the number of runs drawn is 0 (Poisson only).
 
-    Each candidate is tried on random numbers before the charge, so that a setting which cannot be is refused while it costs nothing.
+    Each candidate is first trained on random numbers, so that an invalid setting is refused before anything is charged.
 
     Args:
         candidates: two or more with different names, fixed without looking at these records.
-        plan: of ``make_plan(config, ask_selection(config, ...))``.
+        plan: from ``make_plan(config, ask_selection(config, ...))``.
         charge: ``ledger.append``.
-        key: 32 secret bytes, for the number of runs, the candidates, and draws and noise of every run; None for fresh ones.
+        key: 32 secret bytes for the number of runs, the candidates, and the draws and noise of every run; if None, new ones.
 
     Raises:
-        ConfigError: fewer than two candidates, a name twice, or a candidate that cannot be trained with these releases.
+        ConfigError: fewer than two candidates, a duplicate name, or a candidate that cannot be trained with these releases.
         PrivacyError: the plan has no selection, or is used up.
     """
     check_candidates(candidates)
     run_plan, score_plan = plan.run_plans()
     _rehearse(stream, candidates, run_plan, score_plan)
     if charge() != 0:
-        raise PrivacyError("select: the plan's one selection was charged before; expected a fresh ledger. Start a new run: it costs anew.")
+        raise PrivacyError(
+            "select: the plan's one selection was already charged; expected an empty ledger. Start a new run under another --name: it "
+            "spends its own epsilon."
+        )
     key = new_key() if key is None else key
     rng = Stream(subkey(key, "selection"))
     assert plan.selection is not None
@@ -88,32 +91,34 @@ def select_head(
 
 
 def check_candidates(candidates: Sequence[Candidate]) -> None:
-    """Refuse a list that there is nothing to choose from."""
+    """Refuse fewer than two candidates, or duplicate names."""
     names = [candidate.name for candidate in candidates]
     if len(names) < 2 or len(set(names)) < len(names):
-        raise ConfigError(f"select: candidates={names}; expected two or more with different names. With one, train it: that costs less.")
+        raise ConfigError(
+            f"select: candidates={names}; expected two or more with different names. Train a single one without selection: that costs less."
+        )
 
 
 def _run(stream: FeatureStream, candidate: Candidate, run_plan: DPPlan, score_plan: DPPlan, key: bytes, run: int) -> Selected:
-    """One run: what theorems 2 and 6 call the base mechanism."""
+    """Train and score one candidate: the base mechanism of theorems 2 and 6."""
 
     def keys(part: str) -> tuple[bytes, bytes]:
-        """Of draws and of noise."""
+        """Return the keys of draws and of noise."""
         return subkey(key, f"selection, draws of {part}", run=run), subkey(key, f"selection, noise of {part}", run=run)
 
     plan = run_plan if candidate.max_grad_norm is None else replace(run_plan, max_grad_norm=candidate.max_grad_norm)
     head = candidate.fit(stream, Releases(plan, itertools.count().__next__, *keys("head")))
     scorer = Releases(score_plan, itertools.count().__next__, *keys("score"))
-    # The head takes records as they come: centring, scaling and maps of the stream are part of it.
+    # The head takes untransformed features: it includes the stream's centring, scaling and map.
     records = FeatureStream(stream.feature_ND, stream.label, stream.num_classes)
     _, released = scorer.release(records, lambda blocks: hits(blocks, head, score_plan))
     return Selected(head, candidate.name, float(released.grads["hits"]))
 
 
 def hits(blocks: Iterator[Block], head: Head, plan: DPPlan) -> ClippedSum:
-    """Number of records whose predicted class is theirs, or one of theirs: each record contributes 0 or 1 under the name "hits".
+    """Return the number of records whose predicted class is one of their labels: each contributes 0 or 1 under the name "hits".
 
-    A class that is predicted from scores which are not numbers counts like any other: no record can raise an error here.
+    A class predicted from NaN scores counts like any other: no record can raise an error here.
     """
     total = Contributions(plan, {"hits": ()})
     for block in blocks:

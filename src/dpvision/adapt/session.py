@@ -1,12 +1,12 @@
-"""A run of a private head: folder, ledger, features once, releases charged one by one, checkpoint.
+"""The run of a private head: folder, ledger, features, releases charged one by one, checkpoint.
 
     with new_head_session(config, root) as session:
         adapt(session)
 
-Killed at any moment, the ledger is true: what is charged and lost stays charged. A run that goes on (``resumed_head_session``) has new
-keys and the releases that are left; where these are too few for its head, it says so and stops.
+The ledger is correct whenever the process is killed: charged releases stay charged. A resumed run (``resumed_head_session``) has new
+keys and the releases left; if these are too few for its head, it is refused.
 
-Legend: N records, D feature dimensions.
+Legend: N records, D feature dimension.
 """
 
 import contextlib
@@ -37,27 +37,27 @@ from dpvision.runs.run import Run, Secrets, Stopped, new_run, read_object
 from dpvision.runs.stop import StopRequest
 
 ENCODER_FILE = "encoder.json"
-"""What the run's encoder was when it started; public."""
+"""Description of the encoder at the start of the run; public."""
 _BLOCK = 1 << 16
 
 
 @dataclass
 class HeadSession:
-    """Everything one start of a run works with."""
+    """The state of one start of a head's run."""
 
     prepared: Prepared
     run: Run
     about_encoder: dict[str, Any]
     finished: bool = False
-    """A checkpoint is there: nothing is left to do."""
+    """Whether the run has its checkpoint, so that nothing is left to do."""
     charged_before: int = field(init=False)
-    """Steps that earlier starts were charged."""
+    """Number of steps charged by earlier starts."""
 
     def __post_init__(self) -> None:
         self.charged_before = self.run.ledger.steps
 
     def unsaved(self) -> int:
-        """Releases that are charged and in no checkpoint."""
+        """Return the number of charged releases that are in no checkpoint."""
         return 0 if self.finished else self.run.ledger.steps
 
     @property
@@ -71,10 +71,10 @@ class HeadSession:
 
 @contextlib.contextmanager
 def new_head_session(config: RunConfig | Prepared, root: Path) -> Iterator[HeadSession]:
-    """A session for a new run in folder ``root``.
+    """Open a session for a new run in folder ``root``.
 
     Raises:
-        DPVisionError: anything that makes the run impossible or unsafe; nothing has been charged then.
+        DPVisionError: the run is impossible or unsafe. Nothing has been charged.
     """
     made = config if isinstance(config, Prepared) else prepare(config)
     encoder = describe(made.encoder, made.model.encoder.pooling or "", made.model.encoder.width, made.device)
@@ -87,14 +87,14 @@ def new_head_session(config: RunConfig | Prepared, root: Path) -> Iterator[HeadS
 
 @contextlib.contextmanager
 def resumed_head_session(root: Path, hardware: dict[str, Any] | None = None) -> Iterator[HeadSession]:
-    """The session of an existing run: its own config, plan and encoder, the ledger's count, new keys.
+    """Open a session for an existing run, with its config, plan, encoder and ledger, and new keys.
 
     Args:
-        hardware: HardwareConfig fields to change: the only settings that a resumed run may change.
+        hardware: HardwareConfig fields to change, the only settings that a resumed run may change.
 
     Raises:
-        PrivacyError: what is left of the plan is too little for a head.
-        DPVisionError: the run, its ledger, its encoder or its store do not fit together.
+        PrivacyError: too few releases are left for the head.
+        DPVisionError: the run, its ledger, its encoder and its store do not match.
     """
     stopped = Stopped.read(root, hardware)
     made = prepare(stopped.config, stopped.plan)
@@ -106,38 +106,38 @@ def resumed_head_session(root: Path, hardware: dict[str, Any] | None = None) -> 
         charged = run.ledger.steps
         if not finished and made.plan.steps - charged < made.releases_needed:
             raise PrivacyError(
-                f"adapt: {charged} of {made.plan.steps} releases of {root} were charged, and lost before the head was saved; expected "
-                f"{made.releases_needed} left for {made.model.head}. They count in epsilon for ever. Start a new run under another --name: "
-                "its epsilon comes on top (`dpvision ledger STORE` adds up)."
+                f"adapt: {charged} of {made.plan.steps} releases of {root} were charged and lost before the head was saved; expected "
+                f"{made.releases_needed} left for {made.model.head}. Their epsilon stays spent. Start a new run under another --name; its "
+                "epsilon adds to it (`dpvision ledger STORE` prints the total)."
             )
         yield HeadSession(made, run, encoder, finished)
 
 
 def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Callable[[int], None] | None = None) -> Path:
-    """Features, releases, head, checkpoint.
+    """Compute features, make the releases, train the head and save it.
 
     Args:
         secrets: two keys, new for this start; tests inject them.
-        progress: called with the number of records whose features are done.
+        progress: called with the number of records whose features are computed.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        DataError: no record has features that are finite, or the disk has no room for them; nothing has been charged then.
+        DataError: no record has finite features, or the disk is too full for them. Nothing has been charged.
         CheckpointError: the checkpoint cannot be written.
-        KeyboardInterrupt: while features are made; after the first release only by a second SIGINT, which loses the head. The first one
-            ends a head of many steps with the step that it is in: it is saved, and the steps left are not charged.
+        KeyboardInterrupt: SIGINT while features are computed, or a second SIGINT after the first release, which loses the head. The first
+            one ends a head of many steps after the step in progress: the head is saved, and the steps left are not charged.
     """
     secrets = secrets or Secrets()
     made, start = session.prepared, time.monotonic()
     stream = feature_stream(made, progress)
     bad = _count_bad(stream.feature_ND)
     if bad == stream.num_records:
-        raise DataError(f"features: none of {bad} records has finite ones; expected some. Look at the images with `dpvision data inspect`.")
+        raise DataError(f"features: non-finite for all {bad} records; expected finite ones. Look at them: dpvision data inspect STORE.")
     features_s = time.monotonic() - start
     about = {"records": stream.num_records, "without_features": bad, "features_s": features_s}
-    # A selection goes on to its end when a signal asks to stop: where it ended would tell of its runs, whose number is secret.
+    # A signal does not stop a selection early: the point where it stopped would reveal the number of runs, which is secret.
     doing = "finishing the selection" if made.model.candidates else "finishing this step"
     with StopRequest(f"{doing}, then saving the head", session.unsaved) as request:
         if made.model.candidates:
@@ -147,18 +147,18 @@ def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Cal
             keys = secrets.draw, secrets.noise
             releases = Releases(session.plan, _charger(session.run), *keys, stop=lambda: request.asked, _next=session.run.ledger.steps)
             config, fitted, chosen = session.config, fit_head(session.config, stream, releases), None
-            # A selection's time would tell how many runs it had, which is secret even from this folder.
+            # Not for a selection: its time would reveal the number of runs, which is secret even from this folder.
             about["head_s"] = time.monotonic() - start - features_s
-        # For the operator: how many records took no part is a function of private images.
+        # Confidential: the number of records left out is a function of private images.
         write_json(session.run.folder.confidential / "head.json", about)
         return save(session, config, fitted, chosen)
 
 
 def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None) -> FeatureStream:
-    """Features of the records that take part, from the store's cache or computed now, with their labels."""
+    """Return the features, cached or computed now, and labels of the records that take part."""
     cfg, hardware = made.model, made.config.hardware
     assert cfg.encoder.pooling is not None and cfg.num_classes is not None
-    # What confidential weights make of public images is private, and a public store's folder is not the place for it.
+    # Features of public images by confidential weights are private and must not be kept in a public store's folder.
     keep = not made.encoder.confidential or made.store.visibility == "private"
     feature_ND = feature_array(
         made.encoder, cfg.encoder.pooling, cfg.encoder.width, made.store, made.row_N, dataset_size=made.plan.dataset_size, keep=keep,
@@ -172,11 +172,11 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
 
 
 def save(session: HeadSession, config: RunConfig, fitted: Fitted, chosen: dict[str, Any] | None) -> Path:
-    """Write the checkpoint: the head, and in the manifest what it stands on.
+    """Write the checkpoint: the head, and a manifest that describes its encoder.
 
     Args:
-        config: the session's, or with candidates that of the one that was chosen.
-        chosen: what else a private selection releases.
+        config: the session's, or the chosen candidate's after a selection.
+        chosen: the candidate and score that a private selection releases.
     """
     more: dict[str, Any] = {"encoder": session.about_encoder, **({} if chosen is None else {"chosen": chosen})}
     path = session.run.save(
@@ -197,7 +197,7 @@ def _tensors(head: Head) -> dict[str, Any]:
 
 
 def _charger(run: Run) -> Callable[[], int]:
-    """``ledger.append``, with a public line for each release."""
+    """Return ``ledger.append``, extended to log a public line for each release."""
     meter, path = EpsilonMeter(run.plan, run.behind), run.folder.base / "progress.jsonl"
 
     def charge() -> int:
@@ -210,6 +210,6 @@ def _charger(run: Run) -> Callable[[], int]:
 
 
 def _count_bad(feature_ND: np.ndarray) -> int:
-    """Records that a release leaves out for their features."""
+    """Return the number of records with non-finite features, which releases leave out."""
     parts = (feature_ND[i : i + _BLOCK] for i in range(0, len(feature_ND), _BLOCK))
     return sum(int((~np.isfinite(part).all(axis=1)).sum()) for part in parts)

@@ -1,4 +1,4 @@
-"""``dpvision COMMAND ...``: the journeys, one module each; imported only when called, so that ``plan`` starts without torch."""
+"""``dpvision COMMAND ...``. Each command is one module, imported only when called, so that ``plan`` starts without torch."""
 
 import contextlib
 import errno
@@ -11,29 +11,29 @@ from dpvision.errors import DPVisionError
 
 # command -> (module, one line of help)
 COMMANDS = {
-    "plan": ("plan", "what can this data set afford? noise, steps, epsilon, before any compute is spent"),
+    "plan": ("plan", "choose noise, steps and epsilon for a data set before any compute is spent"),
     "data": ("data", "import images into a store; inspect it, split it, make procedural scenes"),
-    "synth": ("synth", "procedural textures for a warm start: look at them, train on them, write them as files"),
-    "train": ("train", "run a recipe: private, or not and saying so; resume after a stop or a crash"),
-    "adapt": ("adapt", "a public encoder, private images: a private classifier in one step or many, with its statement"),
-    "evaluate": ("evaluate", "score encoders: k-NN, linear, few-shot; random weights and raw pixels beside them"),
+    "synth": ("synth", "make procedural textures for a warm start: a store, image files or a contact sheet"),
+    "train": ("train", "train a recipe, with or without privacy; resume after a stop or a crash"),
+    "adapt": ("adapt", "train a private classifier on a public encoder, in one step or many"),
+    "evaluate": ("evaluate", "score encoders by k-NN, linear and few-shot protocols, against random weights and raw pixels"),
     "embed": ("embed", "write an encoder's features for a store or a folder of images"),
-    "caption": ("caption", "say in words what is in images, with a captioner that was trained here"),
-    "ledger": ("ledger", "what a store's records have been charged so far, by run; set the owner's cap"),
-    "report": ("report", "the guarantee statement (JSON) and one page to read; the operator's page beside it"),
+    "caption": ("caption", "caption images with a trained captioner"),
+    "ledger": ("ledger", "show the epsilon charged to a store, by run and in total; set the owner's cap"),
+    "report": ("report", "write the guarantee statement (JSON), the report page and the operator's page"),
     "verify": ("verify", "check a statement: hashes, ledger, lineage, and epsilon by a second accountant"),
-    "compare": ("compare", "training curves and scores of several runs on one page, for the operator"),
-    "doctor": ("doctor", "can this model be trained privately? the way of each parameter, memory; exactness and price, measured"),
-    "demo": ("demo", "the whole way in a few minutes, on procedural scenes or on your own images"),
+    "compare": ("compare", "plot training curves and scores of several runs on one page, for the operator"),
+    "doctor": ("doctor", "check whether a model can be trained privately; measure exactness, memory and overhead"),
+    "demo": ("demo", "run the main steps in a few minutes, on procedural scenes or on your own images"),
 }
 
 _FOOT = """
 Start with `dpvision demo`, then `dpvision plan --help`. Each command takes --help and --json.
-The epsilon printed is the epsilon executed: docs/tour.md tells the story, docs/pitfalls.md what can go wrong elsewhere."""
+The epsilon printed is the epsilon executed: see docs/tour.md for the design and docs/pitfalls.md for common mistakes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, or 2 after one clear error message."""
+    """Run one command and return its exit status: 0, or 2 after printing an error message."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(_overview())
@@ -51,20 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DPVisionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # an OSError: asked for first
-        with contextlib.suppress(OSError):  # Python flushes standard output once more at its exit
+    except BrokenPipeError:  # a subclass of OSError, so it comes first
+        with contextlib.suppress(OSError):  # Python flushes standard output again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
             place = f" ({error.filename})" if error.filename else ""
             print(
-                f"error: disk: {error.strerror}{place}. Nothing saved before is lost; make room, then repeat or --resume.", file=sys.stderr
+                f"error: disk: {error.strerror}{place}; expected to write there. Earlier checkpoints are safe: free space or fix "
+                "permissions, then repeat or --resume.",
+                file=sys.stderr,
             )
             return 2
         raise
     except KeyboardInterrupt:
-        print("\nstopped; a run in progress goes on with --resume from its last checkpoint.", file=sys.stderr)
+        print("\nstopped; --resume continues a run from its last checkpoint.", file=sys.stderr)
         return 130
     return 0
 

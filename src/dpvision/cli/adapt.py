@@ -1,4 +1,4 @@
-"""``dpvision adapt``: a public encoder, private images, a private classifier."""
+"""``dpvision adapt``: train a private classifier on a public encoder."""
 
 import contextlib
 import os
@@ -45,23 +45,23 @@ if TYPE_CHECKING:
     from dpvision.adapt.session import HeadSession
     from dpvision.eval.score import Score
 
-_DOC = """Adapt a public encoder to private images with labels: a private classifier, in one step or many.
+_DOC = """Train a private classifier on labelled private images, from a public encoder.
 
-The default keeps the encoder as it is. Every image's features are computed once and kept beside the store; a linear head is fitted to
-them with differential privacy, in about a minute. Three numbers are yours to declare, and public: records, classes, epsilon.
+By default the encoder is frozen: each image's features are computed once and cached in the store's folder, and a linear head is trained
+on them with differential privacy in about a minute. You declare three public numbers: records, classes and epsilon.
 
-  dpvision data import PICTURES stores/mine
+  dpvision data import IMAGES stores/mine
   dpvision adapt --data stores/mine --encoder patches+scattering --num-classes 10 --dataset-size 20000 --epsilon 1 --dry-run
   dpvision adapt --data stores/mine --encoder patches+scattering --num-classes 10 --dataset-size 20000 --epsilon 1 --name first
   dpvision evaluate runs/first --test stores/test
   dpvision report runs/first
 
-An ENCODER is a run folder of ours, timm:NAME (weights of timm's cache) or timm:NAME@FILE, torchvision:NAME@FILE, vip:FILE, mae:FILE,
+An ENCODER is a dpvision run folder, timm:NAME (weights in timm's cache) or timm:NAME@FILE, torchvision:NAME@FILE, vip:FILE, mae:FILE,
 simclr:FILE, tan:FILE, or one that needs no file: patches+scattering (the default), patches, scattering, hog, pixels. Nothing is downloaded.
 
-Which head? --head auto (the default) chooses by the declared numbers and says why; docs/heads.md has the rules. To adapt the network
-itself, name a recipe that trains it (dpvision adapt --help lists them): those go the way of `dpvision train`, from --encoder's weights.
---non-private fits the same head without noise, for comparison: confidential where the images are private."""
+--head auto (the default) chooses a head by the declared numbers and prints the reason; docs/heads.md has the rules. To train the network
+itself, name a recipe that does (dpvision adapt --help lists them): it runs as `dpvision train` does, starting from --encoder's weights.
+--non-private trains the same head without noise, for comparison; its results are confidential if the images are private."""
 
 _Head = Literal["auto", "one_step", "many_steps", "least_squares", "feature_covariance", "prototypes"]
 
@@ -73,36 +73,36 @@ class _What:
     data: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
     """Store with labels, made by `dpvision data import`."""
     encoder: Annotated[str | None, tyro.conf.arg(metavar="ENCODER")] = None
-    """The public encoder; patches+scattering, which needs no file, if left out."""
+    """Public encoder; patches+scattering, which needs no file, if omitted."""
     num_classes: int | None = None
-    """Number of classes, declared: labels are 0 to K - 1."""
+    """Declared number of classes K: labels are 0 to K - 1."""
     dataset_size: int | None = None
-    """Number of records, declared."""
+    """Declared number of records."""
     epsilon: float | None = None
-    """Privacy of the whole head, 1 if left out: short for --privacy.target-epsilon, or where people are declared (--privacy.num-units)
-    for --privacy.target-unit-epsilon."""
+    """Epsilon of the whole head; 1 if omitted. Short for --privacy.target-epsilon, or for --privacy.target-unit-epsilon if people are
+    declared (--privacy.num-units)."""
     head: _Head | None = None
-    """Which head: short for the recipe transfer.HEAD."""
+    """Kind of head; short for the recipe transfer.HEAD."""
     select: str | None = None
-    """Choose among these heads (HEAD,HEAD,...) by a private score. Epsilon pays for it: about twice the noise of one head
+    """Choose among these heads (HEAD,HEAD,...) by a private score, within epsilon: each head gets about twice the noise
     (docs/selection.md)."""
     test: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
-    """Store with labels to score the result on right away: public images, for the score to leave."""
+    """Labelled store to score the result on. Scores are public only if its images are."""
 
 
 @dataclass(frozen=True)
 class AdaptArgs(RunArgs, _What):
-    """What `dpvision adapt` takes."""
+    """Arguments of `dpvision adapt`."""
 
     resume: bool = False
-    """Go on with a run that was stopped: its own settings, the releases that are left, new secret keys."""
+    """Continue a stopped run with its own settings, the releases left, and new secret keys."""
     dry_run: bool = False
-    """Make the plan and all checks, then stop: no features are computed, nothing is charged."""
+    """Print the plan, run all checks and stop: no features are computed, nothing is charged."""
 
 
 @dataclass(frozen=True)
 class _Early(Where):
-    """What decides the default of the other settings."""
+    """Options that determine the defaults of other settings."""
 
     head: str | None = None
     select: str | None = None
@@ -129,7 +129,7 @@ def run(argv: Sequence[str]) -> None:
     if recipe is not None and early.head is not None and recipe != f"transfer.{early.head}":
         raise ConfigError(f"adapt: recipe {recipe!r} and --head {early.head}; expected one of the two. Drop one.")
     if early.select is not None and (early.head or recipe or "transfer.auto") not in ("auto", "transfer.auto"):
-        raise ConfigError(f"adapt: --select {early.select} beside {early.head or recipe}; expected one of the two. Drop one.")
+        raise ConfigError(f"adapt: --select {early.select} with {early.head or recipe}; expected one of the two. Drop one.")
     recipe = recipe or _recipe(early)
     default = AdaptArgs(recipe=recipe, config=_default(recipe, early, typed_privacy(argv)))
     rest = list(argv) if not argv[0].startswith("-") else [recipe, *argv]
@@ -148,7 +148,7 @@ def run(argv: Sequence[str]) -> None:
 
     made = prepare(config)
     if config.model.head == "auto" and not config.model.candidates:
-        # The head's own steps and optimizer are now the defaults; what was typed stays.
+        # The head's steps and optimizer become the defaults; typed settings stay.
         assert made.model.head != "auto"
         chosen = with_head(config, made.model.head, made.model.reason)
         typed = with_values(chosen, config, typed_settings(argv))
@@ -196,7 +196,7 @@ def _resume(args: AdaptArgs, config: RunConfig, saved: RunConfig) -> None:
 
 
 def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
-    """Fit, save, score, and say what was executed."""
+    """Train, save and score the head, and print what was executed."""
     from dpvision.adapt.session import adapt
     from dpvision.checkpoint import find_checkpoint, read_manifest
     from dpvision.runs.lineage import runs_on
@@ -213,9 +213,9 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
     chosen = read_manifest(find_checkpoint(root)).get("chosen")
     lines = [f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} releases: {said}. Run folder: {root}"]
     if not complete:
-        lines.append("The head of these releases is saved; the others were not charged. For a head of all of them start a new run.")
+        lines.append("The head of these releases is saved; the others were not charged. To use all of them, start a new run.")
     if chosen is not None:
-        lines.append(f"Chosen: {chosen['candidate']}, right about {chosen['score']:.1%} of the records by the noisy count that chose it.")
+        lines.append(f"Chosen: {chosen['candidate']}; its noisy score is {chosen['score']:.1%} of the records correct.")
     lines += lost_words(plan, lost, "releases")
     if scores:
         lines.append(_scores_text(args, scores, root))
@@ -262,7 +262,7 @@ def _features_line(args: AdaptArgs, made: "Prepared") -> Iterator[Callable[[int]
 
 
 def _check_test(args: AdaptArgs, config: RunConfig) -> None:
-    """A test that cannot be made is said before the budget is spent."""
+    """Refuse a test store that cannot be scored, before the budget is spent."""
     from dpvision.data.open import open_store
     from dpvision.eval.probes.own_head import check_scorable
 
@@ -285,10 +285,10 @@ def _score(args: AdaptArgs, root: Path) -> "list[Score]":
 
 
 def _train(args: AdaptArgs, config: RunConfig) -> None:
-    """A recipe that trains the network goes the way of ``dpvision train``."""
+    """Run a recipe that trains the network, as ``dpvision train`` does."""
     if not isinstance(config.model, ClassifierConfig):
         raise ConfigError(
-            f"adapt: {args.recipe} makes a {config.model.kind!r}; expected a classifier or a head. Use `dpvision train {args.recipe}`."
+            f"adapt: {args.recipe} trains a {config.model.kind!r}; expected a classifier or a head. Use `dpvision train {args.recipe}`."
         )
     root = args.root(args.recipe)
     _check_test(args, config)
@@ -300,7 +300,7 @@ def _train(args: AdaptArgs, config: RunConfig) -> None:
 
 
 def _recipe(early: _Early) -> str:
-    """The recipe where none is named: the head's; with --resume and a --name that of the run."""
+    """Return the default recipe: the head's, or the run's with --resume and --name."""
     from dpvision.runs.folder import read_run, run_base
 
     if early.resume and early.name and not early.head and run_base(root := early.runs / early.name) is not None:
@@ -309,14 +309,16 @@ def _recipe(early: _Early) -> str:
 
 
 def _with_shorts(args: AdaptArgs) -> RunConfig:
-    """The config with the short options in their places."""
+    """Return the config with the short options applied."""
     config = args.config
     privacy: dict[str, Any] = {}
     if args.epsilon is not None:
         if config.privacy.guarantee == "none":
             raise ConfigError(f"adapt: --epsilon {args.epsilon:g} with --non-private; expected one of the two. Drop --epsilon.")
         if config.privacy.noise_multiplier is not None:
-            raise ConfigError("adapt: --epsilon with --privacy.noise-multiplier; expected one of the two: each gives the other. Drop one.")
+            raise ConfigError(
+                "adapt: --epsilon with --privacy.noise-multiplier; expected only one, since it determines the other. Drop one."
+            )
         privacy |= {"target_epsilon": None, "target_unit_epsilon": None}
         privacy |= {"target_epsilon" if config.privacy.num_units is None else "target_unit_epsilon": args.epsilon}
     if args.dataset_size is not None:
@@ -340,7 +342,7 @@ def _with_shorts(args: AdaptArgs) -> RunConfig:
 
 
 def _default(recipe: str, early: _Early, typed: dict[str, str]) -> RunConfig:
-    """What unnamed settings are: the recipe's, with what follows from the options; with --resume those that the run was started with."""
+    """Return the default settings: the recipe's, adjusted by the options; with --resume the run's own."""
     if early.resume and (saved := saved_config("adapt", early.root(recipe), recipe)) is not None:
         return saved
     config = get_recipe(recipe)
@@ -358,7 +360,7 @@ def _candidates(typed: str) -> tuple[HeadName, ...]:
     names = tuple(name.strip() for name in typed.split(","))
     for name in names:
         if name not in PRESETS:
-            raise ConfigError(f"adapt: --select {typed}: {name!r}; expected some of {', '.join(PRESETS)}. Separate them by commas.")
+            raise ConfigError(f"adapt: --select {typed}: {name!r}; expected names among {', '.join(PRESETS)}. Separate them with commas.")
     return cast(tuple[HeadName, ...], names)
 
 

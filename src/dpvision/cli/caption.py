@@ -1,4 +1,4 @@
-"""``dpvision caption``: images in, sentences out."""
+"""``dpvision caption``: caption images."""
 
 import contextlib
 import csv
@@ -21,7 +21,7 @@ from dpvision.runs.folder import require_confidential
 if TYPE_CHECKING:
     from dpvision.eval.captions.caption_images import Captioned
 
-Places = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PICTURES [PICTURES ...]")]
+Places = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES [IMAGES ...]")]
 _NAMED_AT_MOST = 20
 
 
@@ -52,42 +52,42 @@ def caption(
     release_private_outputs: bool = False,
     json: bool = False,
 ) -> None:
-    """Say in words what is in images.
+    """Caption images with a trained captioner.
 
-    Each line is an image's name and a caption. What cannot be read is named and counted; the status is 2 only if nothing could be.
-    Captions of private images are private: the guarantee covers the weights, not what they make of an image. A file of them goes to a
-    folder called confidential. Images that are in no store count as private.
+    Each line is an image's name and a caption. Unreadable files are counted and named; the exit status is 2 only if no image could be
+    read. Captions of private images are private: the guarantee covers the weights, not their output on an image. A file of them needs
+    a folder named confidential in its path. Images outside a store count as private.
 
       dpvision caption runs/cap photos/cat.jpg photos/dog.png
       dpvision caption runs/cap stores/pets --method beam --out captions.jsonl
       dpvision caption runs/cap photos --method sample --num 3 --temperature 0.8 --prompt "a photo of"
 
     Args:
-        run: Run of a captioner, or one of its checkpoints.
+        run: Run folder of a captioner, or one of its checkpoints.
         pictures: Image files, folders, stores, .tar or .parquet files.
-        method: greedy (the likeliest word each time), beam (a search for the likeliest captions) or sample (words drawn).
-        beams: Unfinished captions that a beam search keeps.
-        num: Captions of each image: the best of a beam search, or independent samples.
-        prompt: Words that every caption begins with.
-        length_penalty: A beam search ranks by log probability / words^THIS; 0 prefers short captions.
-        temperature: Of sampling; below 1 keeps to likelier words.
-        top_k: Sample among this many likeliest words.
-        top_p: Sample among the fewest words that have this share of the probability.
-        min_words: Tokens that a caption has at least, without the prompt's.
-        max_words: Tokens that it has at most; left out, as many as the model has places.
-        fit: squash shows the model the whole image, squeezed to a square; crop its centre.
+        method: greedy (most likely token at each step), beam (beam search) or sample (random tokens).
+        beams: Width of the beam search.
+        num: Captions per image: the best of a beam search, or independent samples.
+        prompt: Text that every caption starts with.
+        length_penalty: Beam search ranks by log probability / length^PENALTY; 0 prefers short captions.
+        temperature: Sampling temperature; below 1 prefers likelier tokens.
+        top_k: Sample from the K most likely tokens.
+        top_p: Sample from the smallest set of tokens with this total probability.
+        min_words: Minimum number of tokens, without the prompt.
+        max_words: Maximum number of tokens; if omitted, the model's maximum.
+        fit: squash resizes the whole image to a square; crop takes its centre.
         ema: Use the averaged weights.
-        seed: Of sampling. An image's samples are the same whatever is captioned with it.
-        out: Write captions here instead: .jsonl (a line for each image) or .csv (a line for each caption). For private images its path
-            needs a folder called confidential.
-        batch_size: Images that are encoded together.
+        seed: Seed of sampling. An image's samples do not depend on the other images.
+        out: Write captions to this file instead: .jsonl (a line per image) or .csv (a line per caption). For private images its path
+            needs a folder named confidential.
+        batch_size: Images encoded together.
         workers: Threads that read images.
-        release_private_outputs: Write captions of private images anywhere. You decide this for the people in them: no epsilon covers it.
+        release_private_outputs: Write captions of private images anywhere. You decide this for the people shown; no epsilon covers it.
         json: Print JSON.
     """
     for name, value in (("batch_size", batch_size), ("workers", workers)):
         if not value >= 1:
-            raise ConfigError(f"caption: {name}={value}; expected at least 1. Leave it out.")
+            raise ConfigError(f"caption: {name}={value}; expected at least 1. Omit it for the default.")
     if not 0 <= seed < 2**31:
         raise ConfigError(f"caption: seed={seed}; expected 0 to 2^31 - 1. Use a small integer.")
     if out is not None:
@@ -107,12 +107,12 @@ def caption(
     found = find_images(pictures, workers)
     private = captioner.confidential or found.visibility == "private"
     if out is not None and private and not release_private_outputs:
-        require_confidential(out, "caption", "captions of private images", ", or say --release-private-outputs")
+        require_confidential(out, "caption", "captions of private images", ", or give --release-private-outputs")
     made: list[Captioned] = []
     unreadable: list[Captioned] = []
     num_done = 0
     with contextlib.ExitStack() as stack:
-        # Lines and a moving status would get in each other's way on a terminal.
+        # No status line while captions are printed to the same terminal.
         status = None if out is None and not json else stack.enter_context(Console(stderr=True).status("reading"))
         write = _print_lines if out is None else stack.enter_context(_writer(out))
         for one in caption_pictures(captioner, found.samples, settings, fit=fit, seed=seed, batch_size=batch_size, workers=workers):
@@ -128,7 +128,7 @@ def caption(
                 status.update(f"captions: {num_done:,} images")
         if num_done == 0:
             raise DataError(
-                f"caption: {_unreadable_text(unreadable) or 'no images'}; expected one or more that can be read. Correct the path."
+                f"caption: {_unreadable_text(unreadable) or 'no images'}; expected at least one readable image. Give other paths."
             )
     if unreadable:
         print((OPERATOR_ONLY if private else "") + _unreadable_text(unreadable), file=sys.stderr)
@@ -164,18 +164,18 @@ def _check_out(out: Path) -> None:
     if out.suffix not in (".jsonl", ".csv") or out.is_dir():
         raise ConfigError(f"caption: out={str(out)!r}; expected a file that ends in .jsonl or .csv. Rename it.")
     if not out.absolute().parent.is_dir():
-        raise ConfigError(f"caption: out={str(out)!r}; expected a folder that exists. Make {out.parent}.")
+        raise ConfigError(f"caption: out={str(out)!r}; expected an existing folder. Run mkdir -p {out.parent}.")
 
 
 @contextlib.contextmanager
 def _writer(out: Path) -> Iterator[Callable[["Captioned"], None]]:
-    """Writes captions to a file that takes its name when all are there; it is gone when the block fails."""
+    """Yield a function that writes captions to a temporary file, renamed to ``out`` on success and deleted on failure."""
     try:
         with replacing(out) as partial, partial.open("w", encoding="utf-8", newline="") as file:
             yield _csv_writer(file) if out.suffix == ".csv" else _jsonl_writer(file)
     except OSError as error:
         raise DataError(
-            f"caption: {out} ({error.strerror or error}); expected a writable place with space. Choose another --out."
+            f"caption: {out} ({error.strerror or error}); expected a writable path with free space. Choose another --out."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""``dpvision data``: from what a person has to a store, and a look into it."""
+"""``dpvision data``: import, inspect and split stores, and make synthetic ones."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dpvision.data.store import Store
 
 _RECIPE_RECORDS = 50_000
-"""Records that the suggested recipes are made for; smaller stores need a smaller batch."""
+"""Dataset size of the suggested recipes; smaller stores need a smaller batch."""
 _RECORDS_OF_A_UNIT = (1, 2, 4, 8)
 
 
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> None:
     tyro.extras.subcommand_cli_from_dict(
         commands,
         prog="dpvision data",
-        description="Stores: import, look into, split; make procedural scenes; train a tokenizer; find what two stores have in common.",
+        description="Import, inspect and split stores; make procedural scenes; train a tokenizer; find images that two stores share.",
         args=list(argv),
         config=CONFIG,
     )
@@ -62,10 +62,10 @@ def import_(
     """Import images into a store: tar shards and a memory-mapped index.
 
     SOURCE is a folder of images (class folders or flat), parquet files with image bytes, or WebDataset tars (indexed in
-    place). Files that are no images, cannot be read or are oversized are left out, counted here and named only under the
-    store's confidential/ folder. A store is private unless you say --public. Where its labels are names (class folders, say) it needs
-    --classes: numbers by the names found would depend on private images. With --dataset, SOURCE is the folder into which that
-    data set's archives were unpacked; docs/datasets.md has the layouts.
+    place). Files that are unreadable, too large or not images are left out; they are counted here and named only in the store's
+    confidential/ folder. A store is private unless you give --public. If a private store's labels are names (such as class folders),
+    give --classes: numbers assigned from the names found would depend on private images. With --dataset, SOURCE is the folder of that
+    data set's unpacked archives; docs/datasets.md has the layouts.
 
     Args:
         source: Folder, parquet file or tar file to import.
@@ -73,26 +73,26 @@ def import_(
         public: These images need no protection; figures and images from this store may be shown.
         unit_from: Field that names the person: column, JSON field, or `parent` for the folder's name.
         label_from: Field that holds the label (class folders and `label` columns are found without it). A list gives an image several
-            labels; an empty list says that it has none of the classes.
-        label_separator: Between the labels of one image where the field is a text, as in a table: "|". An empty text is an empty list.
-        classes: File with the names of the classes, one a line or a JSON list, in the order of their numbers.
-        unknown_classes: What becomes of an image whose class is not declared: refuse the import, or keep it unlabelled; in training
-            it then contributes exactly zero.
-        captions: File of captions: COCO's captions_*.json, lines NAME#NUMBER<TAB>CAPTION, or a CSV with columns image and caption. Those
-            beside an image (NAME.txt, NAME.json, a column `captions`, `caption` or `text`) are found without it.
-        require_captions: Leave images without a caption out; a captioner needs one of each.
+            labels; an empty list means that it belongs to none of the classes.
+        label_separator: Separator between an image's labels in a text field, such as "|". An empty text is an empty list.
+        classes: File with the class names in the order of their numbers, one per line or a JSON list.
+        unknown_classes: For an image whose class is not declared: refuse the import, or keep the image unlabelled, so that it
+            contributes exactly zero in training.
+        captions: File of captions: COCO's captions_*.json, lines NAME#NUMBER<TAB>CAPTION, or a CSV with columns image and caption.
+            Captions next to an image (NAME.txt, NAME.json, a column `captions`, `caption` or `text`) are found without it.
+        require_captions: Leave out images without a caption; a captioner needs at least one per image.
         licence: Licence of public images, for the statement.
-        dataset: One of the papers' data sets, e.g. imagenet, cifar100, caltech101, aircraft: labels and their order are then the same
+        dataset: One of the papers' data sets, e.g. imagenet, cifar100, caltech101, aircraft. Labels and their order are then the same
             for each split.
-        split: With --dataset: train, val or test, as that data set has them.
+        split: With --dataset: train, val or test, as defined by that data set.
         workers: Threads that check images.
         json: Print JSON.
     """
     if dataset is not None or split is not None:
         if captions is not None or require_captions:
-            raise DataError("data import: captions with --dataset, whose images have labels only; expected none. Leave --dataset out.")
+            raise DataError("data import: captions with --dataset, whose images have labels only; expected none. Drop --dataset.")
         if classes is not None or unknown_classes != "refuse":
-            raise DataError("data import: --classes with --dataset, which fixes its classes; expected none. Leave one of them out.")
+            raise DataError("data import: --classes with --dataset, which fixes its classes; expected only one of them. Drop one.")
         return _import_dataset(source, store, dataset, split, public, licence, workers, json, [unit_from, label_from, label_separator])
     check_source(source)
     rule = ClassRule(None if classes is None else read_classes(classes), unknown_classes)
@@ -126,9 +126,7 @@ def _import_dataset(
     if split is None:
         raise DataError(f"data import: --dataset {name} without --split; expected one of {', '.join(dataset.splits)}. Add it.")
     if any(field is not None for field in fields):
-        raise DataError(
-            f"data import: --unit-from or an option on labels with --dataset {name}, which fixes both; expected neither. Leave them out."
-        )
+        raise DataError(f"data import: --unit-from or a label option with --dataset {name}, which fixes both; expected neither. Drop them.")
     found = dataset_source(name, split, root)
     from dpvision.data.importer import import_samples
 
@@ -151,16 +149,16 @@ def scenes(
     workers: int = 2,
     json: bool = False,
 ) -> None:
-    """Make a store of procedural captioned scenes: coloured shapes, a true sentence each, endless and reproducible.
+    """Make a store of procedural captioned scenes: coloured shapes, each with a true caption, unlimited and reproducible.
 
     Args:
         store: New folder for the store.
         num: Number of scenes.
         size_px: Width and height.
-        first: Number of the first scene; other numbers are other scenes.
-        multi_label: Label a scene with the shapes of all its objects, instead of that of the largest.
-        public: Mark the store public (scenes stand in for a private set in the demo).
-        workers: Processes that draw.
+        first: Number of the first scene; different numbers give different scenes.
+        multi_label: Label a scene with the shapes of all its objects, not just the largest.
+        public: Mark the store public. By default it is private, as a substitute for private images.
+        workers: Processes that render.
         json: Print JSON.
     """
     from dpvision.data.synthetic_store import write_scenes
@@ -171,12 +169,12 @@ def scenes(
 def inspect(
     store: StorePath, sheet: Path | None = None, num_images: int = 64, release_private_outputs: bool = False, json: bool = False
 ) -> None:
-    """What a store holds: counts, labels, sizes, people; and a contact sheet.
+    """Print a store's counts, labels, image sizes and people, and write a contact sheet.
 
     Args:
         store: Folder of the store.
-        sheet: Write a contact sheet (PNG) here; for a private store the default is its confidential/ folder, and any other place needs a
-            folder of that name in its path.
+        sheet: Write the contact sheet (PNG) here. For a private store the default is its confidential/ folder, and any other path needs a
+            folder of that name.
         num_images: Images on the sheet.
         release_private_outputs: Write a sheet of private images anywhere.
         json: Print JSON.
@@ -192,7 +190,7 @@ def inspect(
         folder = store / "confidential" if opened.results_visibility == "private" else store
         sheet = folder / "contact_sheet.png"
     elif opened.results_visibility == "private" and not release_private_outputs:
-        require_confidential(sheet, "data inspect", "private images", ", or say --release-private-outputs")
+        require_confidential(sheet, "data inspect", "private images", ", or give --release-private-outputs")
     sheet.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(opened, num_images).save(sheet)
     result["contact_sheet"] = str(sheet)
@@ -208,13 +206,13 @@ def split(
     seed: int = 0,
     json: bool = False,
 ) -> None:
-    """Split a store in two that share its shards, its id and its ledgers; a person is never cut in two.
+    """Split a store into two that share its shards, id and ledgers. All images of a person stay in one part.
 
     Args:
         store: Folder of the store.
-        first: New folder beside the store, for the larger part (or whatever --fraction says).
-        second: New folder beside the store, for the rest.
-        fraction: Part of the people (or records without one) that go to the first.
+        first: New folder next to the store, for a part of the size --fraction.
+        second: New folder next to the store, for the rest.
+        fraction: Fraction of the people (or of the records, if no people are recorded) in the first part.
         seed: Seed of the split.
         json: Print JSON.
     """
@@ -227,7 +225,7 @@ def split(
 
 
 def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
-    """Where the files that were left out are named, and what can be done about those of a format that is not read."""
+    """Return lines with the list of files left out, and how to convert unsupported formats."""
     left_out = summary.get("left_out")
     if not left_out:
         return []
@@ -262,7 +260,7 @@ def _said(store: "Store", as_json: bool, more: dict[str, Any] | None = None) -> 
     recipe = "vip.micro_random_start" if summary.get("without_caption", 1) else "dpcap.micro --data.tokenizer FILE --init-from None"
     size = first["dataset_size"]
     batch = f" --privacy.expected-batch-size {max(1, size // 10)}" if size < _RECIPE_RECORDS else ""
-    lines.append("Next, with a number of records that you declare (public; rounded, or better chosen without counting: docs/data.md):")
+    lines.append("Next, declare a number of records (public; rounded, or better chosen without counting: docs/data.md):")
     lines.append(f"  dpvision train {recipe} --data {store.path} --privacy.dataset-size {size}{batch}{units} --dry-run")
     if summary.get("without_label", 1) == 0:
         several = "--model.multi-label " if store.multi_label else ""
@@ -276,7 +274,7 @@ def _label(store: "Store") -> str:
 
 
 def _suggested(store: "Store") -> list[dict[str, int]]:
-    """Numbers that fit the store, rounded, for one to eight records of a unit; of a store without units the records alone."""
+    """Return rounded numbers to declare for the store, for one to eight records per unit; without units, only the records."""
     from dpvision.data.declared import count_units, has_units, rounded_up
 
     if not has_units(store):
@@ -287,7 +285,7 @@ def _suggested(store: "Store") -> list[dict[str, int]]:
         units = rounded_up(count_units(store, rows))
         size = min(rounded_up(len(rows)), k * units)
         if found and size == found[-1]["dataset_size"]:
-            break  # no unit has more
+            break  # no unit has more records
         found.append({"max_records_per_unit": k, "num_units": units, "dataset_size": size})
     return found
 

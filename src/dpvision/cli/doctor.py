@@ -1,4 +1,4 @@
-"""``dpvision doctor``: which way a model's per-record gradients go, without allocating it; with ``--measure`` on this machine."""
+"""``dpvision doctor``: how a model's per-record gradients are computed, without allocating it; with ``--measure``, run on this machine."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dpvision.cli.doctor_model import Subject
 
 _NAMED = 4
-"""Names that the text shows before it says how many more there are; JSON has all."""
+"""Number of names that the text lists before "and N more"; JSON has all."""
 
 
 def run(argv: Sequence[str]) -> None:
@@ -33,11 +33,11 @@ def doctor(
     image_size: int | None = None,
     json: bool = False,
 ) -> None:
-    """Can this model be trained privately, which way do its gradients go, and what does it cost?
+    """Check whether a model can be trained privately, how its per-record gradients are computed, and at what cost.
 
-    Without --measure the model is never allocated: shapes are enough, so the largest takes a second on any machine. With it,
+    Without --measure the model is never allocated: only shapes are needed, so any model takes about a second. With --measure,
     three records are compared with the oracle (exit 2 if they differ), the largest physical batch is found, and a private step is timed
-    beside a non-private one.
+    against a non-private one.
 
       dpvision doctor vip.base                          a recipe
       dpvision doctor vit_base_patch16_224              a timm name, as a classifier
@@ -45,13 +45,13 @@ def doctor(
       dpvision doctor vip.micro --measure --max-minutes 1
 
     Args:
-        model: Recipe, timm name, or module:function. The function returns a classifier of images, or (model, loss_fn, batch).
-        measure: Also run it on this machine.
-        device: For --measure (left out: the recipe's, or a GPU where there is one).
-        precision: For --measure, of the forward pass (left out: the recipe's, or float32).
-        physical_batch_size: Time this many records; no largest batch is searched for.
-        max_minutes: Time for --measure, about: batches are made smaller to keep it.
-        image_size: Pixels, for a model that does not say it (left out: timm's, or 224).
+        model: Recipe, timm name, or module:function. The function returns an image classifier, or (model, loss_fn, batch).
+        measure: Also run the model on this machine.
+        device: For --measure; if omitted, the recipe's, or a GPU if there is one.
+        precision: Precision of the forward pass for --measure; if omitted, the recipe's, or float32.
+        physical_batch_size: Time a batch of this size instead of searching for the largest.
+        max_minutes: Approximate time limit for --measure; batches shrink to meet it.
+        image_size: Image size in pixels, for a model that does not define it; if omitted, timm's, or 224.
         json: Print JSON.
     """
     if not 0 < max_minutes < float("inf"):
@@ -86,7 +86,7 @@ def doctor(
             max_minutes=max_minutes,
         )
     except DPVisionError as error:
-        # What is known is told; then the error, and exit status 2.
+        # Print the results so far, then the error, with exit status 2.
         result["measured"] = {"failed": str(error)}
         emit(result, json, text)
         raise
@@ -100,14 +100,14 @@ def _hardware(subject: "Subject", device: str | None, precision: str | None, phy
 
 
 def _result(subject: "Subject", seen: "Look", sizes: dict[str, int], total: int) -> dict[str, Any]:
-    """What JSON prints."""
+    """Return the JSON output."""
     parts: dict[str, int] = {}
     for name, size in sizes.items():
         if name not in seen.frozen:
             part = name.split(".")[0]
             parts[part] = parts.get(part, 0) + size
     optim = subject.config.optim if subject.config is not None else OptimConfig()
-    # Weights, clipped sum, noise in turn, the optimizer's moments, the weights' average: float32 each.
+    # Weights, clipped sum, noise (one tensor at a time), the optimizer's moments, the averaged weights: float32 each.
     copies = 3 + (2 if optim.name == "adamw" else 1) + optim.averages
     return {
         "model": subject.name,
@@ -142,7 +142,7 @@ def _text(result: dict[str, Any], seen: "Look", sizes: dict[str, int], slow_chun
     for refusal in seen.refused:
         lines += ["", f"REFUSED  {refusal.message}"]
         if len(refusal.layers) > 1:
-            lines.append(f"         The same of {len(refusal.layers) - 1:,} more: {_few(refusal.layers[1:])}")
+            lines.append(f"         The same holds for {len(refusal.layers) - 1:,} more: {_few(refusal.layers[1:])}")
     if seen.refused:
         return "\n".join(lines)
     lines += ["", "ways to the per-record gradients (exact, all of them):", *_ways_table(result["ways"], total)]
@@ -150,17 +150,17 @@ def _text(result: dict[str, Any], seen: "Look", sizes: dict[str, int], slow_chun
         slow_bytes = 4 * sum(sizes[name] for name in seen.slow)
         lines += [
             "",
-            f"slow: one record at a time under vmap, {_size(slow_bytes)} each, up to {slow_chunk:,} at once. To make it fast, freeze",
+            f"slow: per-record gradients by vmap, {_size(slow_bytes)} each, up to {slow_chunk:,} records at once. To avoid this, freeze",
         ]
         lines.append("these (requires_grad_(False)) or write the layer with operations that have a rule (docs/clipping.md):")
         shown_slow = [f"  {name}  {reason}" for name, reason in list(seen.slow.items())[: 3 * _NAMED]]
         lines += shown_slow + ([f"  and {len(seen.slow) - len(shown_slow):,} more"] if len(seen.slow) > len(shown_slow) else [])
     if result["unused"]:
-        lines += ["", f"unused: the loss does not reach {_few(result['unused'])}. They get noise only: freeze them."]
+        lines += ["", f"unused: the loss does not depend on {_few(result['unused'])}. They get only noise: freeze them."]
     if result["kind"] == "timm":
-        lines += ["", "Judged as a classifier with cross-entropy, on images of timm's size for it."]
+        lines += ["", "Checked as a classifier with cross-entropy, at timm's image size for it."]
     if not measured:
-        lines += ["", "Next: --measure compares with the oracle, sees that records do not mix, and finds the largest batch and the price."]
+        lines += ["", "Next: --measure compares with the oracle, checks separability, and finds the largest batch and the overhead."]
     return "\n".join(lines)
 
 

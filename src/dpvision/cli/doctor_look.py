@@ -1,4 +1,4 @@
-"""Which way each parameter's gradient goes, found on the ``meta`` device: shapes without values, no memory for the weights.
+"""Find how each parameter's per-record gradient is computed, on the ``meta`` device: no values, and no memory for the weights.
 
 Legend: B records.
 """
@@ -26,40 +26,40 @@ KEY = StepKey(0, 0)
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why private training would refuse the model, and what to do; the layers that the same is true of."""
+    """Why private training would refuse the model, with the remedy and the layers affected."""
 
     message: str
     layers: list[str]
-    """Names of modules; empty where the message is about the model or its loss."""
+    """Names of modules; empty if the message is about the whole model or its loss."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a model's trained parameters are, by name."""
+    """Findings about a model's parameters, by name."""
 
     ways: dict[str, list[str]] = field(default_factory=dict)
-    """Way -> parameters; empty where the model is refused. Ways: the rules of ``dp.matrix_rules``, "slow" and "unused"."""
+    """From a way (the rules of ``dp.matrix_rules``, "slow" or "unused") to its parameters; empty if the model is refused."""
     slow: dict[str, str] = field(default_factory=dict)
-    """Parameter without a rule -> why."""
+    """From each parameter without a rule to the reason."""
     refused: list[Refusal] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
     tied: dict[str, list[str]] = field(default_factory=dict)
-    """Parameter -> its other names."""
+    """From each tied parameter to its other names."""
 
 
 def look(name: str, built: Built) -> Look:
-    """Find the way of every trained parameter, or why there is none.
+    """Find how every trained parameter's gradient is computed, or why the model is refused.
 
     Args:
-        name: of the model, for messages.
+        name: the model's name, for messages.
         built: on the ``meta`` device.
 
     Raises:
-        ConfigError: nothing is trained, or the forward pass fails.
+        ConfigError: no parameter is trainable, or the forward pass fails.
     """
     frozen, tied = _frozen_and_tied(built.model)
     if not trained(built.model):
-        raise ConfigError(f"doctor: {name} has no parameter with requires_grad; expected at least one. Unfreeze what is to be trained.")
+        raise ConfigError(f"doctor: {name} has no parameter with requires_grad; expected at least one. Call requires_grad_(True) on some.")
     refused = _refused_layers(built.model)
     if refused:
         return Look(refused=refused, frozen=frozen, tied=tied)
@@ -85,7 +85,7 @@ def _frozen_and_tied(model: nn.Module) -> tuple[list[str], dict[str, list[str]]]
 
 
 def _refused_layers(model: nn.Module) -> list[Refusal]:
-    """The gate's first look, at all layers: one refusal for each kind of layer."""
+    """Check all layers by type and return one refusal for each refused type."""
     found: dict[str, Refusal] = {}
     for name, module in model.named_modules():
         try:
@@ -96,7 +96,7 @@ def _refused_layers(model: nn.Module) -> list[Refusal]:
 
 
 def _check_losses(name: str, built: Built) -> None:
-    """Run the forward pass once, so that a mistake in it is told as one, and see that it gives one loss per record."""
+    """Run the forward pass once, report errors in it, and check that it gives one loss per record."""
     shape = tuple(built.batch.image_BVCHW.shape)
     wrapped, buffers = LossModule(built.loss_fn, built.model), prefixed(copied_buffers(built.model))
     try:
@@ -108,7 +108,7 @@ def _check_losses(name: str, built: Built) -> None:
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(
             f"doctor: the forward pass of {name} on images of shape {shape} raised {type(error).__name__}: {first}; expected one loss "
-            "per record, by steps that read no values. Say --image-size, or return (model, loss_fn, batch): docs/doctor.md."
+            "per record, from operations that read no values. Give --image-size, or return (model, loss_fn, batch): docs/doctor.md."
         ) from None
     got, wanted = tuple(getattr(losses_B, "shape", ())), tuple(built.batch.record_id_B.shape)
     if got != wanted:
@@ -117,7 +117,7 @@ def _check_losses(name: str, built: Built) -> None:
 
 @contextlib.contextmanager
 def told_by_us() -> Iterator[None]:
-    """The engine's warning of slow parameters is left out, and torch's of slow vmap: the table says it."""
+    """Suppress the warnings about slow parameters and slow vmap, since the table lists them."""
     log = logging.getLogger("dpvision")
     level = log.level
     log.setLevel(logging.ERROR)

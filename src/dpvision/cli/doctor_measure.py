@@ -1,4 +1,4 @@
-"""``dpvision doctor --measure``: is it exact here, how many records fit, what does a step cost?
+"""``dpvision doctor --measure``: check exactness on this machine, find the largest physical batch, and time a step.
 
 Legend: B records.
 """
@@ -30,27 +30,27 @@ from dpvision.train.step import autocast, to_device
 TOLERANCE = 1e-5
 """Largest relative difference of the float32 sum, and of a norm, from the oracle's."""
 MARGIN = 0.8
-"""Part of the free memory that an estimate counts on: fragments and the scratch memory of libraries take the rest."""
+"""Fraction of the free memory that an estimate uses; the rest is for fragmentation and library workspaces."""
 _MOST_RECORDS = 2**16
 _ROUNDS = 7
 _FLOAT64_COPIES = 8
-"""Copies of the weights, in float64, that the gates hold at once: the model, single gradients, sums, temporaries."""
+"""Float64 copies of the weights that the gates hold at once: the model, single gradients, sums, temporaries."""
 _FLOAT64_PASSES = 60
-"""Forward passes of one record in float32 that the gates take as long as: 33 forward and backward passes in float64 at most."""
+"""Cost of the gates (at most 33 float64 forward and backward passes) in float32 forward passes of one record."""
 _TIMED_SHARE = 0.6
-"""Part of the time left that the timed rounds may take; the searches have the rest."""
+"""Fraction of the time left for the timed rounds; the searches get the rest."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The model on its device, and the clock."""
+    """The model on its device, with a deadline."""
 
     built: Built
     device: torch.device
     hardware: HardwareConfig
     max_grad_norm: float
     end: float
-    """On time.monotonic()'s clock."""
+    """Deadline on time.monotonic()'s clock."""
 
     def left_s(self) -> float:
         return max(0.0, self.end - time.monotonic())
@@ -59,12 +59,12 @@ class Bench:
         return to_device(records(self.built.batch, num), self.device)
 
     def step(self, batch: Batch, max_grad_norm: float | None) -> ClippedSum:
-        """The clipped sum, or without a clip norm the plain sum of gradients: forward and one backward pass."""
+        """Return the clipped sum, or the plain sum of gradients if ``max_grad_norm`` is None, by a forward and a backward pass."""
         with autocast(self.hardware.precision, self.device):
             return clipped_sum(self.built.loss_fn, self.built.model, batch, KEY, max_grad_norm=max_grad_norm)
 
     def seconds_of(self, batch: Batch, max_grad_norm: float | None) -> float:
-        """Seconds of one step; what it returns is freed after the clock stops."""
+        """Return the seconds of one step. Its result is freed after the clock stops."""
         self._finish()
         start = time.perf_counter()
         result = self.step(batch, max_grad_norm)
@@ -85,39 +85,39 @@ def measure(
 
     Args:
         built: on the CPU.
-        hardware: device, precision, and the physical batch that a run would take.
-        num_timed: physical batch to time; if None, the run's, or as much of it as memory and time allow. Given: none is searched for.
+        hardware: device, precision, and the physical batch size of a run.
+        num_timed: physical batch size to time, without a search for the largest; if None, the run's, reduced to fit memory and time.
         state_bytes: memory that training holds between steps, weights included.
-        max_minutes: for the whole; a batch or a search that would take longer is made smaller, the oracle never is.
+        max_minutes: total time limit; batches and searches shrink to meet it, the oracle check does not.
 
     Returns:
         The figures, ready for JSON.
 
     Raises:
-        PrivacyError: a gate refuses the model, or the clipped sum is not the oracle's.
-        ConfigError: there is no such device, or not even one record fits.
+        PrivacyError: a gate refuses the model, or the clipped sum differs from the oracle's.
+        ConfigError: the device does not exist, or one record does not fit.
     """
     device = join(hardware.device).device
     keep_freed_memory()  # as training does
     _stir(built.model)
     end = time.monotonic() + 60 * max_minutes
     with told_by_us():
-        say("1/3 against the oracle, three records")
+        say("1/3 comparing three records with the oracle")
         gates = _gates(built, end)
         built.model.to(device)
         bench = Bench(built, device, hardware, max_grad_norm, end)
         oracle = {**compare(bench), "float64": gates}
-        say("2/3 the largest physical batch")
+        say("2/3 finding the largest physical batch")
         try:
             bench.seconds_of(bench.batch(1), max_grad_norm)
             largest = _largest(bench, state_bytes) if num_timed is None else None
-            say("3/3 the price of a step")
+            say("3/3 timing a step")
             num = num_timed or _timed_batch(bench, largest["records"] if largest else 1)
             step = _times(bench, num)
         except torch.OutOfMemoryError:
             raise ConfigError(
-                f"doctor: {num_timed or 1} records do not fit the memory of {device}; expected a smaller physical batch. "
-                "Say --physical-batch-size, or take a smaller model."
+                f"doctor: {num_timed or 1} records do not fit into the memory of {device}; expected a smaller physical batch. "
+                "Lower --physical-batch-size, or use a smaller model."
             ) from None
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -129,12 +129,12 @@ def measure(
 
 
 def say(line: str) -> None:
-    """Progress."""
+    """Print a line of progress to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _stir(model: nn.Module) -> None:
-    """Give small values to parameters that start as zeros: a zero hides from the comparison what lies behind it."""
+    """Give small random values to parameters that are all zero: zeros would hide differences in the layers before them."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -143,7 +143,7 @@ def _stir(model: nn.Module) -> None:
 
 
 def _gates(built: Built, end: float) -> str:
-    """The two gates of a private run, in float64, on the CPU; or why they were left out.
+    """Run the two gates of a private run in float64 on the CPU. Return "passed", or why they were left out.
 
     Raises:
         PrivacyError: a gate refuses.
@@ -165,10 +165,10 @@ def _gates(built: Built, end: float) -> str:
 
 
 def compare(bench: Bench) -> dict[str, Any]:
-    """One pass against ``vmap`` in float32, at the median of the records' norms so that some are clipped and some are not.
+    """Compare one-pass clipping with ``vmap`` in float32, clipping at the median norm so that only some records are clipped.
 
     Raises:
-        PrivacyError: the sums, or the norms, differ by more than 1e-5 of theirs.
+        PrivacyError: the sums or the norms have a relative difference above 1e-5.
     """
     built, batch = bench.built, to_device(bench.built.batch, bench.device)
 
@@ -177,9 +177,7 @@ def compare(bench: Bench) -> dict[str, Any]:
 
     middle = float(run("one_pass", 1.0).norms_B.median())
     if not 1e-12 <= middle <= 1e12:
-        raise PrivacyError(
-            f"doctor: gradient norm {middle} of random images; expected a finite one that is not zero. Check model and loss."
-        )
+        raise PrivacyError(f"doctor: gradient norm={middle} on random images; expected a finite, nonzero norm. Check the model and loss.")
     ours, oracle = run("one_pass", middle), run("vmap", middle)
     size = sum(float(value.double().square().sum()) for value in oracle.grads.values()) ** 0.5
     off = sum(float((ours.grads[name].double() - value.double()).square().sum()) for name, value in oracle.grads.items()) ** 0.5
@@ -188,7 +186,7 @@ def compare(bench: Bench) -> dict[str, Any]:
     if not max(difference, norms_off) <= TOLERANCE:
         raise PrivacyError(
             f"doctor: the one-pass sum differs from the oracle's by {difference:.1e}, a norm by {norms_off:.1e}; expected at most "
-            f"{TOLERANCE:.0e}. Train with method='vmap', and tell us of this model."
+            f"{TOLERANCE:.0e}. Train with method='vmap', and report this model as a bug."
         )
     return {"records": len(batch.record_id_B), "difference": difference, "norm_difference": norms_off, "tolerance": TOLERANCE}
 
@@ -201,7 +199,7 @@ def _largest(bench: Bench, state_bytes: int) -> dict[str, Any]:
 
 
 def _largest_tried(bench: Bench, other_bytes: int) -> dict[str, Any]:
-    """Steps of more and more records on the GPU, with room taken for what training holds besides the weights."""
+    """Try steps of growing batches on the GPU, with memory reserved for what training holds besides the weights."""
 
     def fits(num: int) -> bool:
         try:
@@ -224,15 +222,15 @@ def _largest_tried(bench: Bench, other_bytes: int) -> dict[str, Any]:
 
 
 def most_that_fit(fits: Callable[[int], bool], *, most: int, stop: Callable[[], bool]) -> tuple[int, bool]:
-    """Largest number for which ``fits``, to a sixteenth: doubling, then bisection.
+    """Find the largest number for which ``fits`` is true, to within 1/16, by doubling and bisection.
 
     Args:
         fits: true up to some number, false beyond it.
-        most: no larger number is tried.
-        stop: true: answer with what is known.
+        most: largest number to try.
+        stop: when true, return the best result so far.
 
     Returns:
-        The largest number that was seen to fit (0: not even 1), and whether the next sixteenth was seen not to.
+        The largest number found to fit (0 if not even 1 does), and whether the search is complete.
     """
     low, high = 0, most + 1
     while high - low > max(1, low // 16) and not stop():
@@ -248,10 +246,10 @@ def most_that_fit(fits: Callable[[int], bool], *, most: int, stop: Callable[[], 
 
 
 def _largest_estimated(bench: Bench, other_bytes: int) -> dict[str, Any]:
-    """From the memory that steps of a few records and of half of them take, to the byte, and what the machine has free."""
+    """Estimate the largest batch from the peak memory of two small batches and the machine's free memory."""
     free = available_bytes()
     seconds = bench.seconds_of(bench.batch(2), bench.max_grad_norm) / 2
-    # Larger batches tell more of the slope: what is computed in chunks does not grow for ever. Ten seconds of steps at most.
+    # Larger batches give a better slope, since computations in chunks stop growing. At most ten seconds of steps.
     num = max(2, min(bench.hardware.physical_batch_size, 64, int(min(10.0, bench.left_s() / 20) / seconds)))
     many = peak_bytes(lambda: bench.step(bench.batch(num), bench.max_grad_norm))
     few = peak_bytes(lambda: bench.step(bench.batch(num // 2), bench.max_grad_norm))
@@ -271,9 +269,9 @@ def _largest_estimated(bench: Bench, other_bytes: int) -> dict[str, Any]:
 
 
 def peak_bytes(step: Callable[[], object]) -> int:
-    """Most bytes that torch's CPU allocator holds for ``step`` at once, beyond what it held before."""
+    """Return the peak bytes that torch's CPU allocator holds for ``step``, beyond what it held before."""
     gc.collect()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells of every start, and of a GPU that is not there
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start, and a missing GPU
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
@@ -286,7 +284,7 @@ def peak_bytes(step: Callable[[], object]) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that this process can still take, as the system tells it; a container's limit counts."""
+    """Return the memory that this process can still allocate, within a container's limit."""
     found = _meminfo("MemAvailable")
     if found is None:
         found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -310,7 +308,7 @@ def _meminfo(name: str) -> int | None:
 
 
 def _timed_batch(bench: Bench, fitting: int) -> int:
-    """As much of the run's physical batch as fits memory, and for which a warm-up and three rounds fit the time."""
+    """Return the run's physical batch size, reduced to fit memory and to leave time for a warm-up and three rounds."""
     num = min(4, fitting)
     seconds = min(bench.seconds_of(bench.batch(num), bench.max_grad_norm) for _ in range(2)) / num
     in_time = int(_TIMED_SHARE * bench.left_s() / (2 * 4 * seconds))
@@ -318,17 +316,17 @@ def _timed_batch(bench: Bench, fitting: int) -> int:
 
 
 def _times(bench: Bench, num: int) -> dict[str, Any]:
-    """Seconds of the private and the plain step, in turns; the price is of the same round."""
+    """Time private and plain steps in alternation; each ratio is taken within a round."""
     batch = bench.batch(num)
     private: list[float] = []
     plain: list[float] = []
     for number in range(-1, _ROUNDS):
         start = time.monotonic()
         ways: list[tuple[list[float], float | None]] = [(private, bench.max_grad_norm), (plain, None)]
-        # The order changes, so that what one leaves in the caches helps and harms both.
+        # The order alternates, so that cache effects hit both equally.
         for seconds, max_grad_norm in ways if number % 2 else reversed(ways):
             taken = bench.seconds_of(batch, max_grad_norm)
-            if number >= 0:  # before that, a warm-up
+            if number >= 0:  # round -1 is a warm-up
                 seconds.append(taken)
         if number >= 2 and time.monotonic() - start > bench.left_s():
             break

@@ -1,4 +1,4 @@
-"""What ``dpvision doctor`` can be asked about: a recipe, a function of one's own, a timm model; built with or without memory.
+"""The models that ``dpvision doctor`` checks: a recipe, a user's function or a timm model, built on the CPU or without memory.
 
 Legend: B records, V views, C channels, H height, W width, K classes.
 """
@@ -33,7 +33,7 @@ _EXPECTED = "a recipe, a timm name, or module:function"
 
 @dataclass(frozen=True)
 class Built:
-    """A model in the state in which it would be trained, the loss of a record, and a few public records."""
+    """A model in its training state, its loss function, and a few public records."""
 
     model: nn.Module
     loss_fn: LossFn
@@ -42,38 +42,38 @@ class Built:
 
 @dataclass(frozen=True)
 class Subject:
-    """What MODEL names."""
+    """The model that the argument MODEL names."""
 
     name: str
     kind: str
     """'recipe', 'timm' or 'function'."""
     config: RunConfig | None
-    """Of a recipe only."""
+    """The recipe's config, or None for other kinds."""
     make: Callable[[bool], Built]
-    """True: on the meta device, without memory for the weights. False: on the CPU."""
+    """Builds the model: on the meta device, without memory for the weights, if the argument is true; otherwise on the CPU."""
 
 
 def find_subject(name: str, image_size: int | None = None) -> Subject:
-    """What ``name`` stands for; nothing is built yet, but a module of one's own is imported.
+    """Find the model that ``name`` refers to. Nothing is built, but a user's module is imported.
 
     Args:
-        name: a recipe, ``module:function`` (the current folder is searched, too), or a name that timm knows.
-        image_size: height and width of the images in pixels, for models that do not say it themselves.
+        name: a recipe, ``module:function`` (the current folder is searched too), or a timm model.
+        image_size: height and width of the images in pixels, for models that do not define it.
 
     Raises:
-        ConfigError: nothing has that name; the message offers close ones.
+        ConfigError: no model has that name; the message lists similar names.
     """
     if image_size is not None and not image_size >= 1:
         raise ConfigError(f"doctor: --image-size={image_size}; expected at least 1. Give pixels, 224 say.")
     if name in RECIPES:
         config = RECIPES[name]()
         if image_size is not None:
-            raise ConfigError(f"doctor: --image-size={image_size}; expected none with a recipe: {name} says it itself. Drop it.")
+            raise ConfigError(f"doctor: --image-size={image_size}; expected none with recipe {name}, which defines it. Drop it.")
         return Subject(name, "recipe", config, lambda on_meta: _recipe(config, on_meta))
     if ":" in name:
         function = _find_function(name)
         return Subject(name, "function", None, lambda on_meta: _from_function(name, function, image_size, on_meta))
-    import timm  # seconds; only now
+    import timm  # takes seconds, so only now
 
     if timm.is_model(name.partition(".")[0]):
         return Subject(name, "timm", None, lambda on_meta: _from_timm(name, image_size, on_meta))
@@ -93,7 +93,7 @@ def classification_losses(model: nn.Module, batch: Batch, _key: StepKey) -> Tens
 
 
 def records(batch: Batch, num: int) -> Batch:
-    """A batch of ``num`` records made of those of ``batch``, over and over, each with an id of its own."""
+    """Return a batch of ``num`` records that repeats those of ``batch``, with distinct ids."""
     rows = torch.arange(num, device=batch.record_id_B.device) % len(batch.record_id_B)
     made = Batch._make(None if value is None else value[rows] for value in batch)
     return made._replace(record_id_B=torch.arange(1, num + 1, device=rows.device))
@@ -124,12 +124,12 @@ def _find_function(name: str) -> Callable[[], Any]:
     except Exception as error:
         raise ConfigError(
             f"doctor: {name!r}: module {module_name!r} cannot be imported ({_told(error)}); expected a module of the current folder or of "
-            "this Python. Correct the name, or the module."
+            "this Python. Run it where the module can be imported, or fix the module."
         ) from None
     function = vars(module).get(function_name)
     if not callable(function):
         close = difflib.get_close_matches(function_name, [key for key, value in vars(module).items() if callable(value)], n=3)
-        remedy = f"Did you mean {' or '.join(f'{module_name}:{key}' for key in close)}?" if close else "Correct the name."
+        remedy = f"Did you mean {' or '.join(f'{module_name}:{key}' for key in close)}?" if close else "Define it there."
         raise ConfigError(f"doctor: {name!r}; expected a function of module {module_name!r}. {remedy}")
     return function
 
@@ -154,7 +154,7 @@ def _from_function(name: str, function: Callable[[], Any], image_size: int | Non
 
 
 def _classifier(model: nn.Module, shape: tuple[int, ...], on_meta: bool) -> Built:
-    """A classifier on random images of ``shape`` (C, H, W); all of class 0."""
+    """Return a classifier with random images of ``shape`` (C, H, W), all of class 0."""
     generator = torch.Generator().manual_seed(0)
     batch = Batch(
         record_id_B=torch.arange(1, NUM_RECORDS + 1),
@@ -166,7 +166,7 @@ def _classifier(model: nn.Module, shape: tuple[int, ...], on_meta: bool) -> Buil
 
 
 def _called(name: str, function: Callable[[], Any], on_meta: bool) -> Any:
-    """What ``function`` returns, built from the same random numbers each time; the global random state is not moved."""
+    """Call ``function`` with a fixed random seed, without changing the global random state."""
     place = torch.device("meta") if on_meta else contextlib.nullcontext()
     try:
         with torch.random.fork_rng(devices=[]), place:
@@ -174,11 +174,11 @@ def _called(name: str, function: Callable[[], Any], on_meta: bool) -> Any:
             return function()
     except Exception as error:
         hint = " It is called under torch.device('meta'), where tensors have no values: read none." if "meta" in str(error) else ""
-        raise ConfigError(f"doctor: {name} raised {_told(error)}; expected a model.{hint} Correct the name, or the function.") from None
+        raise ConfigError(f"doctor: {name} raised {_told(error)}; expected a model.{hint} Fix the function.") from None
 
 
 def _told(error: Exception) -> str:
-    """An exception in one line, with the place where it was raised."""
+    """Return an exception as one line, with the file and line where it was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith("<frozen")]
     place = f" at {os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}{place}"

@@ -1,4 +1,4 @@
-"""``dpvision embed``: features for other people's tools."""
+"""``dpvision embed``: write features to a file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,20 +28,20 @@ def embed(
     release_private_outputs: bool = False,
     json: bool = False,
 ) -> None:
-    """Write an encoder's features for a store, or for anything that `data import` takes.
+    """Write an encoder's features for a store, or for any source that `data import` accepts.
 
-    Features of private images are private: the guarantee covers the weights, not what they make of an image. So they go to a folder
-    called confidential. Images that are in no store count as private; import them with --public where they are not.
+    Features of private images are private: the guarantee covers the weights, not their output on an image. So they go to a folder
+    named confidential. Images outside a store count as private; import them with --public if they are public.
 
     Args:
         run: Run folder, or one of its checkpoints.
         source: Store, folder of images, parquet file or tar file.
-        out: File to write: .npz or .safetensors. For private images its path needs a folder called confidential.
-        pooling: Patch tokens averaged over the image, or over its four quadrants.
+        out: File to write: .npz or .safetensors. For private images its path needs a folder named confidential.
+        pooling: Average the patch tokens over the image, or over its four quadrants.
         ema: Use the averaged weights.
         batch_size: Images in one forward pass.
         workers: Threads that read images.
-        release_private_outputs: Write features of private images anywhere. You decide this for the people in them: no epsilon covers it.
+        release_private_outputs: Write features of private images anywhere. You decide this for the people shown; no epsilon covers it.
         json: Print JSON.
     """
     check_run(run)

@@ -1,4 +1,4 @@
-"""``dpvision evaluate``: how good are an encoder's features?"""
+"""``dpvision evaluate``: score encoders and classifiers on labelled images."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,11 +22,11 @@ _OWN = {
     "detection": "dpvision.dense.detection.command",
     "segmentation": "dpvision.dense.segmentation.command",
 }
-"""Evaluations that are commands of their own: `dpvision evaluate WORD` calls evaluate_WORD of this module, imported only then."""
+"""Subcommands: `dpvision evaluate WORD` calls evaluate_WORD of this module, imported only then."""
 
 
 def run(argv: Sequence[str]) -> None:
-    """Parse and run; a first word that is no encoder asks for an evaluation of its own."""
+    """Parse and run, or call the subcommand that the first argument names."""
     if argv and argv[0] in _OWN:
         name = f"evaluate_{argv[0]}"
         parse(getattr(import_module(_OWN[argv[0]]), name), f"evaluate {argv[0]}", argv[1:])
@@ -54,56 +54,56 @@ def evaluate(
     show_confidential: bool = False,
     json: bool = False,
 ) -> None:
-    """Score encoders on labelled images, with random weights and raw pixels beside them.
+    """Score encoders on labelled images, against random weights and raw pixels.
 
     An ENCODER is a run folder, random:RUN, timm:NAME or torchvision:NAME (@FILE for weights), vip:FILE, mae:FILE, simclr:FILE, tan:FILE,
     pixels, hog, scattering, patches or patches+scattering.
 
       dpvision evaluate runs/first --train stores/pets-train --test stores/pets-test
       dpvision evaluate runs/a runs/b hog --train stores/pets --protocols ridge,few_shot_probe --shots 5 10 --out scores.json
-      dpvision evaluate runs/adapted --test stores/pets-test          a classifier's or an adapted head's own answers
+      dpvision evaluate runs/adapted --test stores/pets-test          predictions of a classifier or an adapted head
       dpvision evaluate runs/first --train stores/pets --protocols linear_lars --lars.epochs 30 --lars.warmup-epochs 3
 
-    Protocols, cheap ones first (docs/evaluation.md has their settings, sources and costs):
+    Protocols, cheapest first (docs/evaluation.md has their settings, sources and costs):
       knn             20 nearest neighbours by cosine similarity
       ridge           closed-form linear classifier
-      linear          logistic regression, strength chosen on held-out training images
+      linear          logistic regression, regularisation chosen on held-out training images
       few_shot_probe  logistic regression on K images per class, 20 draws
-      few_shot_dpcap  the same as DP-Cap's tables have it: centred features of length one, fixed strength
+      few_shot_dpcap  DP-Cap's version of it: centred features of length 1, fixed regularisation
       linear_lars     the linear probe of ViP's tables: tokens of the last 12 blocks, LARS, augmented images, 90 epochs
-      linear_cls      the same on the class token alone, as in the MAE paper; never compare the two
+      linear_cls      linear_lars on the class token alone, as in the MAE paper; not comparable with linear_lars
       fine_tune       the whole network fine-tuned on K images per class, 200 epochs, 3 draws
-      own_head        a classifier run's own head, on --test; of a run with several labels an image, on a store that has them
+      own_head        a classifier run's own head, on --test; a multi-label run needs a multi-label store
 
-    For a captioner use `dpvision evaluate captioner RUN` (see its --help): zero-shot classes, compositional tests, CIDEr.
-    `dpvision evaluate detection ENCODER` trains it on to find objects, with boxes and masks: COCO's AP.
-    `dpvision evaluate segmentation ENCODER` trains it on to name every pixel: mIoU.
+    For a captioner use `dpvision evaluate captioner RUN` (see its --help): zero-shot classification, compositional tests, CIDEr.
+    `dpvision evaluate detection ENCODER` trains a detector on the encoder and scores boxes and masks by COCO's AP.
+    `dpvision evaluate segmentation ENCODER` trains a semantic segmentation model on the encoder and scores mIoU.
 
-    A run's scores from public stores go to its scores.json (and into its report), those from private stores to its confidential/.
+    A run's scores on public stores go to its scores.json (and into its report), scores on private stores to its confidential/.
 
     Args:
-        encoders: What to score.
-        train: Store with labels to learn the classes from; needed unless only runs' own heads are scored.
-        test: Store with labels to score on; left out, a fifth of --train's people is held out.
-        protocols: Names from the list above, with commas.
-        against: What stands beside: random (a run's architecture, untrained), pixels, both with a comma, or none.
-        metric: accuracy or mean_per_class (Caltech-101, Aircraft); left out, what the store declares, else accuracy.
-        labels: File of the classes any of which is right for a test image, instead of its one label: ImageNet-ReaL's real.json, an
-            object or a CSV (docs/evaluation.md). Images without any do not count.
+        encoders: Encoders to score.
+        train: Labelled store to train the classifiers on; not needed if only runs' own heads are scored.
+        test: Labelled store to score on; if omitted, a fifth of --train's people is held out.
+        protocols: Names from the list above, separated by commas.
+        against: Baselines: random (a run's architecture, untrained), pixels, both with a comma, or none.
+        metric: accuracy or mean_per_class (Caltech-101, Aircraft); if omitted, the store's, else accuracy.
+        labels: File of sets of correct classes that replace each test image's one label: ImageNet-ReaL's real.json, a JSON object or a
+            CSV (docs/evaluation.md). Images without a correct class do not count.
         shots: Images per class for the few-shot protocols; several are allowed.
-        out: Write all scores here too. Scores of private images need a path with a folder called confidential in it.
+        out: Also write all scores here. Scores on private images need a folder named confidential in the path.
         ema: Use the averaged weights of runs.
-        no_cache: Neither keep features and scores under STORE/confidential/features nor use what is there.
+        no_cache: Neither read nor write cached features and scores (STORE/confidential/features).
         batch_size: Images in one forward pass.
         workers: Threads that read images.
         lars: Settings of linear_lars and linear_cls; the defaults are the paper's.
         fine_tune: Settings of fine_tune; the defaults are the paper's.
-        few_shot_probe: Settings of few_shot_probe; few_shot_dpcap has its draws from here.
-        show_confidential: Print scores on private images also where the output is no terminal, as in a job's log.
+        few_shot_probe: Settings of few_shot_probe; few_shot_dpcap uses its draws.
+        show_confidential: Print scores on private images even if the output is not a terminal, such as a job's log.
         json: Print JSON, with private scores too.
     """
     if not encoders:
-        raise ConfigError("evaluate: no encoder; expected one or more. E.g. dpvision evaluate runs/first --train STORE.")
+        raise ConfigError("evaluate: no encoder; expected one or more. For example: dpvision evaluate runs/first --train STORE.")
     if train is None:
         check_store(test)
         _own_heads(encoders, test, labels, ema, out, batch_size, workers, show_confidential, json)
@@ -125,10 +125,10 @@ def evaluate(
     measure = checked_metric(metric) if metric is not None else None
     train_store, test_store = open_store(train), open_store(test) if test is not None else None
     if labels is not None and measure not in (None, "accuracy"):
-        raise ConfigError(f"evaluate: labels={str(labels)!r} with metric={metric}; expected accuracy, which is by them. Drop --metric.")
+        raise ConfigError(f"evaluate: labels={str(labels)!r} with metric={metric}; expected accuracy with --labels. Drop --metric.")
     any_of = load_any_of_labels(labels, test_store or train_store) if labels is not None else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # Each is opened before the first is scored: a name that is wrong is said at once, and so is a place that is.
+    # Open every encoder and check --out before the first is scored, to fail fast.
     known = [train_store, *([] if test_store is None else [test_store])]
     confidential = [recognised(open_encoder(spec, ema=ema and is_run(spec)), *known).confidential for spec in encoders]
     private = any(confidential) or "private" in [store.results_visibility for store in known]
@@ -163,7 +163,7 @@ def _own_heads(
     show_confidential: bool,
     json: bool,
 ) -> None:
-    """Runs that classify by themselves need no store to learn the classes from."""
+    """Score classifier runs on their own heads, which need no --train store."""
     import torch
 
     from dpvision.checkpoint import load_checkpoint
@@ -177,7 +177,8 @@ def _own_heads(
     if lacks is not None or test is None:
         what = "no --test" if lacks is None else f"{lacks} has no head of its own and there is no --train"
         raise ConfigError(
-            f"evaluate: {what}; expected --test STORE for runs of classifiers and heads, --train STORE for all others. Name one."
+            f"evaluate: {what}; expected --test STORE for runs of classifiers and heads, --train STORE for all "
+            "other encoders. Give one; for a captioner use `dpvision evaluate captioner RUN`."
         )
     store = open_store(test)
     any_of = load_any_of_labels(labels, store) if labels is not None else None
@@ -213,7 +214,7 @@ def _tell(
 
 
 def _told_apart(found: dict[str, list[Score]]) -> list[Score]:
-    """All scores, a run's under the run's name where there are several encoders; a control that two encoders share stands once."""
+    """Return all scores, named by run if there are several encoders. A baseline that encoders share appears once."""
     scores: dict[tuple[str, str, float], Score] = {}
     for spec, some in found.items():
         for score in some:

@@ -51,56 +51,57 @@ def evaluate_captioner(
     show_confidential: bool = False,
     json: bool = False,
 ) -> None:
-    """Evaluate a captioner: zero-shot classes, true captions against false ones, and generated captions against people's.
+    """Evaluate a captioner: zero-shot classification, choice between true and false captions, and CIDEr of generated captions.
 
       dpvision evaluate captioner runs/cap --store stores/cifar10 --zero-shot cifar10
       dpvision evaluate captioner runs/cap --store stores/flickr8k-test --captions --order
       dpvision evaluate captioner runs/cap --scenes 2000 --sugarcrepe sugarcrepe.json --images val2017 --public
 
-    docs/caption_measures.md has the protocols. Scores go where those of `dpvision evaluate` go.
+    docs/caption_measures.md has the protocols. Scores are written where `dpvision evaluate` writes them.
 
     Args:
         run: Run or checkpoint folder of a captioner.
-        store: Images with labels or captions, other ones than it was trained on.
-        zero_shot: Classify --store by this label set: store, cifar10, cifar100, or a file with one class a line, synonyms between commas.
-        labels: Of zero-shot: file of the classes any of which is right for an image (ImageNet-ReaL's real.json; docs/evaluation.md).
-        method: Of zero-shot: trie, loss or both.
-        prompt: What stands before the label.
-        match_article: Say "an" before a, e, i, o, u where the prompt ends in "a".
-        order: Order test from the captions of --store.
-        captions: CIDEr of its captions of --store.
-        beams: Say these by beam search of this width; left out, greedily.
-        scenes: Compositional tests on this many procedural scenes.
-        first_scene: Their first number; take one beyond those that were trained on.
-        sugarcrepe: SugarCrepe's file or folder; its images are --images.
-        negclip: NegCLIP's negatives; their images are --images.
+        store: Store with labels or captions, disjoint from the training images.
+        zero_shot: Classify --store by this label set: store, cifar10, cifar100, or a file with one class per line, synonyms separated by
+            commas.
+        labels: For --zero-shot: file of sets of correct classes per image (ImageNet-ReaL's real.json; docs/evaluation.md).
+        method: For --zero-shot: trie, loss or both.
+        prompt: Text before the label.
+        match_article: Use "an" before a, e, i, o, u if the prompt ends in "a".
+        order: Run the order test on the captions of --store.
+        captions: Score generated captions of --store by CIDEr.
+        beams: Generate them by beam search of this width; if omitted, greedily.
+        scenes: Run compositional tests on this many procedural scenes.
+        first_scene: Number of the first scene; choose one beyond the training scenes.
+        sugarcrepe: SugarCrepe's file or folder; its images are in --images.
+        negclip: NegCLIP's negatives; their images are in --images.
         images: Folder of COCO images.
         aro: Folder with ARO's visual_genome_relation.json, visual_genome_attribution.json and images/.
-        aro_leave_out: File with one relation a line that does not count (ARO leaves out those that may hold both ways).
+        aro_leave_out: File of relations to leave out, one per line (ARO leaves out those that may hold both ways).
         public: The images of --sugarcrepe, --negclip and --aro need no protection.
-        allow_missing: Leave out benchmark items whose image is missing, and say so in the score's name.
-        against: What stands beside: random (untrained weights), other (asked about another image), both with a comma, or none.
-        fit: How images become square: squash, or crop.
-        limit: At most so many images of --store.
-        out: Write all scores here too. Scores of private images need a path with a folder called confidential in it.
+        allow_missing: Leave out benchmark items whose image is missing, and record it in the score's name.
+        against: Baselines: random (untrained weights), other (shown another image), both with a comma, or none.
+        fit: How to make images square: squash or crop.
+        limit: Maximum number of images from --store.
+        out: Also write all scores here. Scores on private images need a folder named confidential in the path.
         ema: Use the averaged weights.
         batch_size: Images in one forward pass.
         workers: Threads that read images.
-        show_confidential: Print scores on private images also where the output is no terminal, as in a job's log.
+        show_confidential: Print scores on private images even if the output is not a terminal, such as a job's log.
         json: Print JSON, with private scores too.
     """
     for name, value in (("batch_size", batch_size), ("workers", workers)):
         if not value >= 1:
-            raise ConfigError(f"evaluate: {name}={value}; expected at least 1. Leave it out.")
+            raise ConfigError(f"evaluate: {name}={value}; expected at least 1. Omit it for the default.")
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
     how_fit = checked_fit(fit)
     for asked_for, flag, what in (
         (order, "--order", "captions"), (captions, "--captions", "captions"), (zero_shot is not None, "--zero-shot", "labels"),
     ):  # fmt: skip
         if asked_for and store is None:
-            raise ConfigError(f"evaluate: no store; expected images with {what} for {flag}. Name one with --store.")
+            raise ConfigError(f"evaluate: no store; expected images with {what} for {flag}. Give --store STORE.")
     if labels is not None and zero_shot is None:
-        raise ConfigError(f"evaluate: labels={str(labels)!r} without zero-shot classes; expected --zero-shot too. Name a label set.")
+        raise ConfigError(f"evaluate: labels={str(labels)!r} without --zero-shot; expected both. Give --zero-shot LABEL_SET.")
     check_run(run)
     check_store(store)
     import torch
@@ -117,7 +118,7 @@ def evaluate_captioner(
     from dpvision.eval.captions.zero_shot import ZeroShot, ZeroShotSettings, checked_methods
     from dpvision.models.generate import GenerateSettings
 
-    ready = open_captioner(run, ema=ema)  # a run that is none is said before anything is read
+    ready = open_captioner(run, ema=ema)  # fail fast if the run is not a captioner
     opened = open_store(store) if store is not None else None
     visibility: Visibility = "public" if public else "private"
     tests, notes = _benchmark_tests(sugarcrepe, negclip, images, aro, aro_leave_out, visibility, allow_missing), list[str]()
@@ -127,7 +128,7 @@ def evaluate_captioner(
         made = order_test(opened, limit=limit)
         tests.append(made.test)
         notes.append(
-            f"order test: {made.left_out:,} captions left out (no shuffle differs), {made.short_of_shuffles:,} with fewer than four"
+            f"order test: {made.left_out:,} captions left out (no shuffle differs), {made.short_of_shuffles:,} with under four shuffles"
         )
     on_store: list[CaptionProtocol] = []
     if zero_shot is not None and opened is not None:
@@ -159,7 +160,7 @@ def evaluate_captioner(
 
 
 def captioner_table(part: "ScoredOn") -> str:
-    """Scores of one test as a table, chance beside each."""
+    """Return the scores of one test as a table that includes chance."""
     rows = [
         (s.protocol, s.name, printed(s.protocol, s.value), printed(s.protocol, s.low, s.high), printed(s.protocol, s.chance), s.n)
         for s in part.scores
@@ -183,7 +184,7 @@ def _benchmark_tests(
     for path, make, name in ((sugarcrepe, sugarcrepe_test, "sugarcrepe"), (negclip, negclip_test, "negclip")):
         if path is not None:
             if images is None:
-                raise ConfigError(f"evaluate: no folder of images; expected the COCO images of --{name}. Name it with --images.")
+                raise ConfigError(f"evaluate: no folder of images; expected the COCO images of --{name}. Give --images FOLDER.")
             tests.append(make(path, images, visibility=visibility, allow_missing=allow_missing))
     if aro is not None:
         leave_out = frozenset(_lines(aro_leave_out)) if aro_leave_out is not None else frozenset[str]()
@@ -195,7 +196,7 @@ def _lines(path: Path) -> Sequence[str]:
     try:
         return [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"ARO: {path}: {error}; expected a text file with one relation a line. Correct the path.") from None
+        raise DataError(f"ARO: {path}: {error}; expected a text file with one relation per line. Give --aro-leave-out FILE.") from None
 
 
 def _at_least_one(scenes: int) -> int:

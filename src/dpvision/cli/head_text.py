@@ -1,4 +1,4 @@
-"""The plan of a private head for people, before anything is spent."""
+"""The plan of a private head as text."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def head_text(made: "Prepared") -> str:
-    """The plan and the head, for people, before anything is spent."""
+    """Return the plan and the head as text, to print before anything is spent."""
     import numpy as np
 
     from dpvision.adapt.rate import final_noise
@@ -17,7 +17,7 @@ def head_text(made: "Prepared") -> str:
     cfg = made.model
     why = f"\n  {cfg.head}: {cfg.reason}" if cfg.reason else ""
     text = plan_text(made.config, made.plan, made.store, made.lineage)
-    text += f"\n  encoder              {made.encoder.name}, {cfg.encoder.pooling}: {cfg.encoder.width:,} dimensions an image, frozen"
+    text += f"\n  encoder              {made.encoder.name}, {cfg.encoder.pooling}: {cfg.encoder.width:,} dimensions per image, frozen"
     text += f"\n  features             {_features_cost(made)}"
     head = f"{cfg.head} for {cfg.num_classes:,} classes{' (chosen)' if cfg.reason else ''}{why}"
     if cfg.candidates:
@@ -29,7 +29,7 @@ def head_text(made: "Prepared") -> str:
         text += f"\n  steps                {made.plan.steps} at learning rate {optim.rate:.4g}, momentum {optim.momentum:g}"
         text += f": noise of {noise:.2g} in each weight at the end" if noise else ""
         if (decay := cfg.frequency_decay or 1.0) > 1:
-            text += f"\n  frequencies          energy of each higher one divided by {decay:.3g}: low ones first, against noise"
+            text += f"\n  frequencies          energy of each higher one divided by {decay:.3g}, to favour low ones against noise"
     if made.store.results_visibility == "public":
         counts = made.label.sum(axis=0) if made.label.ndim == 2 else np.bincount(made.label, minlength=cfg.num_classes or 0)
         if (empty := np.flatnonzero(counts == 0)).size:
@@ -39,7 +39,7 @@ def head_text(made: "Prepared") -> str:
 
 
 def _features_cost(made: "Prepared") -> str:
-    """Disk and time of the declared number of records' features, for people."""
+    """Return the disk space and time for the features of the declared number of records, as text."""
     from dpvision.encoders.feature_file import feature_dtype, seconds_per_image
 
     count, width = made.plan.dataset_size, made.model.encoder.width
@@ -48,4 +48,4 @@ def _features_cost(made: "Prepared") -> str:
     amount = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
     minutes = seconds_per_image(made.encoder, made.device) * count / 60
     time = f"about {minutes:.0f} minutes" if minutes >= 1.5 else f"about {max(60 * minutes, 1):.0f} seconds"
-    return f"{amount} as {dtype} beside the store; {time} on this machine, decoding not counted, unless they are kept already"
+    return f"{amount} as {dtype} in the store's folder; {time} on this machine without decoding, unless they are cached"

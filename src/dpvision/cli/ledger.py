@@ -1,4 +1,4 @@
-"""``dpvision ledger``: what a store has been charged."""
+"""``dpvision ledger``: the epsilon charged to a store."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,25 +27,25 @@ def ledger(
     restore: Annotated[bool, tyro.conf.arg(name="restore-marks")] = False,
     json: bool = False,
 ) -> None:
-    """What a store's records have been charged: by run, in total, and what is left under the owner's cap.
+    """Show the epsilon charged to a store's records: by run, in total, and what is left under the owner's cap.
 
-    Epsilon is computed from the steps in the ledgers, never from a config. All runs on one store meet in the LEDGERS folder
-    beside it. Two totals stand side by side: the PLD sum holds when all runs were fixed beforehand, the RDP filter also when
-    a run was chosen after seeing the results of another.
+    Epsilon is computed from the steps in the ledgers, never from a config. The LEDGERS folder next to the store has the ledgers of all
+    runs on it. There are two totals: the PLD sum holds if all runs were fixed beforehand; the RDP filter also holds if a run was chosen
+    after seeing the results of another.
 
     Args:
         store: Folder made by `dpvision data import`.
-        cap: Set the owner's hard cap on the total epsilon: a run that would exceed it is refused. It is a person's total
-            where people are declared (--privacy.num-units), else an image's.
+        cap: Set the owner's hard cap on the total epsilon: a run that would exceed it is refused. The cap is on a person's total
+            if people are declared (--privacy.num-units), otherwise on an image's.
         cap_delta: Delta at which the cap holds; required with --set-cap.
         moved: Declare that this store was moved here together with its LEDGERS folder, or is mounted under another path, and that no copy
-            of it is in use elsewhere. A private store that lies elsewhere than where it was imported is refused until then, for a copy has
-            ledgers of its own. Statements say how often it was declared.
-        restore: Write a lost file of marks (ledger_marks.json of the store, or marks.json beside its ledgers) again, from the other one.
+            of it is in use elsewhere. A private store at another path than its import is refused until then, because a copy would have
+            separate ledgers. Statements give the number of such declarations.
+        restore: Restore a lost marks file (the store's ledger_marks.json, or marks.json next to its ledgers) from the other one.
         json: Print JSON.
     """
     if (cap is None) != (cap_delta is None):
-        raise ConfigError("ledger: --set-cap and --cap-delta; expected both or neither. E.g. --set-cap 8 --cap-delta 1e-6.")
+        raise ConfigError("ledger: only one of --set-cap and --cap-delta; expected both. For example --set-cap 8 --cap-delta 1e-6.")
     check_store(store)
     from dpvision.privacy.account import declare_moved, restore_marks, set_cap, store_account
 
@@ -60,7 +60,7 @@ def ledger(
 
 
 def _with_runs_before(store: Path) -> dict[str, float]:
-    """By id of the runs that started from weights of others on this store: epsilon of all of them together, at the smallest delta."""
+    """Return, for each run that started from another run's weights on this store, the total epsilon of its chain, at the smallest delta."""
     from dpvision.privacy.composition import parts_of, total_epsilon
     from dpvision.privacy.store_marks import StoreLedgers
     from dpvision.runs.lineage import runs_on
@@ -95,7 +95,7 @@ def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
     if account.unprotected:
         lines.append(f"NO GUARANTEE: {', '.join(account.unprotected)} trained on this store without privacy; no total holds.")
     elif account.epsilon is not None and account.delta is not None:  # no delta before the first run, without a cap
-        chosen = "" if account.epsilon_filter is None else f"; {account.epsilon_filter:.4g} where runs were chosen after seeing others"
+        chosen = "" if account.epsilon_filter is None else f"; {account.epsilon_filter:.4g} if runs were chosen after seeing others"
         if account.unit_epsilon is not None:
             lines.append(f"total for a person with all their images: epsilon {account.unit_epsilon:.4g} at delta {account.delta:.3g}")
         image = "total" if account.unit_epsilon is None else "total for an image"
@@ -105,5 +105,5 @@ def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
         whom = "" if account.unit_epsilon is None else " for a person"
         lines.append(f"owner's cap{whom}: epsilon {account.cap.epsilon:.4g} at delta {account.cap.delta:.3g}{left}")
     if account.moves:
-        lines.append(f"declared moved: {account.moves} times; a copy that is in use elsewhere has ledgers of its own")
+        lines.append(f"declared moved: {account.moves} times; a copy in use elsewhere would have separate ledgers")
     return "\n".join(lines)

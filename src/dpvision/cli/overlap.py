@@ -1,4 +1,4 @@
-"""``dpvision data overlap``: which public images are among the private ones."""
+"""``dpvision data overlap``: find public images that are in a private store."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,36 +34,36 @@ def overlap(
     batch_size: int = 256,
     json: bool = False,
 ) -> None:
-    """Find images of a public store that are in a private one too, exactly or nearly.
+    """Find images of a public store that are also in a private one, exactly or nearly.
 
-    An encoder that is trained on the public store without privacy must not have seen the private images: else scores on them say little,
-    and what it shows of them is in no epsilon.
+    An encoder trained on the public store without privacy must not have seen the private images. Otherwise scores on them are inflated,
+    and no epsilon covers what the encoder reveals about them.
 
       dpvision data overlap stores/public stores/mine
       dpvision data overlap stores/public stores/mine --encoder timm:vit_small_patch16_224@FILE --out stores/public-clean
 
-    Looks for identical files, identical pixels, near perceptual hashes (mirrored too) and, with --encoder, near features: crops and shifts.
-    Which pairs were found is written under PRIVATE/confidential/overlap-NAME/, with a page that shows them side by side. --out writes the
-    public store without them; the private store is never changed. docs/overlap.md says what may leave: not the number of matches.
+    Matches have identical files, identical pixels, near perceptual hashes (mirrored too) or, with --encoder, near features (crops, shifts).
+    The pairs are written to PRIVATE/confidential/overlap-NAME/, with a page that shows them side by side. --out writes the public store
+    without them; the private store is never changed. docs/overlap.md states what may be released; the number of matches may not.
 
     Args:
         public: Store imported with --public.
         private: The other store.
-        encoder: Compare features of this encoder too; takes what `dpvision evaluate` takes.
-        radius: Bits of 64 by which perceptual hashes may differ, 0 to 11; by another hash 10 may always.
-        threshold: Cosine of features above which two images count as one; left out, measured on copies of public images.
-        exact: Identical files and pixels only.
-        out: New folder beside PUBLIC, for a store of the public images without a match.
+        encoder: Also compare features of this encoder, named as for `dpvision evaluate`.
+        radius: Bits of 64 in which perceptual hashes may differ, 0 to 11. A second hash always allows 10.
+        threshold: Cosine of features above which two images match; if omitted, measured on copies of public images.
+        exact: Only identical files and pixels.
+        out: New folder next to PUBLIC, for a store of the public images without a match.
         workers: Threads that read images.
         batch_size: Images in one forward pass of the encoder.
         json: Print JSON.
     """
     if threshold is not None and encoder is None:
-        raise ConfigError(f"overlap: threshold={threshold} without an encoder; expected --encoder. Name one, or leave it out.")
+        raise ConfigError(f"overlap: threshold={threshold} without an encoder; expected both. Give --encoder, or drop --threshold.")
     if exact and (encoder is not None or radius != RADIUS):
-        raise ConfigError("overlap: --exact with --encoder or --radius, which find what is near; expected one or the other. Drop --exact.")
+        raise ConfigError("overlap: --exact with --encoder or --radius, which find near matches; expected one or the other. Drop --exact.")
     if threshold is not None and not -1 <= threshold < 1:
-        raise ConfigError(f"overlap: threshold={threshold}; expected a cosine from -1 to 1. Leave it out: it is then measured.")
+        raise ConfigError(f"overlap: threshold={threshold}; expected -1 <= cosine < 1. Omit it to have it measured.")
     check_store(public, private)
     from dpvision.data.open import open_store
     from dpvision.data.overlap import HOWS, check_out, find_matches, signatures, write_pairs, write_without
@@ -79,8 +79,8 @@ def overlap(
     opened = recognised(open_encoder(encoder), ours, theirs) if encoder is not None else None
     if out is not None and opened is not None and opened.confidential:
         raise PrivacyError(
-            f"overlap: encoder={encoder!r} was shaped by private images without a guarantee; expected another one with --out: what is "
-            "left of the public store would depend on all of those images. Use a public encoder, or leave --out away."
+            f"overlap: encoder={encoder!r} was trained on private images without a guarantee; expected a public one with --out: the "
+            "remaining public store would depend on all of those images. Use a public encoder, or drop --out."
         )
     methods = ["identical bytes", "identical pixels"]
     result: dict[str, Any] = {"public": str(public), "private": str(private)}
@@ -121,7 +121,7 @@ def overlap(
 
 
 def _named(spec: str | None, opened: "Encoder") -> str:
-    """An encoder as a statement may name it: without a path of this machine."""
+    """Return an encoder's name for statements, without a local path."""
     from dpvision.checkpoint import load_checkpoint
 
     if spec is None or not Path(spec).is_dir():
@@ -134,15 +134,15 @@ def _text(result: dict[str, Any], public: "Store", out: Path | None) -> str:
     lines = [f"{OPERATOR_ONLY}{count:,} of {public.num_records:,} public images have a match among the private ones."]
     lines.append(pairs({f"by {how}": number for how, number in result["by"].items()}))
     if "threshold" in result:
-        lines.append(f"Features count as alike above a cosine of {result['threshold']:.3f}; it finds these shares of copied public images:")
+        lines.append(f"Features match above a cosine of {result['threshold']:.3f}, which finds these shares of copied public images:")
         lines.append(pairs({name: f"{share:.0%}" for name, share in result["recall_on_public_copies"].items()}))
     lines.append(f"Side by side: {result['page']}")
-    lines.append("Matches and their number depend on private images: they must not leave.")
+    lines.append("Matches and their number depend on private images: do not release them.")
     if out is not None:
         lines.append(
-            f"Without them: {out}, readable by you only. What is missing there tells who is in the private store: do not hand it on."
+            f"Without them: {out}, readable only by you. The images missing there reveal who is in the private store: do not share it."
         )
-        lines.append("Scores on it show how many are missing: they are written under confidential/.")
+        lines.append("Scores on it reveal how many are missing, so they are written under confidential/.")
         declared = public.meta.get("cleared_from", public.num_records)
         lines.append(f"Next: dpvision train ... --data {out} --privacy.dataset-size {declared}, the public number.")
     return "\n".join(lines)

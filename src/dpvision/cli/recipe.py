@@ -11,14 +11,14 @@ from dpvision.recipes import RECIPES, TABLE_ROWS
 
 
 def get_recipe(name: str) -> RunConfig:
-    """The config of a recipe.
+    """Return the config of a recipe.
 
     Raises:
         ConfigError: no recipe has that name.
     """
     if name not in RECIPES:
         close = difflib.get_close_matches(name, RECIPES, n=4)
-        hint = f"Did you mean {' or '.join(close)}?" if close else "Correct the name; `dpvision train` lists them."
+        hint = f"Did you mean {' or '.join(close)}?" if close else "`dpvision train` lists them."
         raise ConfigError(f"recipe: {name!r}; expected one of the {len(RECIPES)} recipes. {hint}")
     return RECIPES[name]()
 
@@ -27,13 +27,13 @@ _BUDGETS = ("noise_multiplier", "target_epsilon", "target_unit_epsilon")
 
 
 def with_budget(cfg: PrivacyConfig, typed: dict[str, Any]) -> PrivacyConfig:
-    """A private recipe's settings, whose own noise or target gives way to the one that is typed.
+    """Return a recipe's privacy settings with its noise or target replaced by the typed one.
 
-    Where units are declared and no budget is typed, the recipe's target becomes that of the unit. Without a guarantee
-    the noise, the target and the clipping norm are dropped.
+    If units are declared and no budget is typed, the recipe's target epsilon becomes the unit's. Without a guarantee, the noise, the
+    target and the clipping norm are dropped.
 
     Args:
-        typed: what is typed, by the name of the setting; of the budget's settings the value does not matter.
+        typed: typed settings by name; the values of budget settings are ignored.
     """
     budgets = [name for name in _BUDGETS if typed.get(name) not in (None, "None")]
     if typed.get("guarantee") == "none" and cfg.guarantee == "dp":
@@ -49,12 +49,12 @@ def with_budget(cfg: PrivacyConfig, typed: dict[str, Any]) -> PrivacyConfig:
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:
-    """A command line with ``--non-private`` as ``--privacy.guarantee none``."""
+    """Return the command line with ``--non-private`` replaced by ``--privacy.guarantee none``."""
     return [part for word in argv for part in (("--privacy.guarantee", "none") if word == "--non-private" else (word,))]
 
 
 def typed_settings(argv: Sequence[str]) -> dict[str, str]:
-    """Settings --PART.NAME that a command line holds, as part.name, with their values as they are written."""
+    """Return the settings --PART.NAME of a command line, by part.name, with their values as typed."""
     found: dict[str, str] = {}
     for i, word in enumerate(argv):
         name, equals, value = word.partition("=")
@@ -64,15 +64,15 @@ def typed_settings(argv: Sequence[str]) -> dict[str, str]:
 
 
 def typed_privacy(argv: Sequence[str]) -> dict[str, str]:
-    """Of those the settings --privacy.NAME, by NAME."""
+    """Return the settings --privacy.NAME of a command line, by NAME."""
     return {name.removeprefix("privacy."): value for name, value in typed_settings(argv).items() if name.startswith("privacy.")}
 
 
 def with_values(config: Any, source: Any, names: Iterable[str]) -> Any:
-    """A config with the values that ``source``, a config of the same type, has for these settings (part.name); others are passed over."""
+    """Return ``config`` with the named settings (part.name) taken from ``source``, a config of the same type. Unknown names are ignored."""
     for name in names:
         part, _, rest = name.partition(".")
-        part = part if hasattr(source, part) else part.removeprefix("no_")  # a flag that switches off
+        part = part if hasattr(source, part) else part.removeprefix("no_")  # a --no-flag
         if hasattr(source, part):
             value = with_values(getattr(config, part), getattr(source, part), [rest]) if rest else getattr(source, part)
             config = replace(config, **{part: value})
@@ -80,27 +80,27 @@ def with_values(config: Any, source: Any, names: Iterable[str]) -> Any:
 
 
 def untyped_delta(recipe: PrivacyConfig, cfg: PrivacyConfig, typed: dict[str, Any]) -> str | None:
-    """Why a recipe's own delta may not be kept with another declared number: N x delta above 1 has to be typed; else None."""
+    """Return why the recipe's delta cannot be used with the declared number (N x delta > 1 requires a typed delta), or None if it can."""
     population = cfg.num_units or cfg.dataset_size
     if cfg.guarantee != "dp" or recipe.delta is None or cfg.delta != recipe.delta or "delta" in typed:
         return None
     if population * recipe.delta <= 1 + 1e-9:
         return None
     return (
-        f"privacy: delta={recipe.delta:.3g} of the recipe for {recipe.dataset_size:,} records, and {population:,} are declared; expected "
-        f"their product to be at most 1, got {population * recipe.delta:.3g}. Say --privacy.delta None for the default."
+        f"privacy: N x delta={population * recipe.delta:.3g} (the recipe's {recipe.delta:.3g} is for {recipe.dataset_size:,} records, "
+        f"and {population:,} are declared); expected at most 1. Give --privacy.delta None for the default."
     )
 
 
 def recipe_lines(start: str = "") -> list[str]:
-    """A list of recipes for people: name and first line of each; one for each number of a paper's table is left out, and said to be.
+    """Return the recipes as lines of name and summary. Recipes for single rows of the paper's tables are only counted.
 
     Args:
-        start: what the names begin with.
+        start: prefix of the names.
     """
     names = [name for name in RECIPES if name.startswith(start)]
     lines = [f"  {name:32}{(RECIPES[name].__doc__ or '').strip().splitlines()[0]}" for name in names if name not in TABLE_ROWS]
     left_out = [name for name in names if name in TABLE_ROWS]
     if left_out:
-        lines.append(f"  and {len(left_out)} rows of the DP transfer paper's tables, {left_out[0]} say: docs/transfer.md")
+        lines.append(f"  and {len(left_out)} rows of the DP transfer paper's tables, such as {left_out[0]}: docs/transfer.md")
     return lines

@@ -1,4 +1,4 @@
-"""``dpvision report``: the guarantee, to read and to check."""
+"""``dpvision report``: write the guarantee statement and the pages."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,26 +28,27 @@ def report(
     tuning: Tuning = "not_covered",
     json: bool = False,
 ) -> None:
-    """Write the statement (statement.json), the page to read (report.html) and the operator's page (confidential/operator.html).
+    """Write the statement (statement.json), the report (report.html) and the operator's page (confidential/operator.html).
 
-    Epsilon is computed from the executed steps in the ledger. Statement and report hold nothing that depends on private
-    records; a run without a guarantee on a private store gets none.
+    Epsilon is computed from the executed steps in the ledger. Statement and report contain nothing that depends on private
+    records except through the guarantee; a run without a guarantee on a private store gets neither.
 
     Args:
         run: Run folder.
-        store: The store it was trained on: its ledgers are the truth, and they tell of other runs on the same records. Left
-            out: the one the run was started with, where it is still there.
+        store: Store that the run was trained on. Its ledgers are authoritative, and list other runs on the same records. If
+            omitted, the store that the run was started with, if it still exists.
         public_store: Public store whose images the report reconstructs and compares.
-        gallery: Store with captions: images, what people say of them and what this captioner says. From a private store on the operator's
-            page only.
-        beside: Runs of other captioners to show in the gallery; one that private images shaped stands on the operator's page only.
-        gallery_num: Images of each kind in the gallery: drawn at random, and drawn from the tenth with the best captions.
+        gallery: Store with captions, to show images with their reference captions and this captioner's. A private store appears only on
+            the operator's page.
+        beside: Runs of other captioners to show in the gallery. One trained on private images without privacy appears only on the
+            operator's page.
+        gallery_num: Images of each kind in the gallery: random ones, and random ones among the tenth with the best captions.
         tuning: How settings and checkpoint were chosen: "none" (fixed beforehand), "public" (on public images only), or
             "not_covered" (by looking at private results: the statement says that the guarantee does not cover the choice).
         json: Print JSON.
     """
     if not gallery_num >= 1:
-        raise ConfigError(f"report: gallery_num={gallery_num}; expected at least 1. Leave it out for 8.")
+        raise ConfigError(f"report: gallery_num={gallery_num}; expected at least 1. Omit it for 8.")
     if beside and gallery is None:
         raise ConfigError("report: --beside without --gallery; expected a store with captions to show them on. Add --gallery STORE.")
     check_run(run, *beside)
@@ -67,7 +68,7 @@ def report(
 
 
 def gallery_places(gallery: "Gallery") -> str:
-    """Where a gallery stands, in words."""
+    """Return a line that says on which pages the gallery is."""
     part = gallery.public_part()
     if part is None:
         return "gallery    on the operator's page only: its images are private, or their captions are"

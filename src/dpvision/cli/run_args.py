@@ -1,4 +1,4 @@
-"""What the commands that make a run have in common: options, the run's folder, what --resume keeps to, and words for what was spent."""
+"""Shared by the commands that make a run: options, the run's folder, checks of --resume, and text about the epsilon spent."""
 
 import sys
 from dataclasses import dataclass, field, fields, replace
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Where:
     name: str | None = None
-    """Name of the run's folder; the recipe's name if left out."""
+    """Name of the run's folder; if omitted, the recipe's name."""
     runs: Path = Path("runs")
     """Folder that holds the runs."""
 
@@ -30,31 +30,32 @@ class Where:
 
 @dataclass(frozen=True)
 class RunArgs(Where):
-    """The last options of such a command. It names this class before that of its own options: these come first in its help then."""
+    """Options shown last in a command's help. A command lists this base class before its own options, so that those come first."""
 
     resume: bool = False
-    """Go on with an existing run: its own settings (only --hardware.* may change), new secret keys."""
+    """Continue an existing run with its own settings (only --hardware.* may change) and new secret keys."""
     dry_run: bool = False
-    """Make the plan and all checks, then stop: nothing is trained, nothing is charged."""
+    """Print the plan, run all checks and stop: nothing is trained, nothing is charged."""
     quiet: bool = False
-    """No progress."""
+    """Print no progress."""
     show_confidential: bool = False
-    """Print what depends on private images (loss, throughput, scores) also where the output is no terminal, as in a job's log."""
+    """Print what depends on private images (loss, throughput, scores) even if the output is not a terminal, such as a job's log."""
     json: bool = False
     """Print the result as JSON."""
     config: Annotated[RunConfig, tyro.conf.arg(name="")] = field(kw_only=True)
 
     def say(self, text: str) -> None:
-        """Print what comes before the result, for people who want to read it."""
+        """Print text before the result, unless --json or --quiet is given."""
         if not self.json and not self.quiet:
             print(text, flush=True)
 
 
 def saved_config(command: str, root: Path, recipe: str) -> RunConfig | None:
-    """The settings that the run in ``root`` was started with; None where there is no run.
+    """Return the settings that the run in ``root`` was started with, or None if there is no run.
 
     Raises:
-        ConfigError: it is of another recipe. CheckpointError: it cannot be read.
+        ConfigError: the run is of another recipe.
+        CheckpointError: the run cannot be read.
     """
     from dpvision.runs.folder import read_run, run_base
 
@@ -70,10 +71,11 @@ def saved_config(command: str, root: Path, recipe: str) -> RunConfig | None:
 
 
 def check_places(root: Path, config: RunConfig, *, dry_run: bool) -> None:
-    """Refuse a new run whose name is taken, or whose store is not there, before anything slow is imported.
+    """Refuse a new run whose name is taken or whose store does not exist, before slow imports.
 
     Raises:
-        CheckpointError: a run has the name. DataError: there is no store.
+        CheckpointError: a run with this name exists.
+        DataError: the store does not exist.
     """
     from dpvision.runs.folder import require_new
 
@@ -84,10 +86,10 @@ def check_places(root: Path, config: RunConfig, *, dry_run: bool) -> None:
 
 
 def resumed_hardware(command: str, root: Path, asked: RunConfig, saved: RunConfig) -> dict[str, Any]:
-    """The hardware settings of a run that goes on: all that may differ from those that it was started with.
+    """Return the hardware settings of a resumed run, the only ones that may differ from its original settings.
 
     Raises:
-        ConfigError: something else differs.
+        ConfigError: another setting differs.
     """
     if replace(asked, hardware=saved.hardware) != saved:
         raise ConfigError(f"{command}: settings differ from those of {root}; expected only --hardware.* with --resume. Drop the others.")
@@ -95,7 +97,7 @@ def resumed_hardware(command: str, root: Path, asked: RunConfig, saved: RunConfi
 
 
 STOPPED = 75
-"""Exit status after SIGINT, SIGTERM or SIGUSR1: saved; training goes on with --resume (EX_TEMPFAIL of sysexits.h)."""
+"""Exit status after SIGINT, SIGTERM or SIGUSR1: the run is saved and --resume continues it (EX_TEMPFAIL of sysexits.h)."""
 COMPOSED = {
     "pld": "composed, if all settings were fixed beforehand",
     "gaussian": "composed as Gaussians",
@@ -103,11 +105,11 @@ COMPOSED = {
     "filter": "by a Renyi filter, for settings chosen after seeing earlier results",
     "basic": "added up",
 }
-"""How the epsilons of several runs were put together, by ``composition.Method``."""
+"""How the epsilons of several runs were combined, by ``composition.Method``."""
 
 
 def guarantee_words(plan: "DPPlan", epsilon: float, unit_epsilon: float | None, delta: float) -> str:
-    """A guarantee in a line: the person's where people are declared, and the image's beside it."""
+    """Return the guarantee as one line: per image, and per person if people are declared."""
     if plan.num_units is None:
         return f"epsilon {epsilon:.4g} at delta {delta:.3g}"
     k = plan.max_records_per_unit
@@ -119,11 +121,11 @@ def guarantee_words(plan: "DPPlan", epsilon: float, unit_epsilon: float | None, 
 
 
 def spent(plan: "DPPlan", steps: int, behind: "tuple[Part, ...]" = ()) -> tuple[dict[str, Any], str]:
-    """What was executed has cost, with the runs ``behind`` its weights on the same store.
+    """Return the privacy cost of the executed steps, together with the runs ``behind`` the weights on the same store.
 
     Returns:
-        epsilon, unit_epsilon (None without declared units) and delta of all runs (all None without a guarantee, or before the first step),
-        epsilon of this run alone as this_run_epsilon, for JSON; and the same in words.
+        A dict for JSON and a line of text. The dict has epsilon, unit_epsilon (None without declared units) and delta of all runs, and
+        this_run_epsilon; all are None without a guarantee or before the first step.
     """
     from dpvision.privacy.composition import parts_of, total_epsilon, unit_epsilon
 
@@ -141,27 +143,27 @@ def spent(plan: "DPPlan", steps: int, behind: "tuple[Part, ...]" = ()) -> tuple[
 
 
 def lost_words(plan: "DPPlan", lost: int, noun: str) -> list[str]:
-    """A line about charges without a result."""
+    """Return a line about charged steps without a result, if there are any."""
     if not lost:
         return []
     return [f"{lost} {noun} were charged and lost ({spent(plan, lost)[1]} by themselves); they count in epsilon."]
 
 
 def resume_words(plan: "DPPlan", charged: int, in_weights: int, saved: bool, noun: str = "steps") -> str:
-    """What a run that goes on has spent, lost and left.
+    """Return text about the steps that a resumed run has spent, lost and left.
 
     Args:
         charged: steps in the ledger.
-        in_weights: of them, those whose result is in the newest checkpoint.
+        in_weights: charged steps whose result is in the newest checkpoint.
         saved: whether there is a checkpoint.
     """
     lines = [f"Resuming: {charged} of {plan.steps} {noun} charged ({spent(plan, charged)[1]}), {plan.steps - charged} left."]
     lines += lost_words(plan, charged - in_weights, noun)
     if not saved and charged:
-        lines.append(f"There is no checkpoint: it starts again from the initial weights, with {charged} charged {noun} lost.")
+        lines.append(f"There is no checkpoint: the run restarts from the initial weights, with {charged} charged {noun} lost.")
     return "\n".join(lines)
 
 
 def announce(text: str) -> None:
-    """Print to standard error, also with --json and --quiet: what has been lost is no progress."""
+    """Print to standard error, even with --json and --quiet: lost steps are not progress output."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What the commands that measure share: their arguments, where scores may go, and how they are printed."""
+"""Shared by the commands that score: arguments, checks of output paths, and printing of scores."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,18 +16,18 @@ Encoders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metava
 
 
 def names_of(text: str) -> list[str]:
-    """Names that a person wrote with commas between them."""
+    """Split names separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def check_out(out: Path, private: bool) -> None:
-    """Refuse a place that will not do before any work is done."""
+    """Refuse an unusable output path before any work is done."""
     if private:
         require_confidential(out, "evaluate", "scores of private images")
     if out.suffix != ".json" or out.is_dir():
         raise ConfigError(f"evaluate: out={str(out)!r}; expected a file that ends in .json. Rename it.")
     if not out.absolute().parent.is_dir():
-        raise ConfigError(f"evaluate: out={str(out)!r}; expected a folder that exists. Make {out.parent}.")
+        raise ConfigError(f"evaluate: out={str(out)!r}; expected an existing folder. Run mkdir -p {out.parent}.")
     read_scores(out)
 
 
@@ -39,11 +39,11 @@ def emit_scores(
     json: bool,
     **more: Any,
 ) -> None:
-    """Print scores, and the files that hold them; private ones only where ``private_scores`` allows.
+    """Print scores and the files they are in; private scores only if ``private_scores`` allows it.
 
     Args:
-        text: the scores as people read them.
-        more: further entries of the JSON, or others in the place of "scores".
+        text: the scores as text.
+        more: further JSON entries, which may replace "scores".
     """
     files = list(dict.fromkeys(map(str, written)))
     if files:
@@ -54,13 +54,13 @@ def emit_scores(
 
 
 def scores_table(scores: Sequence[Score]) -> str:
-    """Scores as a table, best first within each protocol."""
+    """Format scores as a table, best first within each protocol."""
     rows = [
         (s.protocol, s.name, f"{s.value:.1%}", f"{s.low:.1%} to {s.high:.1%}", f"{s.chance:.1%}")
         for s in sorted(scores, key=lambda s: (s.protocol, -s.value))
     ]
     first, columns = scores[0], ("protocol", "features", "score", "95%", "chance")
-    if len({row[-1] for row in rows}) == 1:  # then it stands above
+    if len({row[-1] for row in rows}) == 1:  # chance is the same for all, so the title has it
         title = f"{first.n:,} test records, chance {first.chance:.1%}, {first.visibility}"
         text = table(title, columns[:-1], [row[:-1] for row in rows])
     else:
@@ -69,5 +69,5 @@ def scores_table(scores: Sequence[Score]) -> str:
     if drawn is not None:
         low, high = wilson_interval(round(drawn.value * drawn.n), drawn.n)
         half = f"{(high - low) / 2:.1%}"
-        text += f"\nOf scores over draws, the interval is Student's over the draws; Wilson's over test records would be +- {half} or so."
+        text += f"\nIntervals of scores over draws are Student's over the draws; Wilson's over test records would be about +- {half}."
     return text

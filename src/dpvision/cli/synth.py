@@ -1,4 +1,4 @@
-"""``dpvision synth``: procedural textures, to look at, to train on as they are made, or as files."""
+"""``dpvision synth``: procedural textures, as a store, as files or on a contact sheet."""
 
 import time
 from collections.abc import Sequence
@@ -31,29 +31,29 @@ def synth(
     workers: int = 2,
     json: bool = False,
 ) -> None:
-    """Procedural textures for a warm start: endless, public, the same on every machine of a kind, free of anybody's licence.
+    """Make procedural textures for a warm start: unlimited, public, free of licences, and identical on machines of the same kind.
 
-    A store of them holds no images: training makes them as it goes, a new look at each in every step. `dpvision train
-    synthetic.vip_micro` makes its own. With --files they are written as images in shards, for other tools.
+    A store of textures contains no images: training renders them on the fly, with a new view of each in every step. `dpvision train
+    synthetic.vip_micro` makes its own store. With --files they are written as images in shards, for other tools.
 
-      dpvision synth --sheet textures.png                    look at them
+      dpvision synth --sheet textures.png                    a contact sheet
       dpvision synth stores/textures --num 1300000           a store for training; takes no space
       dpvision synth stores/files --num 50000 --files        50,000 PNG files in shards
 
     Args:
-        store: New folder for the store; left out, nothing but the sheet is made.
+        store: New folder for the store; if omitted, only the sheet is made.
         num: Number of textures.
-        first: Number of the first one; other numbers are other textures.
-        size_px: Side of the written files and of the sheet's images. Training makes them at the model's size.
+        first: Number of the first texture; different numbers give different textures.
+        size_px: Side of the written files and of the sheet's images. Training renders them at the model's size.
         files: Write the images as files.
         sheet: Write a contact sheet (PNG) here.
         sheet_num: Images on the sheet.
-        instance: Show this look (place, zoom, turn, light) on the sheet instead of the straight one.
-        workers: Processes that draw, with --files.
+        instance: Show this view (position, zoom, rotation, light) on the sheet instead of the canonical one.
+        workers: Processes that render, with --files.
         json: Print JSON.
     """
     if store is None and sheet is None:
-        raise ConfigError("synth: nothing to make; expected a store, --sheet, or both. Say e.g. --sheet textures.png.")
+        raise ConfigError("synth: no output; expected a store, --sheet, or both. For example: dpvision synth --sheet textures.png.")
     from dpvision.data.inspect import texture_sheet
     from dpvision.data.synthetic_store import write_textures
     from dpvision.data.texture_store import write_texture_store

@@ -1,4 +1,4 @@
-"""``dpvision data tokenizer``: a vocabulary from public or synthetic text."""
+"""``dpvision data tokenizer``: train a tokenizer on public or synthetic text."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dpvision.data.tokenizer import CaptionTokenizer
 
 MEASURED = 100_000
-"""Captions, from the beginning of the text, on which lengths are measured."""
+"""Number of captions, from the start of the text, on which lengths are measured."""
 _EXAMPLES = 5
 _TELL_EVERY = 1000
 
@@ -32,29 +32,29 @@ def tokenizer(
     num_tokens: int = 40,
     json: bool = False,
 ) -> None:
-    """Train a tokenizer (byte-level BPE, lower case) on public or synthetic captions: one JSON file.
+    """Train a tokenizer (byte-level BPE, lower case) on public or synthetic captions and write it as one JSON file.
 
-    The text ends up in the file, which goes with every checkpoint, so a private store is refused. Name --text, --store or --scenes, or
-    several: whoever starts on scenes and goes on with photographs needs one tokenizer for both.
+    The file reveals its training text and is released with every checkpoint, so a private store is refused. Give --text, --store,
+    --scenes or several of them: a warm start on scenes and training on photographs need one tokenizer for both.
 
-      dpvision data tokenizer words.json --text captions.txt.gz more.txt     one caption a line
+      dpvision data tokenizer words.json --text captions.txt.gz more.txt     one caption per line
       dpvision data tokenizer words.json --store stores/public
       dpvision data tokenizer both.json --text captions.txt.gz --scenes 20000 --vocab-size 2048
       dpvision data tokenizer scenes.json --scenes 20000 --vocab-size 440    every word of the scenes is one token
 
     Args:
         out: New file for the tokenizer.
-        vocab_size: Entries, 3 special ones and 256 bytes included; the model has as many (--model.vocab-size).
-        text: Text files, one caption a line; .gz as well.
+        vocab_size: Number of entries, including 3 special tokens and 256 bytes; the model needs the same (--model.vocab-size).
+        text: Text files, one caption per line; .gz is accepted.
         store: A public store.
-        scenes: That many sentences of procedural scenes.
-        num_tokens: Length of a caption in training, for the share that is cut.
+        scenes: Captions of this many procedural scenes.
+        num_tokens: Caption length in training, to report the share of truncated captions.
         json: Print JSON.
     """
     if not text and store is None and scenes is None:
-        raise ConfigError("data tokenizer: no text; expected --text, --store or --scenes. Say e.g. --text captions.txt.")
+        raise ConfigError("data tokenizer: no text; expected --text, --store or --scenes. For example --text captions.txt.")
     if not num_tokens >= 2:
-        raise ConfigError(f"data tokenizer: num_tokens={num_tokens}; expected at least 2, for BOS and EOS. DP-Cap has 40.")
+        raise ConfigError(f"data tokenizer: num_tokens={num_tokens}; expected at least 2, for BOS and EOS. DP-Cap uses 40.")
     if out.exists():
         raise DataError(f"data tokenizer: {out} exists; expected a new file: runs may depend on it. Choose another name.")
     check_store(store)
@@ -85,7 +85,7 @@ def tokenizer(
 
 
 def _measured(made: "CaptionTokenizer", captions: Iterator[str], num_tokens: int) -> dict[str, Any]:
-    """Lengths with BOS and EOS over the first captions, and how the first distinct ones are split."""
+    """Return caption lengths, with BOS and EOS, over the first captions, and the tokens of a few examples."""
     from dpvision.data.captions import clean_caption
 
     clean = [caption for caption in map(clean_caption, islice(captions, MEASURED)) if caption]

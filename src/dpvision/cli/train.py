@@ -1,4 +1,4 @@
-"""``dpvision train``: a recipe on a store."""
+"""``dpvision train``: train a recipe on a store."""
 
 import contextlib
 import os
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from dpvision.train.loop import Session
     from dpvision.weights import Lineage
 
-_DOC = """Train a recipe on a store, privately unless the recipe says otherwise.
+_DOC = """Train a recipe on a store, privately unless the recipe is non-private.
 
-The plan (noise, steps, epsilon) is made and printed before any compute is spent, and the ledger beside the store is
-charged before each step. Any setting of the recipe can be overridden: --privacy.target-epsilon 4, --optim.learning-rate 1e-3.
+The plan (noise, steps, epsilon) is printed before any compute is spent, and the ledger next to the store is charged before each
+step. Any setting of the recipe can be overridden: --privacy.target-epsilon 4, --optim.learning-rate 1e-3.
 
-  dpvision data import PICTURES stores/mine
+  dpvision data import IMAGES stores/mine
   dpvision train synthetic.vip_micro                     the warm start, on procedural textures: public, costs no privacy
   dpvision train vip.micro --data stores/mine --dry-run
   dpvision train vip.micro --data stores/mine --name first
@@ -58,7 +58,7 @@ class _What:
 
 @dataclass(frozen=True)
 class TrainArgs(RunArgs, _What):
-    """What `dpvision train` takes."""
+    """Arguments of `dpvision train`."""
 
 
 def run(argv: Sequence[str]) -> None:
@@ -80,7 +80,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def train(args: TrainArgs) -> None:
-    """Make or resume the run, train, and say what was executed."""
+    """Make or resume the run, train, and print what was executed."""
     if isinstance(args.config.model, HeadConfig):
         raise ConfigError(
             f"train: {args.recipe} is a head on frozen features; expected a network to train. Use `dpvision adapt {args.recipe} "
@@ -129,7 +129,7 @@ def train(args: TrainArgs) -> None:
 
 
 def _texture_store(num: int) -> Path:
-    """The folder of a store of ``num`` textures: a description of a few hundred bytes, made where it is not there yet."""
+    """Return the folder of a store of ``num`` textures (a description of a few hundred bytes), and make it if it does not exist."""
     from dpvision.data.texture_store import write_texture_store
 
     folder = Path("stores") / f"textures-{num}"
@@ -152,14 +152,14 @@ def _finish(session: "Session", root: Path, complete: bool, as_json: bool) -> No
     lines = [f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} steps: {said}. Run folder: {root}"]
     lines += lost_words(plan, steps - session.updates, "steps")
     if not complete:
-        lines.append("Saved. Go on with --resume.")
+        lines.append("Saved. Continue with --resume.")
     if complete:
         lines += ["Next:", f"  dpvision evaluate {root} --train STORE --test STORE", f"  dpvision report {root}"]
     emit(result, as_json, "\n".join(lines))
 
 
 def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Lineage") -> str:
-    """The plan for people: the guarantee, with that of the runs behind the weights, and what it takes."""
+    """Return the plan as text: its guarantee, the total with earlier runs behind the weights, and the main settings."""
     from dpvision.privacy.plan import weakness
     from dpvision.runs.lineage import runs_on
 
@@ -173,7 +173,7 @@ def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Linea
     else:
         head = f"NO PRIVACY GUARANTEE (guarantee={plan.guarantee!r})"
     if plan.guarantee == "dp" and (behind := runs_on(lineage, store.store_id)):
-        head += f", this run alone\nAll that these weights will have seen of this store: {spent(plan, plan.steps, behind)[1]}"
+        head += f", this run alone\nTotal of these weights on this store: {spent(plan, plan.steps, behind)[1]}"
     return head + "\n" + pairs(
         {
             "recipe": config.recipe,
@@ -192,9 +192,9 @@ def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Linea
 
 
 def _default(recipe: str, argv: Sequence[str]) -> RunConfig:
-    """What unnamed settings are: the recipe's, or with --resume those that the run was started with."""
+    """Return the default settings: the recipe's, or with --resume the run's own."""
     if "--resume" not in argv:
         config = get_recipe(recipe)
         return replace(config, privacy=with_budget(config.privacy, typed_privacy(argv)))
     known = tyro.cli(Where, args=list(argv), return_unknown_args=True)[0]
-    return saved_config("train", known.root(recipe), recipe) or get_recipe(recipe)  # open_run will say what is wrong
+    return saved_config("train", known.root(recipe), recipe) or get_recipe(recipe)  # open_run raises the error

@@ -1,4 +1,4 @@
-"""``dpvision verify``: a statement, checked against what it rests on."""
+"""``dpvision verify``: check a statement against the run and the store."""
 
 import sys
 from collections.abc import Sequence
@@ -28,20 +28,20 @@ def verify(
 ) -> None:
     """Check a guarantee statement: its schema and figures, and epsilon by a second accountant that shares no code with the first.
 
-    With --run also the hashes of weights, config and code, the ledger's hash chain, and the lineage in ledger, manifest and weights. With
-    --store also that the ledgers beside the store are those that the store remembers, and which other runs used the same records.
+    --run adds the hashes of weights, config and code, the ledger's hash chain, and the lineage in ledger, manifest and weights. --store
+    adds that the store's ledgers match its own record of them, and which other runs used the same records.
 
-    Every line is ok, failed, or not checked with the reason. The exit status is 0 where nothing failed, 1 where something did, 2 where
-    the statement cannot be read.
+    Each check is ok, failed, or not checked with a reason. The exit status is 0 if no check failed, 1 if one did, 2 if the statement
+    cannot be read.
 
     Args:
         statement: statement.json, written by `dpvision report`.
-        run: Run folder, or what was released of it.
+        run: Run folder, or its released files.
         store: The store that the run was trained on, with its LEDGERS folder beside it.
         json: Print JSON.
     """
     if not statement.exists():
-        raise ConfigError(f"verify: {statement}: no such file; expected a statement.json. Correct the path.")
+        raise ConfigError(f"verify: {statement}: no such file; expected a statement.json. Make one with `dpvision report RUN`.")
     from dpvision.report.verify import verify_statement
 
     checks = verify_statement(statement, run, store)

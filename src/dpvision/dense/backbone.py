@@ -1,4 +1,4 @@
-"""An encoder of the harness as a network over images of any size, for detection and segmentation."""
+"""Turn an encoder into a network for images of any size, for detection and segmentation."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from dpvision.models.vit import ViT
 
 
 def dense_backbone(encoder: Encoder, **kw: Any) -> DenseViT:
-    """A fresh trainable ``DenseViT`` with a copy of an encoder's weights, on the CPU; ``kw`` are its keywords.
+    """Return a new trainable ``DenseViT`` with a copy of an encoder's weights, on the CPU; ``kw`` are its arguments.
 
     Raises:
-        ConfigError: the encoder is no plain vision transformer of ours (a run's, ``vip:``, ``mae:`` or ``random:``), or as ``DenseViT``.
+        ConfigError: the encoder is not a plain ``models.vit.ViT`` (a run's, ``vip:``, ``mae:`` or ``random:``), or as ``DenseViT``.
     """
     network = getattr(encoder.backbone(), "network", None) if encoder.backbone is not None else None
     if not isinstance(network, ViT):
         raise ConfigError(
-            f"encoder: {encoder.name} is no plain vision transformer of ours; expected a run of one, random:RUN, vip:FILE or mae:FILE, "
-            "whose blocks can be given windows and other positions. Name one."
+            f"encoder: {encoder.name} is not a plain vision transformer; expected a run of one, random:RUN, vip:FILE or mae:FILE, whose "
+            "blocks accept windows and other positions. Use one of these."
         )
     return DenseViT(network.requires_grad_(True), **kw)

@@ -1,15 +1,15 @@
-"""A plain vision transformer over images of any size, for detection and segmentation: the weights of a ``ViT`` and what those tasks add.
+"""A plain vision transformer for images of any size, for detection and segmentation, initialised from a ``ViT``. It adds:
 
-- Positions: the square table of pre-training, resized bicubically to the image's grid; trained on from there.
+- Positions: the square table of pre-training, resized bicubically to the image's grid, then trained.
 - Windows (ViTDet, Li et al. 2022, section 3): most blocks attend within squares of ``window`` tokens; a few, the global ones, everywhere.
-  A grid that is no multiple is padded with zeros right and below; as in ViTDet, padding is not hidden from the attention.
+  Other grids are padded with zeros right and below; as in ViTDet, padding is not masked in the attention.
 - Relative positions (ViTDet, Li et al. 2022, after MViTv2): a query q adds q . R_row[i - i'] + q . R_column[j - j'] to its logit with the
   token at (i', j'); zero at the start. The class token has none.
 - Stochastic depth (Huang et al. 2016), whole records, its probability rising linearly from 0 at the first block.
 
-Stochastic depth draws from torch's global generator: this network is for training without privacy only.
+Stochastic depth draws from torch's global generator: this network is only for training without privacy.
 
-Legend: B records, C channels, H height, W width (px); D width, h x w grid of patches, L tokens, N heads, K head width, R relative places.
+Legend: B records, C channels, H height, W width (px); D width, h x w grid of patches, L tokens, N heads, K head width, R relative offsets.
 """
 
 import copy
@@ -31,9 +31,9 @@ Grid = tuple[int, int]
 
 
 class DenseViT(nn.Module):
-    """Maps of a transformer's blocks from images of any size that its patches tile.
+    """A transformer that returns its blocks' maps, for images of any size that its patches tile.
 
-    Without windows, relative positions and stochastic depth, at the size of pre-training, it is ``ViT.forward_blocks``.
+    Without windows, relative positions and stochastic depth, at the size of pre-training, it equals ``ViT.forward_blocks``.
     """
 
     def __init__(
@@ -48,20 +48,20 @@ class DenseViT(nn.Module):
         checkpointing: bool = False,
         relative_grid: int | None = None,
     ) -> None:
-        """Take over a copy of ``vit``'s weights; its final norm is left out.
+        """Copy ``vit``'s weights, without its final norm.
 
         Args:
-            window: side of the windows in tokens; 0: all blocks are global.
-            global_blocks: of windowed networks, blocks from 0 on that attend everywhere.
-            relative_positions: add relative positions to all blocks.
+            window: side of the windows in tokens; if 0, all blocks are global.
+            global_blocks: indices of the global blocks of a windowed network, from 0.
+            relative_positions: whether to add relative positions to all blocks.
             drop_path: probability of the last block's stochastic depth, 0 <= p < 1.
-            class_token: keep the class token; windows have no place for it.
-            checkpointing: compute each block again in the backward pass instead of keeping what is in it.
-            relative_grid: side in tokens for which global blocks' relative positions are made; other sides interpolate them linearly.
-                None: the grid of pre-training.
+            class_token: whether to keep the class token; must be False with windows.
+            checkpointing: whether to recompute each block in the backward pass instead of storing its activations.
+            relative_grid: side in tokens of global blocks' relative positions; other sides interpolate them linearly. If None, the
+                grid of pre-training.
 
         Raises:
-            ConfigError: a value outside its range, or a class token together with windows.
+            ConfigError: a value out of range, or a class token with windows.
         """
         super().__init__()
         self.width, self.patch_size, self.depth = vit.cfg.width, vit.cfg.patch_size, vit.cfg.depth
@@ -71,7 +71,7 @@ class DenseViT(nn.Module):
             ("global_blocks", global_blocks, all(0 <= b < self.depth for b in global_blocks), f"blocks from 0 to {self.depth - 1}"),
             ("drop_path", drop_path, 0 <= drop_path < 1, "0 <= drop_path < 1"),
             ("relative_grid", relative_grid, grid >= 1, "at least 1 token"),
-            ("class_token", class_token, not (class_token and window), f"False with windows (of {window}): a window has no place for it"),
+            ("class_token", class_token, not (class_token and window), f"False with windows (of {window})"),
         ):
             if not fits:
                 raise ConfigError(f"dense_vit: {name}={value!r}; expected {rule}. Change the value.")
@@ -89,16 +89,16 @@ class DenseViT(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x_BCHW: Tensor, blocks: tuple[int, ...]) -> list[Tensor]:
-        """Maps after those blocks (from 0 on), before the final norm, in the order asked for; later blocks are not computed.
+        """Return the maps after ``blocks`` (from 0), before the final norm, in the given order; later blocks are not computed.
 
         Args:
             x_BCHW: normalised images, H and W multiples of the patch.
 
         Returns:
-            (B, D, H / patch, W / patch) for each block asked for.
+            (B, D, H / patch, W / patch) for each of ``blocks``.
 
         Raises:
-            ConfigError: sides that are no multiples, or no such block.
+            ConfigError: a side is not a multiple of the patch, or there is no such block.
         """
         (height, width), p = x_BCHW.shape[-2:], self.patch_size
         if height % p or width % p or not height or not width:
@@ -120,7 +120,7 @@ class DenseViT(nn.Module):
         return [found[b] for b in blocks]
 
     def positions(self, grid: Grid) -> Tensor:
-        """The position table at another grid, (h w, D), rows in raster order."""
+        """Return the position table resized to ``grid``, (h w, D), in raster order."""
         return resample_abs_pos_embed(self.position_LD[None], list(grid), num_prefix_tokens=0, antialias=False)[0]
 
 
@@ -140,7 +140,7 @@ class DenseBlock(nn.Module):
         self.drop_path = StochasticDepth(drop_path, "row")
 
     def forward(self, x_BLD: Tensor, grid: Grid) -> Tensor:
-        """Tokens after attention and MLP, (B, L, D): those of ``grid`` in raster order, a class token perhaps before them."""
+        """Return the tokens after attention and MLP, (B, L, D): an optional class token, then ``grid``'s in raster order."""
         x_BLD = x_BLD + self.drop_path(self._mixed(self.norm1(x_BLD), grid))
         return x_BLD + self.drop_path(self.mlp(self.norm2(x_BLD)))
 
@@ -164,10 +164,10 @@ class DenseBlock(nn.Module):
 
     @staticmethod
     def _with_relative(q: Tensor, k: Tensor, grid: Grid, row_RK: Tensor, column_RK: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys, (B, N, L, K + h + w and a few zeros), whose product is scaled logit + relative positions.
+        """Return queries and keys, (B, N, L, K + h + w + padding), whose product is scaled logit + relative positions.
 
-        A key of place (i', j') gets the unit vectors of i' and j', a query the numbers that they have to pick: no (L, L) table of
-        each head is ever held, which at 64 x 64 tokens is 800 MB an image.
+        A key at (i', j') gets one-hot vectors of i' and j', a query the values that they select: no (L, L) table per head is stored,
+        which would take 800 MB per image at 64 x 64 tokens.
         """
         (h, w), first = grid, q.shape[2] - grid[0] * grid[1]
         q_BNhwK = q[:, :, first:].unflatten(2, grid)
@@ -177,16 +177,16 @@ class DenseBlock(nn.Module):
         unit_row = torch.eye(h, dtype=k.dtype, device=k.device).repeat_interleave(w, 0)
         unit_column = torch.eye(w, dtype=k.dtype, device=k.device).repeat(h, 1)
         units = F.pad(torch.cat([unit_row, unit_column], dim=1), (0, 0, first, 0)).expand(*k.shape[:2], -1, -1)
-        # GPUs' fused kernels take widths that are multiples of 8; zeros change no product.
+        # Fused GPU kernels need widths that are multiples of 8; zeros change no product.
         spare = q.new_zeros(()).expand(*q.shape[:3], -(q.shape[-1] + h + w) % 8)
         return torch.cat([q * q.shape[-1] ** -0.5, picked, spare], dim=-1), torch.cat([k, units, spare], dim=-1)
 
 
 def relative_table(place_RK: Tensor, side: int) -> Tensor:
-    """Vectors of every pair of places on a line, (side, side, K): entry (i, i') is that of i - i'.
+    """Return the vectors of every pair of positions on a line, (side, side, K): entry (i, i') is the vector of i - i'.
 
     Args:
-        place_RK: those of the distances -(S - 1) to S - 1, in this order; interpolated linearly where S is not ``side``.
+        place_RK: vectors of the distances -(S - 1) to S - 1, in this order; interpolated linearly if S is not ``side``.
     """
     if len(place_RK) != 2 * side - 1:
         place_RK = F.interpolate(place_RK.T[None], size=2 * side - 1, mode="linear")[0].T
@@ -197,17 +197,17 @@ def relative_table(place_RK: Tensor, side: int) -> Tensor:
 def layer_decay_groups(
     backbone: DenseViT, rest: Iterable[nn.Parameter], *, learning_rate: float, layer_decay: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Parameter groups for AdamW whose rate falls towards the input: learning_rate x layer_decay^(depth + 1 - layer) (ELECTRA, BEiT).
+    """Return AdamW's parameter groups, with rates learning_rate x layer_decay^(depth + 1 - layer) (ELECTRA, BEiT).
 
     Layer 0 is the patch embedding with class token and positions, layer i + 1 is block i, and ``rest`` has the full rate. Norms, biases,
-    the class token and all positions do not decay.
+    the class token and all positions have no weight decay.
 
     Args:
-        rest: parameters outside the backbone; those of the backbone among them are left out, and so is what is frozen.
-        layer_decay: in (0, 1]; 1: the same rate everywhere.
+        rest: parameters outside the backbone; backbone parameters and frozen ones are ignored.
+        layer_decay: in (0, 1]; 1 gives the same rate everywhere.
 
     Returns:
-        groups with "params", "lr" and "weight_decay": first layer first, decaying weights before the others.
+        Groups with "params", "lr" and "weight_decay": first layer first, decaying weights before the others.
     """
     layers: list[dict[str, nn.Parameter]] = [{} for _ in range(backbone.depth + 2)]
     for name, parameter in backbone.named_parameters():

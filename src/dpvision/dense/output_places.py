@@ -1,4 +1,4 @@
-"""Where detection and segmentation may write, checked before any work is done."""
+"""Checks of the output paths of detection and segmentation."""
 
 import hashlib
 import re
@@ -9,7 +9,7 @@ from dpvision.errors import ConfigError
 
 
 def check_places(out: Path | None, picture: Path | None, work: Path | None, private: bool) -> None:
-    """Refuse places that will not do before any work is done."""
+    """Refuse unusable output paths before any work is done."""
     if out is not None:
         check_out(out, private)
     for name, place, within in (("picture", picture, True), ("work", work, False)):
@@ -18,18 +18,16 @@ def check_places(out: Path | None, picture: Path | None, work: Path | None, priv
         parts = place.absolute().parent.parts if within else place.absolute().parts
         if private and "confidential" not in parts:
             raise ConfigError(
-                f"evaluate: {name}={str(place)!r} would hold what private images shaped; expected a folder called confidential in its "
-                "path. Name one, or say --public if the images need no protection."
+                f"evaluate: {name}={str(place)!r} depends on private images; expected a folder called confidential in its path. Use one, "
+                "or give --public if the images need no protection."
             )
     if picture is not None and (picture.suffix != ".png" or picture.is_dir() or not picture.absolute().parent.is_dir()):
-        raise ConfigError(
-            f"evaluate: picture={str(picture)!r}; expected a file that ends in .png in a folder that exists. Name such a file."
-        )
+        raise ConfigError(f"evaluate: picture={str(picture)!r}; expected a file that ends in .png in an existing folder. Change --picture.")
     if work is not None and work.exists() and not work.is_dir():
-        raise ConfigError(f"evaluate: work={str(work)!r}; expected a folder. Name another.")
+        raise ConfigError(f"evaluate: work={str(work)!r}; expected a folder. Choose another --work.")
 
 
 def folder_name(spec: str) -> str:
-    """A folder's name for an encoder's checkpoints: readable, and different for different encoders."""
+    """Return a readable folder name for an encoder's checkpoints, unique per encoder."""
     mark = hashlib.sha256(spec.encode()).hexdigest()[:8]
     return f"{re.sub(r'[^A-Za-z0-9]+', '-', spec).strip('-')[-40:]}-{mark}"

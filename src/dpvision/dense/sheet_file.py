@@ -1,4 +1,4 @@
-"""A contact sheet on a disk: whole or not at all."""
+"""Write a contact sheet atomically."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from dpvision.files import replacing
 
 
 def save_sheet(sheet: Image.Image, path: Path) -> None:
-    """Write the sheet whole or not at all. Raises DataError when the place cannot be written."""
+    """Write the sheet atomically. Raises DataError if the path cannot be written."""
     try:
         with replacing(path) as partial:
             sheet.save(partial, "PNG")
     except OSError as error:
-        raise DataError(f"image: {path} ({error.strerror or error}); expected a writable place with space. Choose another.") from None
+        raise DataError(f"image: {path} ({error.strerror or error}); expected a writable path with free space. Choose another.") from None

@@ -1,12 +1,12 @@
-"""Training on public images for dense predictions (detection, segmentation): one loop, not private, for the paper's batch on any device.
+"""Non-private training on public images for detection and segmentation, with the paper's batch size on any device.
 
     fit(model, images, loss, groups, settings, hardware, work=Path("work/vip"), group=join("auto"), progress=print)
 
-``settings`` are what is learned. ``hardware`` and the number of processes under torchrun must not change it beyond rounding, BatchNorm
-and dropout aside: those see the images of one forward pass (``synchronised`` makes BatchNorm see all ranks').
+``settings`` determine the result. ``hardware`` and the number of processes under torchrun change it only by rounding, except for BatchNorm
+and dropout, which depend on the images of one forward pass (``synchronised`` extends BatchNorm to all ranks).
 
-What a batch holds follows from (seed, place in the stream) and what an image looks like from (seed, epoch, image), never from worker,
-rank or physical batch. Epochs follow one another without a gap, so that every batch is full.
+A batch's images depend on (seed, position in the stream) and their augmentation on (seed, epoch, image), never on worker, rank or physical
+batch. Epochs follow each other without a gap, so that every batch is full.
 """
 
 import math
@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 Example = TypeVar("Example", covariant=True)
 T = TypeVar("T")
 Loss = Callable[[nn.Module, list[T]], Tensor]
-"""(model, examples of one forward pass, on the CPU) -> the mean over the examples of their losses, a number. It moves them there."""
+"""From the model and the examples of one forward pass, on the CPU, to their mean loss, a scalar. Moves the examples to the device."""
 
 
 class Pictures(Protocol[Example]):
@@ -42,12 +42,12 @@ class Pictures(Protocol[Example]):
     def __len__(self) -> int: ...
 
     def load(self, number: int, epoch: int) -> Example:
-        """An image and its truth, augmented by (seed, epoch, number) alone: called from several threads, so no global generator."""
+        """Return an image and its truth, augmented by (seed, epoch, number) alone. Thread-safe: it must not use global generators."""
         ...
 
 
 def rate_factor(settings: DenseTrainSettings, step: int, steps: int) -> float:
-    """What the rates are multiplied by in ``step`` of [0, steps).
+    """Return the factor of the learning rates in ``step`` of [0, steps).
 
     >>> [round(rate_factor(DenseTrainSettings(warmup_steps=2, warmup_start=0.0), t, 4), 3) for t in range(4)]
     [0.0, 0.375, 0.5, 0.25]
@@ -76,22 +76,22 @@ def fit(
     lineage: Sequence[dict[str, Any]] = (),
     progress: Say | None = None,
 ) -> None:
-    """Train ``model`` in place with AdamW; it is left in evaluation mode.
+    """Train ``model`` in place with AdamW, and leave it in evaluation mode.
 
-    With a ``work`` folder the state is kept there every so often, whole or not at all, and a call with the same model, images' number,
-    settings and ``about`` goes on where it stopped, bit for bit on one machine. All ranks have to see the folder.
+    With a ``work`` folder the state is saved there atomically at intervals. A call with the same model, number of images, settings and
+    ``about`` resumes from it, bit for bit on one machine. All ranks must have access to the folder.
 
     Args:
-        model: on ``group.device``, the same weights on every rank.
-        groups: AdamW's parameter groups, each with its "lr" and "weight_decay"; every trained parameter of the model in one of them.
-        group: this process among torchrun's; if None, alone, on the model's device.
-        about: whatever else a checkpoint has to agree in (data, classes), as a line.
-        lineage: what shaped the model, and the images here (``runs.lineage``): the state in ``work`` carries it.
+        model: on ``group.device``, with the same weights on every rank.
+        groups: AdamW's parameter groups, each with "lr" and "weight_decay"; every trainable parameter must be in exactly one.
+        group: this process among torchrun's; if None, a single process on the model's device.
+        about: a line that a checkpoint must match in addition (data, classes).
+        lineage: lineage of the model and of the images (``runs.lineage``), stored with the state in ``work``.
         progress: called with a line after every step, on rank 0.
 
     Raises:
-        ConfigError: the batch does not divide among the ranks, the warm-up is longer than the run, or the loss is not finite.
-        CheckpointError: ``work`` holds another training's checkpoint, or cannot be written.
+        ConfigError: the batch is not divisible by the ranks, the warm-up is longer than the run, or the loss is not finite.
+        CheckpointError: ``work`` has another training's checkpoint, or cannot be written.
     """
     hardware = hardware or DenseHardware()
     group = group or Group(0, 1, next(model.parameters()).device)
@@ -152,28 +152,28 @@ def fit(
 
 
 def checked_steps(settings: DenseTrainSettings, num_images: int, world_size: int = 1) -> int:
-    """Steps of a run.
+    """Check the settings and return the number of steps.
 
     Raises:
-        ConfigError: no images, the warm-up is as long as the run, or the batch does not divide among the ranks.
+        ConfigError: no images, the warm-up is as long as the run, or the batch is not divisible by the ranks.
     """
     if num_images < 1:
-        raise ConfigError("training: no images; expected at least one. Name a folder that has some.")
+        raise ConfigError("training: no images; expected at least one. Use a folder that has some.")
     steps = settings.steps(num_images)
     if not settings.warmup_steps < steps:
         got = f"warmup_steps={settings.warmup_steps} of {steps:,} steps ({settings.epochs:g} epochs of {num_images:,} images)"
         raise ConfigError(f"training: {got}; expected fewer than the steps. Lower warmup-steps to {max(0, steps // 20)}, or train longer.")
     if settings.batch_size % world_size:
         got = f"batch_size={settings.batch_size} on {world_size} processes"
-        raise ConfigError(f"training: {got}; expected a multiple of the processes. Start another number of processes, or change the batch.")
+        raise ConfigError(f"training: {got}; expected a multiple of the processes. Change the number of processes, or the batch.")
     return steps
 
 
 def seconds_a_step(
     model: nn.Module, pictures: Pictures[T], loss: Loss[T], settings: DenseTrainSettings, hardware: DenseHardware | None = None
 ) -> float:
-    """Seconds of one step on this process alone, from one forward and backward pass after one to warm up (a pass of over ten seconds needs
-    none); the model's batch statistics are spoilt. For dry runs."""
+    """Measure the seconds of one step on this process from one forward and backward pass, after a warm-up pass unless that takes over
+    ten seconds. For dry runs: it changes the model's batch statistics."""
     hardware, device = hardware or DenseHardware(), next(model.parameters()).device
     counts = _micro_sizes(settings.batch_size, hardware.physical_batch_size)
     model.train()
@@ -193,7 +193,7 @@ def seconds_a_step(
 
 
 def synchronised(model: nn.Module, group: Group) -> nn.Module:
-    """The model with BatchNorm over all ranks' images where torch can do that, on GPUs under torchrun; else as it is."""
+    """Convert the model to BatchNorm over all ranks' images on GPUs under torchrun; otherwise return it unchanged."""
     if group.world_size > 1 and group.device.type == "cuda":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model
@@ -202,7 +202,7 @@ def synchronised(model: nn.Module, group: Group) -> nn.Module:
 def _stream(
     pictures: Pictures[T], settings: DenseTrainSettings, group: Group, step: int, steps: int, hardware: DenseHardware, share: int
 ) -> Generator[T, None, None]:
-    """This rank's examples from ``step`` on, in the order in which they are trained on."""
+    """Yield this rank's examples from ``step`` on, in training order."""
     num = len(pictures)
 
     def places() -> Iterator[tuple[int, int]]:
@@ -222,15 +222,15 @@ def _stream(
 
 
 def _micro_sizes(share: int, physical: int) -> list[int]:
-    """Sizes of the forward passes over ``share`` images, nearly equal and at most ``physical``."""
+    """Return the sizes of the forward passes over ``share`` images, nearly equal and at most ``physical``."""
     return [len(part) for part in np.array_split(np.arange(share), math.ceil(share / physical))]
 
 
 def _sum_over_ranks(parameters: list[nn.Parameter], model: nn.Module, total: float, group: Group) -> float:
-    """Gradients and loss summed over the ranks (each holds its part of the batch's mean); running batch statistics averaged."""
+    """Sum gradients and loss over the ranks (each has its part of the batch's mean), and average running batch statistics."""
     if group.world_size == 1:
         return total
-    for p in parameters:  # a parameter that this rank's images did not reach: an absent mask head's, say
+    for p in parameters:  # a parameter that this rank's images did not use, such as the mask head's
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None] + [torch.tensor([total], device=group.device)])
     dist.all_reduce(flat)

@@ -1,4 +1,4 @@
-"""Settings of the loop of ``training_loop``: what is learned, and where it runs."""
+"""Settings of ``training_loop``: training and hardware."""
 
 import math
 from contextlib import nullcontext
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DenseTrainSettings:
-    """What is learned. Rates stand in the parameter groups; the schedule multiplies them."""
+    """Settings of the training. The parameter groups have the rates, which the schedule multiplies."""
 
     epochs: float = 100.0
-    """Passes over the images; parts of one are allowed. Steps are epochs x images / batch, rounded down, at least 1."""
+    """Passes over the images, possibly fractional. Steps are epochs x images / batch, rounded down, at least 1."""
     batch_size: int = 16
-    """Images of one step, over all ranks."""
+    """Images per step, over all ranks."""
     warmup_steps: int = 1500
-    """Steps in which the rate rises in a line from ``warmup_start`` of its scheduled value to all of it."""
+    """Steps in which the rate rises linearly from ``warmup_start`` times its scheduled value."""
     warmup_start: float = 1e-6
     schedule: Literal["polynomial", "steps", "constant"] = "polynomial"
-    """"polynomial": (1 - t / T)^power; "steps": ``step_factor`` for each of ``step_at`` that t / T has passed."""
+    """"polynomial": (1 - t / T)^power; "steps": a factor ``step_factor`` at each t / T in ``step_at``."""
     power: float = 1.0
     step_at: tuple[float, ...] = (8 / 9, 0.963)
     step_factor: float = 0.1
     betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: float = 0.0
-    """Largest norm of the whole gradient; 0: not clipped."""
+    """Maximum norm of the whole gradient; 0 disables clipping."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -51,16 +51,16 @@ class DenseTrainSettings:
         )
 
     def steps(self, num_images: int) -> int:
-        """Steps of a run over so many images."""
+        """Return the number of steps of a run over ``num_images`` images."""
         return max(1, int(self.epochs * num_images / self.batch_size + 1e-9))
 
 
 @dataclass(frozen=True)
 class DenseHardware:
-    """Where and how fast; what is learned does not depend on it beyond rounding and batch statistics."""
+    """Hardware settings, which change results only by rounding and batch statistics."""
 
     physical_batch_size: int = 2
-    """Images in one forward pass of one process; gradients of several passes are added up to the batch."""
+    """Images in one forward pass of one process; gradients of several passes are accumulated."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Autocast of the forward pass; weights, gradients and optimizer stay in float32. float16 needs a GPU."""
     workers: int = 2
@@ -79,7 +79,7 @@ class DenseHardware:
         )
 
     def autocast(self, device: "torch.device") -> Any:
-        """The context of a forward pass.
+        """Return the context of a forward pass.
 
         Raises:
             ConfigError: float16 without a GPU.

@@ -1,4 +1,4 @@
-"""The state of a dense training in one safetensors file: written whole or not at all, and taken up only by the training that wrote it."""
+"""The state of a detection or segmentation training in one safetensors file, written atomically and bound to that training."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ _FORMAT = "dpvision-dense-1"
 
 @dataclass(frozen=True)
 class DenseCheckpoint:
-    """Where a training's state lies and what it belongs to. Made by ``open_checkpoint``, before the first step."""
+    """The path and identity of a training's state. Made by ``open_checkpoint``, before the first step."""
 
     path: Path
     model: nn.Module
@@ -31,13 +31,13 @@ class DenseCheckpoint:
     start: str
     """SHA-256 of the weights that the training started from."""
     lineage: Lineage
-    """What shaped those, and the images of this training: written into the file, which another command may open as an encoder."""
+    """Lineage of those weights and of the training images, written into the file, which other commands may open as an encoder."""
 
     def save(self, step: int) -> None:
-        """Keep the state after ``step`` steps in the place of the one before.
+        """Replace the saved state by the state after ``step`` steps.
 
         Raises:
-            CheckpointError: the disk refuses; what was there is untouched.
+            CheckpointError: the file cannot be written; the previous state is unchanged.
         """
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for i, p in enumerate(self._parameters):
@@ -58,14 +58,14 @@ class DenseCheckpoint:
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise CheckpointError(
-                f"training: cannot write {self.path} ({error.strerror or error}); the one before is untouched. Free space, then repeat."
+                f"training: cannot write {self.path} ({error.strerror or error}); the previous one is unchanged. Free space, then repeat."
             ) from None
 
     def restore(self) -> int:
-        """Take up the state that was kept.
+        """Restore the saved state.
 
         Returns:
-            Steps that it has had; 0 when there is none.
+            Its number of steps; 0 if there is none.
 
         Raises:
             CheckpointError: it cannot be read, or another training wrote it.
@@ -81,7 +81,7 @@ class DenseCheckpoint:
         for name, ours in (("format", _FORMAT), ("start", self.start), ("about", self.about)):
             if meta.get(name) != ours:
                 got = f"{name}={meta.get(name)!r}"
-                remedy = "Name another work folder, or repeat the settings, the images and the encoder that it was begun with."
+                remedy = "Choose another --work, or use the settings, images and encoder of that training."
                 raise CheckpointError(f"training: {self.path} has {got}; expected {ours!r}, this training's. {remedy}")
         self.model.load_state_dict(_below(tensors, "model."))
         states = [_below(tensors, f"optimizer.{i}.") for i in range(len(self._parameters))]
@@ -99,7 +99,7 @@ class DenseCheckpoint:
 def open_checkpoint(
     work: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, about: str, lineage: Lineage
 ) -> DenseCheckpoint:
-    """The checkpoint of a training that has not begun: ``model`` has to have the weights that it starts from.
+    """Open the checkpoint of a training before its first step; ``model`` must have its initial weights.
 
     Raises:
         CheckpointError: the folder cannot be made.
@@ -108,7 +108,7 @@ def open_checkpoint(
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(
-            f"training: work={str(work)!r} ({error.strerror}); expected a folder that can be written. Name one."
+            f"training: work={str(work)!r} ({error.strerror}); expected a writable folder. Choose another --work."
         ) from None
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):

@@ -1,1 +1,1 @@
-"""Encoders of every origin behind one type, so that each evaluation treats all alike."""
+"""Encoders of every origin behind one type, so that evaluations treat all of them the same way."""

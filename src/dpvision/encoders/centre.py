@@ -1,9 +1,9 @@
-"""A public point to take off every feature: where an encoder puts images that show nothing in particular.
+"""A public centre to subtract from features: an encoder's mean over procedural textures.
 
-Features of most encoders share a large common part, which tells no class from another and yet takes most of a clipped record's length.
-The mean over procedural textures has nearly its direction and costs no privacy: no image of anybody is in it.
+Features of most encoders share a large common component, which carries no class information yet takes up most of a clipped record's
+norm. The mean over procedural textures has nearly the same direction and costs no privacy.
 
-Legend: B images, D feature dimensions.
+Legend: B images, D feature dimension.
 """
 
 import torch
@@ -14,13 +14,13 @@ from dpvision.synthetic.textures import textures
 
 NUM_TEXTURES = 256
 _FIRST = 1_000_000
-"""Beyond those that patches are drawn from."""
+"""First texture number; lower ones are used to learn patches."""
 _BATCH = 32
 
 
 @torch.inference_mode()
 def texture_centre(encoder: Encoder, pooling: str, device: str | torch.device = "cpu") -> Tensor:
-    """Mean of the encoder's features of 256 procedural textures: float32 (D,), on the CPU."""
+    """Return the mean of the encoder's features over 256 procedural textures: float32 (D,), on the CPU."""
     mean, std = (torch.tensor(v)[:, None, None] for v in (encoder.mean, encoder.std))
     total: Tensor | None = None
     for start in range(_FIRST, _FIRST + NUM_TEXTURES, _BATCH):

@@ -1,6 +1,6 @@
 """Features of a store's records by several encoders, from one pass over the store.
 
-Legend: N records, B images of a batch, D feature dimensions, C channels, H height, W width.
+Legend: N records, B images of a batch, D feature dimension, C channels, H height, W width.
 """
 
 from collections.abc import Callable
@@ -32,16 +32,15 @@ def collect_features(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> tuple[dict[tuple[str, str], Tensor], Tensor, Tensor]:
-    """Features of a store's images under the evaluation transform. Images that do not decode are absent.
+    """Compute features of a store's images under the evaluation transform. Images that do not decode are left out.
 
     Args:
-        functions: by name; their weights have to be on ``device``.
-        data: how images are prepared.
+        functions: by name; their weights must be on ``device``.
+        data: preprocessing of the images.
         rows: int64 positions in the store; if None, all.
 
     Returns:
-        features x_ND float32 by (function's name, feature's name); label_N int64 (-1 where there is none); row_N int64, all
-        on the CPU.
+        Features x_ND, float32, by (function's name, feature's name); label_N, int64 (-1 without a label); row_N, int64. All on the CPU.
 
     Raises:
         DataError: no image could be read.

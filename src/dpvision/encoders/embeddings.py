@@ -1,6 +1,6 @@
-"""Features of a store, or of files, written to one file for other people's tools.
+"""Features of a store, or of files, written to one file for other tools.
 
-Legend: N records, B images of a batch, D feature dimensions, K classes, C channels, H height, W width.
+Legend: N records, B images of a batch, D feature dimension, K classes, C channels, H height, W width.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ from dpvision.runs.folder import require_confidential
 
 @dataclass(frozen=True)
 class Embeddings:
-    """What ``write_embeddings`` wrote."""
+    """Description of the file that ``write_embeddings`` wrote."""
 
     path: Path
     num: int
     width: int
     visibility: Literal["private", "public"]
-    """Embeddings of private images are as private as the images, whatever guarantee the encoder has; so are those of public images
-    by an encoder that private images shaped without a guarantee, and those of a store that was cleared of private twins."""
+    """Embeddings of private images are private, whatever guarantee the encoder has. So are embeddings of public images by an encoder
+    trained on private images without a guarantee, and those of a store that was cleared of private twins."""
     left_out: int
-    """Images that could not be decoded."""
+    """Number of images that could not be decoded."""
 
 
 def write_embeddings(
@@ -53,22 +53,23 @@ def write_embeddings(
     progress: Progress | None = None,
     release_private_outputs: bool = False,
 ) -> Embeddings:
-    """Features of a store, or of anything that ``data import`` takes, in one file.
+    """Write features of a store, or of any source that ``data import`` accepts, to one file.
 
-    The file has ``features`` float32 (N, D). From a store also ``id`` int64 (N,), the records' own ids, and ``label`` int64 (N,), -1 where
-    there is none, or zeros and ones uint8 (N, K) where records may have several (``Store.targets``); from another source the images'
-    names: the array ``key`` in .npz, a JSON list under ``key`` in the metadata of .safetensors. A source that is not a store counts as
+    The file has ``features``, float32 (N, D). For a store it also has ``id``, int64 (N,), the record ids, and ``label``: int64 (N,), -1
+    without a label, or zeros and ones, uint8 (N, K), for multi-label records (``Store.targets``). For another source it has the images'
+    names: the array ``key`` in .npz, or a JSON list under ``key`` in the metadata of .safetensors. A source that is not a store counts as
     private.
 
     Args:
         spec: an encoder, as for ``open_encoder``.
-        pooling: None: the encoder's default.
-        out: ends in .npz or .safetensors; replaced if it exists. Features of private images must lie under a folder called confidential.
-        release_private_outputs: write them anywhere: no guarantee covers what an encoder makes of a private image.
+        pooling: if None, the encoder's default.
+        out: ends in .npz or .safetensors; replaced if it exists. For private images its path needs a folder named confidential.
+        release_private_outputs: write them anywhere. No guarantee covers an encoder's output on a private image.
 
     Raises:
-        ConfigError: another ending, no such encoder or pooling, or a place outside of every folder called confidential.
-        CheckpointError: as in ``open_encoder``. DataError: no image, or the file cannot be written.
+        ConfigError: another file extension, no such encoder or pooling, or a path outside folders named confidential.
+        CheckpointError: as in ``open_encoder``.
+        DataError: no image, or the file cannot be written.
     """
     out = Path(out)
     if out.suffix not in (".npz", ".safetensors"):
@@ -77,7 +78,7 @@ def write_embeddings(
     store = open_store(source) if is_store(source) else None
     private = store is None or store.results_visibility == "private" or encoder.confidential
     if private and not release_private_outputs:
-        require_confidential(out, "embed", "features of private images", ", or say --release-private-outputs")
+        require_confidential(out, "embed", "features of private images", ", or give --release-private-outputs")
     if store is not None:
         functions = {"": lambda x_BCHW: {"": encoder(x_BCHW, pooling)}}
         found, label_N, row_N = collect_features(
@@ -94,7 +95,7 @@ def write_embeddings(
 
 
 def _zeros_and_ones(store: Store, row_N: np.ndarray) -> np.ndarray:
-    """uint8 (N, K): K are the store's named classes, or those up to the largest number."""
+    """Return labels as uint8 (N, K), where K is the number of named classes, or the largest class number + 1."""
     classes = store.classes(np.arange(store.num_records))[1]
     return store.targets(row_N, len(store.label_names) if store.label_names is not None else int(classes.max(initial=-1)) + 1)
 
@@ -103,7 +104,7 @@ def _zeros_and_ones(store: Store, row_N: np.ndarray) -> np.ndarray:
 def _embed_source(
     encoder: Encoder, pooling: str | None, source: str | Path, batch_size: int, workers: int, progress: Progress | None
 ) -> tuple[np.ndarray, list[str], int]:
-    """Features and keys of the readable images of a source, and how many images there were."""
+    """Return features and keys of the readable images of a source, and the number of all its images."""
     keys: list[str] = []
     parts: list[np.ndarray] = []
     total = 0
@@ -123,7 +124,7 @@ def _embed_source(
         if progress is not None:
             progress(len(keys))
     if not parts:
-        raise DataError(f"embed: {source} has no readable image; expected one or more. Correct the path.")
+        raise DataError(f"embed: {source} has no readable image; expected one or more. Give another SOURCE.")
     return np.concatenate(parts), keys, total
 
 
@@ -135,4 +136,6 @@ def _write_arrays(out: Path, arrays: dict[str, Any], keys: list[str] | None) -> 
             else:
                 file.write(save(arrays, metadata=None if keys is None else {"key": json.dumps(keys)}))
     except OSError as error:
-        raise DataError(f"embed: {out} ({error.strerror or error}); expected a writable place with space. Choose another --out.") from None
+        raise DataError(
+            f"embed: {out} ({error.strerror or error}); expected a writable path with free space. Choose another OUT."
+        ) from None

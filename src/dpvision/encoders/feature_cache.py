@@ -1,10 +1,10 @@
-"""Features and scores kept beside the store that they were computed from, so that a second evaluation does not pay for them again.
+"""A cache of features and scores in the folder of the store that they were computed from.
 
-Features of private images are as private as the images: they lie under STORE/confidential/features/, readable by the owner only. A
-file's name is a digest of all that decides its content: the encoder (weights, and what it makes of fixed noise), the way from bytes to
-pixels (settings, our source, versions of the libraries), the store and its rows. Another name is another file; nothing is ever updated.
+Features of private images are as private as the images: they are under STORE/confidential/features/, readable by the owner only. A
+file's name is a digest of everything that determines its content: the encoder (weights, and features of fixed noise), decoding and
+preprocessing (settings, source code, library versions), the store and its rows. Files are never updated.
 
-Legend: N records, D feature dimensions, B images, C channels, H height, W width.
+Legend: N records, D feature dimension, B images, C channels, H height, W width.
 """
 
 import contextlib
@@ -37,23 +37,23 @@ from dpvision.errors import DataError
 from dpvision.files import replacing, sync
 
 MAX_BYTES = 4 << 30
-"""A store's cache is kept below this: what was used longest ago goes first."""
+"""Maximum size of a store's cache; the least recently used files are deleted first."""
 _LEFT_S = 24 * 3600
 _SYNC_S = 1.0
-"""Rows of a growing array are counted this often; what comes after the last count is lost with the process."""
+"""Interval at which the rows of a growing array are counted; uncounted rows are lost with the process."""
 _POLL_S = 0.2
 _COUNT = 8
-"""Bytes of the count."""
+"""Size of the count in bytes."""
 
 
 class FeatureCache:
-    """The cache of one store. A disk that refuses (full, read-only) or a damaged file costs time, not the evaluation."""
+    """The cache of one store. A full or read-only disk or a damaged file only costs time."""
 
     def __init__(self, store_dir: Path, max_bytes: int = MAX_BYTES) -> None:
         self.folder, self.max_bytes = store_dir / "confidential" / "features", max_bytes
 
     def load(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors kept under ``key``, or None."""
+        """Return the tensors cached under ``key``, or None."""
         path = self.folder / f"{key}.safetensors"
         try:
             tensors = load_file(path)
@@ -63,12 +63,12 @@ class FeatureCache:
             return None
 
     def save(self, key: str, tensors: dict[str, Tensor]) -> None:
-        """Keep tensors under ``key``, unless they are larger than the cache."""
+        """Cache tensors under ``key``, unless they are larger than the cache."""
         if sum(t.numel() * t.element_size() for t in tensors.values()) <= self.max_bytes:
             self._write(f"{key}.safetensors", lambda path: save_file({k: t.contiguous().clone() for k, t in tensors.items()}, path))
 
     def load_array(self, key: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
-        """The array kept under ``key``, memory-mapped and read-only, or None; one of another shape or type is damaged."""
+        """Return the array cached under ``key``, memory-mapped and read-only, or None if missing or of another shape or type."""
         path = self.folder / f"{key}.npy"
         try:
             found = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -87,21 +87,21 @@ class FeatureCache:
         step: int = 1,
         progress: Callable[[int], None] | None = None,
     ) -> np.ndarray:
-        """Write an array of any size in pieces along its first axis, and give it as ``load_array`` does. The folder has to be there.
+        """Write an array of any size in blocks along its first axis, and return it like ``load_array``. The folder must exist.
 
-        Going on where an earlier process stopped or was killed; while another one writes the same array, it is waited for. The array may
-        be larger than the cache: then it is all that stays.
+        Continues where an earlier process stopped or was killed, and waits while another process writes the same array. An array
+        larger than the cache evicts everything else.
 
         Args:
-            blocks_from: the blocks from a row on, a multiple of ``step``, in order.
-            progress: called with the rows of another process, while it is waited for.
+            blocks_from: yields the blocks in order, starting at a given row, a multiple of ``step``.
+            progress: called with the number of rows written by another process while waiting for it.
 
         Raises:
-            DataError: the disk refuses. What is done stays.
+            DataError: the disk cannot be written. Finished rows are kept.
         """
         try:
             with claim(self.folder / f"{key}.npy", shape, dtype, progress) as partial:
-                if self.load_array(key, shape, dtype) is not None:  # the one that was waited for has finished
+                if self.load_array(key, shape, dtype) is not None:  # the other process has finished it
                     growing_path(partial.path).unlink(missing_ok=True)
                 else:
                     first = partial.rows_done() // step * step
@@ -109,14 +109,14 @@ class FeatureCache:
             self._make_room()
         except OSError as error:
             raise DataError(
-                f"features: {self.folder} ({error.strerror or error}); expected a writable place with space. Make room, then repeat."
+                f"features: {self.folder} ({error.strerror or error}); expected a writable folder with free space. Free space, then repeat."
             ) from None
         written = self.load_array(key, shape, dtype)
         assert written is not None, "just written"
         return written
 
     def has_room(self, key: str, num_bytes: int) -> bool:
-        """Whether the folder is there, or can be made, and its disk takes what is missing of an array of ``num_bytes``."""
+        """Return whether the folder exists or can be made, and its disk has space for the rest of an array of ``num_bytes``."""
         if not self.make_folder():
             return False
         partial = growing_path(self.folder / f"{key}.npy")
@@ -124,9 +124,9 @@ class FeatureCache:
         return shutil.disk_usage(self.folder).free > 1.05 * num_bytes - there
 
     def make_folder(self) -> bool:
-        """Whether the folder is there, or could be made, readable by its owner only."""
+        """Make the folder, readable by its owner only, if it does not exist. Return whether it is writable."""
         try:
-            # Each level on its own: mkdir's mode does not reach the parents that it makes on the way.
+            # Level by level: mkdir's mode does not apply to parents.
             for folder in (self.folder.parent, self.folder):
                 folder.mkdir(mode=0o700, exist_ok=True)
         except OSError:
@@ -134,14 +134,14 @@ class FeatureCache:
         return os.access(self.folder, os.W_OK)
 
     def load_json(self, key: str) -> Any:
-        """The value kept under ``key``, or None."""
+        """Return the JSON value cached under ``key``, or None."""
         try:
             return json.loads((self.folder / f"{key}.json").read_bytes())
         except (OSError, ValueError):
             return None
 
     def save_json(self, key: str, value: Any) -> None:
-        """Keep a JSON value under ``key``."""
+        """Cache a JSON value under ``key``."""
         self._write(f"{key}.json", lambda path: path.write_text(json.dumps(value, allow_nan=False)))
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
@@ -159,22 +159,22 @@ class FeatureCache:
         total = 0
         for place, (_, size, path) in enumerate(files):
             total += size
-            if total > self.max_bytes and place:  # the newest stays, whatever its size; what grows stays with its writer
+            if total > self.max_bytes and place:  # keep the newest whatever its size, and arrays that a process is writing
                 with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
                     if not path.endswith(".partial") or _locked(file, Path(path)):
                         os.unlink(path)
 
 
 class GrowingArray:
-    """An array of ``shape`` that grows under a name of its own, of which one writer at a time has the lock (``claim``).
+    """An array that grows in a temporary file, locked by one writer at a time (``claim``).
 
-    The file is numpy's from the start, but that the first eight bytes, numpy's magic string and version, are the number of rows written.
+    The file is a .npy file whose first eight bytes, numpy's magic string and version, hold the number of rows written until it is complete.
     Rows reach the disk before they are counted (data, fdatasync, count), so that neither SIGKILL nor a power cut leaves a counted row
-    that was never written. Blocks are written, not mapped: a full disk is an OSError.
+    that was not written. Blocks are written, not mapped, so that a full disk raises OSError.
 
     Args:
         file: the locked file.
-        path: where the whole array shall lie.
+        path: final path of the array.
     """
 
     def __init__(self, file: IO[bytes], path: Path, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -183,24 +183,24 @@ class GrowingArray:
         self._row_bytes = math.prod(shape[1:]) * dtype.itemsize
 
     def rows_done(self) -> int:
-        """Rows that are safely there, from the first on; 0 for a file of anything else."""
+        """Return the number of rows durably written; 0 for a file with another header."""
         start = os.pread(self._file.fileno(), len(self._header), 0)
         if start[_COUNT:] != self._header[_COUNT:]:
             return 0
-        # killed between the last row and the new name: the magic string is there
+        # With the magic string the array is complete: the process was killed before the rename.
         rows = self.shape[0] if start == self._header else int.from_bytes(start[:_COUNT], "little")
         return rows if len(self._header) + rows * self._row_bytes <= os.fstat(self._file.fileno()).st_size else 0
 
     def write(self, first: int, blocks: Iterable[np.ndarray]) -> None:
-        """Append blocks of rows from row ``first`` (at most ``rows_done()``) on, and give the array its name.
+        """Append blocks of rows from row ``first`` (at most ``rows_done()``) on, and rename the file to its final path.
 
-        Whatever stops it (Ctrl-C, an unreadable shard, a full disk), finished blocks are counted.
+        Finished blocks are counted even if writing is interrupted (Ctrl-C, an unreadable shard, a full disk).
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk cannot be written.
         """
         rows, synced = first, time.monotonic()
-        self._count(first)  # what lies behind is written anew, and must not be counted meanwhile
+        self._count(first)  # later rows are rewritten and must not count meanwhile
         self._file.seek(len(self._header) + first * self._row_bytes)
         self._file.truncate()
         try:
@@ -226,13 +226,12 @@ class GrowingArray:
 
 @contextlib.contextmanager
 def claim(path: Path, shape: tuple[int, ...], dtype: np.dtype, waiting: Callable[[int], None] | None = None) -> Iterator[GrowingArray]:
-    """The growing array of ``path`` for its only writer; waits while another process has it.
+    """Yield the growing array of ``path``, locked; wait while another process has the lock.
 
-    Whoever waited has to look first whether the array is there by now. The system drops the lock (flock) with the process, however it
-    dies.
+    After waiting, check first whether the array is complete. The system releases the lock (flock) when the process ends, in any way.
 
     Args:
-        waiting: called now and then with the rows that the other process has counted.
+        waiting: called repeatedly with the number of rows that the other process has counted.
 
     Raises:
         OSError: the file cannot be made.
@@ -249,12 +248,12 @@ def claim(path: Path, shape: tuple[int, ...], dtype: np.dtype, waiting: Callable
 
 
 def growing_path(path: Path) -> Path:
-    """Where an array grows that shall lie at ``path``."""
+    """Return the temporary path of an array that grows towards ``path``."""
     return path.with_name(f".{path.name}.partial")
 
 
 def _locked(file: IO[bytes], path: Path) -> bool:
-    """Lock a file, unless another process has it; of use only while it has its name: a finished one has another, and is let go again."""
+    """Try to lock a file. Return False if another process has the lock, or if the file was renamed because it is finished."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
@@ -269,19 +268,19 @@ def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
 
 
 def features_key(encoder: str, store: Store, rows: np.ndarray) -> str:
-    """Name of the features of ``rows`` by the encoder with this fingerprint."""
+    """Return the cache key of the features of ``rows`` by the encoder with this fingerprint."""
     digest = _digest([encoder, store.store_id, code_digest(decode, loader, transform, collect, pooled)])
     digest.update(store.index["id"][rows].tobytes())
     return digest.hexdigest()[:40]
 
 
 def score_key(*parts: Any) -> str:
-    """Name of a score that ``parts`` (JSON values) decide."""
+    """Return the cache key of a score that ``parts`` (JSON values) determine."""
     return _digest(list(parts)).hexdigest()[:40]
 
 
 def code_digest(*modules: ModuleType) -> str:
-    """Digest of our modules' source and of the versions of the libraries below them: a change of either is a change of the result."""
+    """Return a digest of modules' source and of the library versions, since a change of either may change the result."""
     digest = _digest([torch.__version__, PIL.__version__, np.__version__, sklearn.__version__])
     for module in modules:
         digest.update(Path(module.__file__ or "").read_bytes())

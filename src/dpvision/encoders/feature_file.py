@@ -1,14 +1,13 @@
-"""Frozen features of many records as one memory-mapped array, kept beside the store.
+"""Frozen features of many records as one memory-mapped array, cached in the store's folder.
 
-Row i belongs to record ``rows[i]``. A record that does not decode has a row of NaN: it stays in its place and contributes zero to whatever
-is computed (guarantee.md, rule 2). Batches are padded to one size, so that a record's features are the same numbers whoever is beside it.
+Row i belongs to record ``rows[i]``. A record that does not decode has a row of NaN and contributes zero to everything computed from it
+(docs/privacy.md). Batches are padded to one size, so that a record's features do not depend on the other records of its batch.
 
-Rows of length 1, and features of which the declared number of records takes more than 2 GiB, are kept as float16: half the disk and half
-the reading, which is what many steps wait for. Rounding is a function of the record alone; it moves a feature by one part in 2048, far
-below the noise of a million records.
-Numbers above 65504 do not fit, and take their record out like any other that is not finite.
+Rows of length 1, and features that would take more than 2 GiB for the declared number of records, are stored as float16: half the disk
+space and half the reading, which bounds the speed of many steps. Rounding is a function of the record alone, with a relative error of
+1 / 2048, far below the noise of a million records. Values above 65504 overflow, and their record counts as non-finite.
 
-Legend: N records, B images of a batch, D feature dimensions, C channels, H height, W width.
+Legend: N records, B images of a batch, D feature dimension, C channels, H height, W width.
 """
 
 import time
@@ -26,18 +25,18 @@ from dpvision.encoders.identity import fingerprint
 from dpvision.errors import DataError
 
 _WHOLE_BYTES = 2 << 30
-"""Of float32 features: above it they are kept in half of it; and what is held in memory where the disk has no room."""
+"""Size of float32 features above which they are stored as float16. Also the limit in memory if the disk has no space."""
 
 
 @dataclass(frozen=True)
 class Extraction:
-    """Hardware settings: none changes a feature."""
+    """Hardware settings, which do not change a feature."""
 
     batch_size: int = 256
     workers: int = 2
     device: str | torch.device = "cpu"
     progress: Callable[[int], None] | None = None
-    """Called with the number of records done."""
+    """Called with the number of finished records."""
 
 
 def feature_array(
@@ -54,19 +53,19 @@ def feature_array(
     device: str | torch.device = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> np.ndarray:
-    """Features of ``rows``, read-only, float32 or float16 (N, D), under the evaluation transform.
+    """Return features of ``rows`` under the evaluation transform, read-only, float32 or float16 (N, D).
 
     Args:
         width: D.
         rows: sorted int64 positions in the store.
-        dataset_size: declared number of records, by which the precision is chosen: one record more must not change the features of all
+        dataset_size: declared number of records, which determines the precision: one more record must not change the features of all
             others. If None, the number of rows.
-        keep: take them from the store's cache, and leave them there. Another encoder, preprocessing, store or row has another name.
-        progress: called with the number of records done, first before anything is computed: then it is not 0 where an extraction that
-            was stopped or killed is gone on with. Never called where the cache has all.
+        keep: whether to use the store's cache. A change of encoder, preprocessing, store or rows gives another cache entry.
+        progress: called with the number of finished records, first before anything is computed (not 0 if an interrupted extraction is
+            continued). Never called if everything is cached.
 
     Raises:
-        DataError: a shard cannot be read, or there is no room for the features.
+        DataError: a shard cannot be read, or there is no space for the features.
     """
     dtype = feature_dtype(encoder, dataset_size or len(rows), width)
     how = Extraction(batch_size, workers, device, progress)
@@ -75,7 +74,7 @@ def feature_array(
     num_bytes = len(rows) * width * dtype.itemsize
     if num_bytes > _WHOLE_BYTES:
         raise DataError(
-            f"features: no room for {num_bytes / 1e9:,.1f} GB under {store.path}/confidential; expected it. Make room, or move the store."
+            f"features: no space under {store.path}/confidential; expected {num_bytes / 1e9:,.1f} GB free. Free space, or move the store."
         )
     blocks = list(_blocks(encoder, pooling, width, store, rows, 0, dtype, how))
     return np.concatenate(blocks) if blocks else np.empty((0, width), dtype)
@@ -84,7 +83,7 @@ def feature_array(
 def feature_blocks(
     encoder: Encoder, pooling: str, width: int, store: Store, rows: np.ndarray, how: Extraction, *, keep: bool = True
 ) -> Iterator[np.ndarray]:
-    """The rows of ``feature_array`` a block at a time: for one reading, which needs no room for all where none can be kept."""
+    """Yield the rows of ``feature_array`` block by block, for a single pass; they need not fit on disk or in memory."""
     dtype = feature_dtype(encoder, len(rows), width)
     if keep and (kept := _kept_array(encoder, pooling, width, store, rows, dtype, how)) is not None:
         yield from (kept[i : i + how.batch_size] for i in range(0, len(rows), how.batch_size))
@@ -95,7 +94,7 @@ def feature_blocks(
 def _kept_array(
     encoder: Encoder, pooling: str, width: int, store: Store, rows: np.ndarray, dtype: np.dtype, how: Extraction
 ) -> np.ndarray | None:
-    """The array in the store's cache, computed and kept there if it is not yet; None where there is no room."""
+    """Return the array from the store's cache, computing it if necessary; None if there is no space."""
     cache, shape = FeatureCache(store.path), (len(rows), width)
     key = score_key("array", features_key(fingerprint(encoder, how.device), store, rows), pooling, dtype.str)
     kept = cache.load_array(key, shape, dtype)
@@ -109,18 +108,18 @@ def _kept_array(
 
 
 def feature_dtype(encoder: Encoder, num_records: int, width: int) -> np.dtype:
-    """How the features of a declared number of records are kept: float32 or float16."""
+    """Return the dtype in which features of a declared number of records are stored: float32 or float16."""
     return np.dtype(np.float32 if 4 * num_records * width <= _WHOLE_BYTES and not encoder.standard_rows else np.float16)
 
 
 @torch.inference_mode()
 def seconds_per_image(encoder: Encoder, device: str | torch.device = "cpu") -> float:
-    """What an image's features take on this machine, without decoding: measured on random images of the encoder's largest size."""
+    """Measure the seconds per image for features on this machine, without decoding, on random images of the encoder's largest size."""
     count = 32 if encoder.family == "fixed" else 2
     x_BCHW = torch.rand(count, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0)).to(device)
     start = time.perf_counter()
     for features_BD in encoder.poolings(x_BCHW).values():
-        features_BD.sum().item()  # until a GPU has finished
+        features_BD.sum().item()  # waits for the GPU
     return (time.perf_counter() - start) / count
 
 
@@ -135,8 +134,8 @@ def _blocks(
     dtype: np.dtype,
     how: Extraction,
 ) -> Iterator[np.ndarray]:
-    """The rows from ``first`` on in order, in whole batches, which begin at multiples of the batch size wherever one starts: a record has
-    the same neighbours, and so the same bits, after a stop."""
+    """Yield the rows from ``first`` on in batches that start at multiples of the batch size, so that a record has the same batch, and
+    thus the same bits, after an interruption."""
     done = first
     batch_size = how.batch_size
     if how.progress is not None:
@@ -149,7 +148,7 @@ def _blocks(
         place_B = np.searchsorted(rows, row_B.numpy())
         end = min((int(place_B[-1]) // batch_size + 1) * batch_size, len(rows))
         piece = np.full((end - done, width), np.nan, dtype=dtype)
-        with np.errstate(over="ignore"):  # what does not fit becomes infinite, and takes its record out
+        with np.errstate(over="ignore"):  # values that overflow become infinite and exclude their record
             piece[place_B - done] = x_BD
         yield piece
         done = end

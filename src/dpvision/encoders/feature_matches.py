@@ -1,10 +1,10 @@
-"""Images of a public store that an encoder takes for images of a private one: crops, shifts and collages, which no hash finds.
+"""Find images of a public store that match images of a private one by an encoder's features: crops, shifts, collages, which hashes miss.
 
-The private store's features are kept in a file (float16) and searched block by block (faiss, exact inner products), the public store's
-pass by once; so memory does not grow with either store. From which similarity on two images count as one is measured on the public
-store alone: transformed copies of its images against its other images.
+The private store's features are in a temporary float16 file and are searched block by block (faiss, exact inner products); the public
+store is streamed once, so memory grows with neither store. The similarity threshold is measured on the public store alone: transformed
+copies of its images against its other images.
 
-Legend: N images, D feature dimensions, B images of a block, C channels, H height, W width.
+Legend: N images, D feature dimension, B images of a block, C channels, H height, W width.
 """
 
 import io
@@ -29,7 +29,7 @@ from dpvision.errors import ConfigError, DataError
 
 SAMPLE = 1000
 FALSE_ALARMS = 0.001
-"""Share of copies whose nearest one among ``SAMPLE`` other images may look like a copy. Among more images it grows in proportion."""
+"""Allowed share of copies with a false match among ``SAMPLE`` other images; it grows in proportion to the number of images."""
 _BLOCK = 1 << 15
 _BATCH = 64
 
@@ -38,18 +38,18 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Threshold:
-    """From which cosine on two images count as one, and what that finds among copies of public images."""
+    """The cosine above which two images match, and its recall on copies of public images."""
 
     cosine: float
     centre_D: np.ndarray
-    """Mean of the public images' features, float32: taken off all features, as what all images have in common tells none apart."""
+    """Mean of the public images' features, float32, which is subtracted from all features."""
     recall: dict[str, float]
-    """By kind of copy."""
+    """Share of copies found, by kind of copy."""
     num_images: int
 
 
 def make_copies(pixels_HWC: np.ndarray) -> dict[str, np.ndarray]:
-    """What people do to images before they publish them again, by name: uint8 RGB."""
+    """Return transformed copies of an image as they occur in republished images, by name: uint8 RGB."""
     image = Image.fromarray(pixels_HWC)
     width, height = image.size
 
@@ -81,12 +81,12 @@ def measure_threshold(
     device: str | torch.device = "cpu",
     say: Say = lambda text: None,
 ) -> Threshold:
-    """The smallest cosine at which at most ``false_alarms`` of all copies have another image than their own that counts as the same.
+    """Find the smallest cosine at which at most ``false_alarms`` of all copies match an image other than their original.
 
-    A function of the public store and of public settings.
+    The result depends only on the public store and public settings.
 
     Args:
-        sample: images, spread evenly over the store.
+        sample: number of images, spread evenly over the store.
 
     Raises:
         DataError: fewer than ten readable images.
@@ -108,16 +108,16 @@ def measure_threshold(
     raw_ND = np.concatenate(own) if own else np.zeros((0, 1), dtype=np.float32)
     if len(raw_ND) < 10:
         raise DataError(
-            f"overlap: {public.path} has {len(raw_ND)} readable images; expected ten or more to measure by. Leave --encoder out."
+            f"overlap: {public.path} has {len(raw_ND)} readable images; expected ten or more for the threshold. Drop --encoder."
         )
     centre_D = raw_ND.mean(axis=0)
     x_ND = _unit(raw_ND, centre_D)
-    # An image that the public store holds twice is a copy itself, and no false alarm.
+    # A duplicate within the public store is a true copy, not a false alarm.
     same_NN = x_ND @ x_ND.T > 1 - 1e-4
     true, other = {}, []
     for name, parts in copied.items():
         ways = (_unit(np.concatenate(both), centre_D) @ x_ND.T for both in zip(*parts, strict=True))
-        cosine_NN = np.maximum(*ways)  # as the search does it
+        cosine_NN = np.maximum(*ways)  # as in the search
         true[name] = np.diag(cosine_NN).copy()
         cosine_NN[same_NN] = -1.0
         other.append(cosine_NN.max(axis=1))
@@ -136,18 +136,19 @@ def find_feature_matches(
     device: str | torch.device = "cpu",
     say: Say = lambda text: None,
 ) -> Matches:
-    """Public images whose features, or those of their mirror image, have a cosine above the threshold with a private image's.
+    """Find public images whose features, or whose mirror image's features, have a cosine above the threshold with a private image's.
 
     Raises:
-        ConfigError: faiss is not installed, or the threshold is out of range. DataError: no readable image in a store.
+        ConfigError: faiss is not installed, or the threshold is out of range.
+        DataError: no readable image in a store.
     """
     cosine = threshold.cosine
     if not -1 <= cosine < 1:
-        raise ConfigError(f"overlap: threshold={cosine}; expected -1 to 1. Leave it out: it is then measured on the public store.")
+        raise ConfigError(f"overlap: threshold={cosine}; expected -1 <= cosine < 1. Omit it to have it measured on the public store.")
     try:
         import faiss
     except ImportError:
-        raise ConfigError("overlap: faiss is not installed; expected it for --encoder. Say: pip install dpvision[overlap].") from None
+        raise ConfigError("overlap: faiss is not installed; --encoder needs it. Run: pip install dpvision[overlap]") from None
     faiss.omp_set_num_threads(torch.get_num_threads())
     folder = private.path / "confidential"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -186,7 +187,7 @@ def _blocks(
     say: Say,
     what: str,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Unit features float32 (B, D) and rows of about ``_BLOCK`` readable images at a time; with the mirror images after them."""
+    """Yield features of length 1, float32 (B, D), and rows of about ``_BLOCK`` readable images at a time, with their mirror images."""
     data = DataConfig(mean=encoder.mean, std=encoder.std)
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     done = 0
@@ -204,12 +205,12 @@ def _blocks(
 
 @torch.inference_mode()
 def _features(encoder: Encoder, x_BCHW: Tensor, device: str | torch.device) -> np.ndarray:
-    """Features of the default pooling, float32 (B, D)."""
+    """Return features by the default pooling, float32 (B, D)."""
     return encoder(x_BCHW.to(device)).float().cpu().numpy()
 
 
 def _unit(x_BD: np.ndarray, centre_D: np.ndarray) -> np.ndarray:
-    """Centred features of length 1; those that are not finite are zero, and like nothing."""
+    """Return centred features of length 1. Non-finite ones become zero and match nothing."""
     x_BD = x_BD - centre_D
     with np.errstate(invalid="ignore", divide="ignore"):
         x_BD = x_BD / np.linalg.norm(x_BD, axis=1, keepdims=True)

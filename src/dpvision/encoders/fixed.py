@@ -1,8 +1,8 @@
-"""Encoders that no private image has shaped and that cost no budget: pixels, HOG, scattering, and whitened patches of textures.
+"""Encoders without training data, which cost no privacy: pixels, HOG, scattering, and whitened patches of textures.
 
-They are the baseline for everything trained with privacy (docs/features_free.md): all of epsilon is then left for the head.
+They are the baseline for everything trained with privacy (docs/features_free.md): the head can spend all of epsilon.
 
-Legend: B images, C channels, H height, W width, D feature dimensions.
+Legend: B images, C channels, H height, W width, D feature dimension.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from dpvision.errors import ConfigError
 from dpvision.runs.lineage import public_weights
 
 DEFAULT_RESOLUTION = 128
-"""Highest resolution of patches where none is declared, px."""
+"""Default maximum resolution of patches, px."""
 PIXEL_SIDE = 16
 _CELLS = 8
 _MOST_SIDE = 32
 _FEWEST_SIDE = 8
-_LICENCE = "Apache-2.0 (procedural)"  # of the constants that textures give
+_LICENCE = "Apache-2.0 (procedural)"  # of the constants learned from textures
 _SCATTERING_CHUNK = 16  # images at once: 40 MiB of wavelets
 
 
@@ -35,29 +35,29 @@ FIXED = ("pixels", "hog", "scattering", "patches", "patches+scattering")
 
 
 def fixed_encoder(name: str, image_size: int | None = None, device: str | torch.device = "cpu") -> Encoder:
-    """Features without training.
+    """Return an encoder without training.
 
-    ``pixels``: see ``raw_pixels``. ``hog``: ``hog.hog`` with eight cells on a side. ``scattering``: two scales and eight directions of the
-    image at up to 32 px, averaged to 4 x 4 places (3,888 dimensions). ``patches`` and ``patches+scattering``: ``patch_features`` (14,400
+    ``pixels``: see ``raw_pixels``. ``hog``: ``hog.hog`` with eight cells per side. ``scattering``: two scales and eight directions of the
+    image at up to 32 px, averaged to 4 x 4 positions (3,888 dimensions). ``patches`` and ``patches+scattering``: ``patch_features`` (14,400
     and 22,176 dimensions), each image at its own resolution.
 
     Args:
         name: one of ``FIXED``.
-        image_size: side of the images, 8 px or more (scattering: 12), 32 if left out; of patches the highest resolution, 128 if left out,
-            brought down to one of ``patch_features.SIZES``.
+        image_size: side of the images, at least 8 px (scattering: 12), 32 by default. For patches the maximum resolution, 128 by default,
+            rounded down to one of ``patch_features.SIZES``.
 
     Raises:
         ConfigError: unknown name, or the images are too small.
     """
     if name not in FIXED:
-        raise ConfigError(f"encoder: {name!r}; expected one of {list(FIXED)}. Name one of them.")
+        raise ConfigError(f"encoder: {name!r}; expected one of {list(FIXED)}. Use patches+scattering.")
     least = 12 if name == "scattering" else _FEWEST_SIDE
     if image_size is not None and not image_size >= least:
         raise ConfigError(f"encoder: image_size={image_size}; expected {least} px or more for {name}. Enlarge the images.")
     if name.startswith("patches"):
         return _patches(name, image_size or DEFAULT_RESOLUTION, device)
     size = image_size or 32
-    # Pixels as every run sees them; the others take 0 to 1, which their own normalisations count on.
+    # Pixels are normalised as for runs; the others take values in [0, 1] and normalise them themselves.
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if name == "pixels" else ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     makers: dict[str, Callable[[], FeatureFunction]] = {
         "pixels": lambda: raw_pixels,
@@ -68,9 +68,9 @@ def fixed_encoder(name: str, image_size: int | None = None, device: str | torch.
 
 
 def raw_pixels(x_BCHW: Tensor) -> dict[str, Tensor]:
-    """Pixels as features: images larger than 16 px are averaged down to 16 x 16 areas.
+    """Return pixels as features. Images larger than 16 px are averaged down to 16 x 16 areas.
 
-    On CIFAR-10 the linear probe is no worse on these 768 numbers than on all 3072 (docs/evaluation.md) and six times as fast.
+    On CIFAR-10 the linear probe is no worse on these 768 dimensions than on all 3072 (docs/evaluation.md) and six times as fast.
 
     Returns:
         {"pixels": x_BD}, D = 3 x 16 x 16 or less.

@@ -1,4 +1,4 @@
-"""A run of a head, opened again: its public encoder by name, recognised, and the head on top.
+"""Load the classifier of a head's run: its public encoder, verified, and the head on top.
 
     classifier = dpvision.load_classifier("runs/first")
     score_BK = classifier(torch.from_numpy(classifier.preprocess(image))[None])
@@ -23,38 +23,39 @@ from dpvision.models.linear_head import LinearHead
 
 @dataclass(frozen=True, kw_only=True)
 class HeadedEncoder(Encoder):
-    """Encoder, pooling and head: its features are scores float32 (B, K), of which the largest is the prediction."""
+    """Encoder, pooling and head. Its features are scores, float32 (B, K); the largest is the prediction."""
 
     encoder: Encoder
     pooling: str
     head: LinearHead
     config: RunConfig
-    """Of the head's run."""
+    """Config of the head's run."""
 
 
 def is_head(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is of a head on frozen features."""
+    """Return whether a checkpoint is of a head on frozen features."""
     return checkpoint.manifest["config"].get("model", {}).get("kind") == "head"
 
 
 def load_classifier(
     run_or_checkpoint: str | Path | Checkpoint, *, encoder: str | None = None, ema: bool = False, device: str | torch.device = "cpu"
 ) -> HeadedEncoder:
-    """Encoder and head of a run, frozen and in evaluation mode, on ``device``.
+    """Load encoder and head of a run, frozen and in evaluation mode, on ``device``.
 
-    The encoder is opened again by the name that the run knows, and recognised by its weights and by its features of fixed noise.
+    The encoder is opened by the run's spec and verified by its weights and its features of fixed noise.
 
     Args:
         run_or_checkpoint: run folder, or one checkpoint.
-        encoder: where the encoder is now (a spec as for ``dpvision adapt --encoder``), if not where the run found it.
-        ema: the moving average of the head's weights.
+        encoder: spec of the encoder, as for ``dpvision adapt --encoder``, if it has moved since the run.
+        ema: whether to use the moving average of the head's weights.
 
     Raises:
-        ConfigError: the run is of another kind. CheckpointError: there is none, it was altered, its encoder is not there or is another.
+        ConfigError: the run is of another kind.
+        CheckpointError: there is no checkpoint, it was altered, or its encoder is missing or another one.
     """
     checkpoint = run_or_checkpoint if isinstance(run_or_checkpoint, Checkpoint) else load_checkpoint(run_or_checkpoint)
     if not is_head(checkpoint):
-        raise ConfigError(f"head: {checkpoint.path} is no run of a head; expected one made by `dpvision adapt`. Use dpvision.load.")
+        raise ConfigError(f"head: {checkpoint.path} is not a head; expected a run made by `dpvision adapt`. Use dpvision.load.")
     config = from_dict(RunConfig, checkpoint.manifest["config"], f"{checkpoint.path}: config")
     assert isinstance(config.model, HeadConfig)
     about = checkpoint.manifest.get("encoder")
@@ -66,7 +67,7 @@ def load_classifier(
         opened = open_encoder(spec, device=device, image_size=about["image_size"])
     except DPVisionError as error:
         raise CheckpointError(
-            f"head: {checkpoint.path} sits on {about['name']}, which is not at {spec!r} ({error}). Say where it is with encoder=SPEC."
+            f"head: the encoder {about['name']} of {checkpoint.path} is not at {spec!r} ({error}). Give its location with encoder=SPEC."
         ) from None
     check_same(opened, about, str(checkpoint.path), device)
     return HeadedEncoder(

@@ -1,10 +1,10 @@
-"""Histograms of oriented gradients (Dalal & Triggs 2005, "Histograms of oriented gradients for human detection"), many images at once.
+"""Histograms of oriented gradients (Dalal & Triggs 2005, "Histograms of oriented gradients for human detection"), batched.
 
-Their default: gradient by [-1, 0, 1] without smoothing, at each pixel that of the colour channel where it is longest; nine orientations
-from 0 to 180 degrees; a pixel's vote, its gradient's length, shared between the two nearest orientations and the four nearest cells;
-blocks of 2 x 2 cells that overlap by one cell, each cut and normalised by L2-Hys. Left out: the Gaussian window over a block.
+Their defaults: gradients by [-1, 0, 1] without smoothing, at each pixel from the colour channel with the largest; nine orientations
+from 0 to 180 degrees; a pixel's vote, its gradient magnitude, shared between the two nearest orientations and the four nearest cells;
+blocks of 2 x 2 cells that overlap by one cell, each clipped and normalised by L2-Hys. The Gaussian window over a block is left out.
 
-Legend: B images, C channels, H height, W width, O orientations, G cells down, F cells across, D feature dimensions.
+Legend: B images, C channels, H height, W width, O orientations, G cells down, F cells across, D feature dimension.
 """
 
 import math
@@ -15,15 +15,15 @@ from torch.nn import functional as F
 
 NUM_ORIENTATIONS = 9
 _CUT = 0.2
-# A gradient of one grey level of 255 at each pixel of a cell: blocks below it fade to zero instead of being blown up.
+# A gradient of one grey level of 255 at each pixel of a cell: weaker blocks fade to zero instead of being amplified.
 _FADE = 1 / 255
 
 
 def hog(x_BCHW: Tensor, cell_px: int, num_orientations: int = NUM_ORIENTATIONS) -> Tensor:
-    """Normalised blocks of every image, row by row: float32 (B, (G - 1) (F - 1) 4 O) where G = H // cell_px, F = W // cell_px.
+    """Return the normalised blocks of each image, row by row: float32 (B, (G - 1) (F - 1) 4 O) with G = H // cell_px, F = W // cell_px.
 
-    A block is its four cells, row by row, each O orientations; its length is 1, less where the image is flat to about a grey level.
-    Pixels that do not fill a cell are left out evenly at the four borders.
+    A block is its four cells, row by row, with O orientations each. Its length is 1, or less if the image is flat to about a grey level.
+    Pixels that do not fill a cell are cropped evenly at the borders.
 
     Args:
         x_BCHW: pixels from 0 to 1, any number of channels; at least 2 cells high and wide.
@@ -39,13 +39,13 @@ def hog(x_BCHW: Tensor, cell_px: int, num_orientations: int = NUM_ORIENTATIONS) 
 
 
 def cell_histograms(x_BCHW: Tensor, cell_px: int, num_orientations: int = NUM_ORIENTATIONS) -> Tensor:
-    """Gradient length by orientation around each cell's middle: (B, O, G, F), before normalisation.
+    """Return gradient magnitude by orientation around each cell's centre, before normalisation: (B, O, G, F).
 
     Orientation o is centred at (o + 1/2) 180 / O degrees, measured from the row's direction towards the columns' (downwards).
     """
     x_BCHW = _whole_cells(x_BCHW, cell_px).float()
     right_BCHW, down_BCHW = _gradient(x_BCHW)
-    # The channel with the longest gradient speaks for the pixel.
+    # Use the channel with the largest gradient.
     best_B1HW = (right_BCHW.square() + down_BCHW.square()).argmax(dim=1, keepdim=True)
     right_BHW, down_BHW = right_BCHW.gather(1, best_B1HW)[:, 0], down_BCHW.gather(1, best_B1HW)[:, 0]
     length_BHW = torch.hypot(right_BHW, down_BHW)
@@ -56,7 +56,7 @@ def cell_histograms(x_BCHW: Tensor, cell_px: int, num_orientations: int = NUM_OR
     for index_BHW, weight_BHW in ((below_BHW, 1 - share_BHW), (below_BHW + 1, share_BHW)):
         orientation_BHW = index_BHW.long().remainder(num_orientations)
         vote_BOHW.scatter_add_(1, orientation_BHW[:, None], (length_BHW * weight_BHW)[:, None])
-    # A vote falls off linearly with the distance to a cell's middle, to nothing at the next one: a triangle, in rows and in columns.
+    # A vote's weight falls linearly with the distance from a cell's centre to zero at the next one, in rows and columns.
     taps = 2 * cell_px - cell_px % 2
     triangle = 1 - (torch.arange(taps, device=x_BCHW.device) - (taps - 1) / 2).abs() / cell_px
     kernel = triangle.outer(triangle)[None, None].expand(num_orientations, 1, taps, taps)
@@ -64,7 +64,7 @@ def cell_histograms(x_BCHW: Tensor, cell_px: int, num_orientations: int = NUM_OR
 
 
 def _gradient(x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Differences across each pixel, to the right and down; at the border, where one neighbour is missing, zero."""
+    """Return central differences to the right and down; zero at the borders."""
     right, down = torch.zeros_like(x_BCHW), torch.zeros_like(x_BCHW)
     right[..., 1:-1] = x_BCHW[..., 2:] - x_BCHW[..., :-2]
     down[..., 1:-1, :] = x_BCHW[..., 2:, :] - x_BCHW[..., :-2, :]

@@ -1,9 +1,9 @@
-"""Which encoder it is, and whether an image's features are that image's alone.
+"""Check an encoder's identity, and that an image's features depend on that image alone.
 
-A guarantee for a head holds for features that depend on one record each. An encoder that looks at its batch (normalisation by batch
-statistics, say) is refused by name; one that comes back changed is not taken for the one that a head was fitted to.
+A head's guarantee requires features that depend on one record each. An encoder that mixes images of a batch (such as normalisation by
+batch statistics) is refused, and so is an encoder that differs from the one that a head was trained on.
 
-Legend: B images, D feature dimensions, C channels, H height, W width.
+Legend: B images, D feature dimension, C channels, H height, W width.
 """
 
 import hashlib
@@ -18,32 +18,32 @@ from dpvision.errors import CheckpointError, ConfigError
 
 _BRIGHTNESS = (0.2, 0.4, 0.6, 0.8)
 _CONTRAST = (0.02, 0.3, 0.1, 0.2)
-"""Images that differ so much that any statistic of the batch shows."""
+"""Images so different that any batch statistic changes the features."""
 _TOLERANCE = {"cpu": 1e-4, "cuda": 5e-3}
-"""Of the largest number: rounding depends on the size of a batch, on a GPU with reduced products in the third digit."""
+"""Relative to the largest feature: rounding depends on the batch size, on a GPU with reduced precision in the third digit."""
 _SAME = 1e-2
 _PROBE_IMAGES, _PROBE_NUMBERS = 2, 32
 
 
 @torch.inference_mode()
 def check_alone(encoder: Encoder, pooling: str | None = None, device: str | torch.device = "cpu") -> tuple[str, int]:
-    """Refuse an encoder whose features of an image depend on the other images of the batch, or are no numbers.
+    """Refuse an encoder whose features of an image depend on the other images of the batch, or are not finite.
 
     Args:
-        pooling: which features; None for the default.
+        pooling: if None, the default.
 
     Returns:
-        The pooling, and the numbers of its features D.
+        The pooling, and its feature dimension D.
 
     Raises:
-        ConfigError: it does (the layers that do it are named where they can be told), a feature of a public image is not finite, two
-            passes differ, or there is no such pooling.
+        ConfigError: features depend on the batch (naming the layers if they can be identified), features of a public image are not
+            finite, two passes differ, or there is no such pooling.
     """
     x_BCHW = _public_images(encoder).to(device)
     pooling, whole_BD = encoder.named(x_BCHW, pooling)
     if whole_BD.ndim != 2 or not torch.isfinite(whole_BD).all():
         raise ConfigError(
-            f"encoder: {encoder.name} gives features that are not finite for public images; expected numbers. Use other weights."
+            f"encoder: features of {encoder.name} are not finite on public images; expected finite numbers. Use other weights."
         )
     again_BD = encoder(x_BCHW, pooling)
     alone_BD = torch.cat([encoder(x_BCHW[i : i + 1], pooling) for i in range(len(x_BCHW))])
@@ -51,14 +51,14 @@ def check_alone(encoder: Encoder, pooling: str | None = None, device: str | torc
     for other_BD, what in ((again_BD, "differ from one pass to the next"), (alone_BD, "depend on the other images of a batch")):
         if not float((other_BD - whole_BD).abs().max()) <= room:
             raise ConfigError(
-                f"encoder: features of {encoder.name} {what}{_culprits(encoder)}; expected a function of one image alone, without which "
-                "no guarantee holds. Use an encoder in evaluation mode, whose normalisation has running statistics or needs none."
+                f"encoder: features of {encoder.name} {what}{_culprits(encoder)}; expected a function of one image, which the "
+                "guarantee needs. Use an encoder whose normalisation has running statistics or needs none."
             )
     return pooling, whole_BD.shape[1]
 
 
 def describe(encoder: Encoder, pooling: str, width: int, device: str | torch.device = "cpu") -> dict[str, Any]:
-    """What a manifest says of an encoder, ready for JSON; ``check_same`` recognises it by that. Holds no path."""
+    """Return a description of an encoder for manifests, ready for JSON and without paths; ``check_same`` compares with it."""
     return {
         "name": encoder.name,
         "pooling": pooling,
@@ -76,19 +76,19 @@ def describe(encoder: Encoder, pooling: str, width: int, device: str | torch.dev
 
 
 def check_same(encoder: Encoder, about: dict[str, Any], where: str, device: str | torch.device = "cpu") -> None:
-    """Refuse an encoder that is not the one that ``describe`` described.
+    """Refuse an encoder that differs from its description by ``describe``.
 
-    Weights are compared bit by bit; what has none to look at, by its features of fixed noise, whose last digits may differ between
+    Weights are compared bit by bit; encoders without weights by their features of fixed noise, whose last digits may differ between
     machines.
 
     Args:
-        where: whose encoder it should be, for the error.
+        where: the head that the encoder belongs to, for the error.
 
     Raises:
         CheckpointError: image size, normalisation, weights or features differ.
     """
-    remedy = "Name the encoder that the head was fitted to (encoder=, or --model.encoder.spec)."
-    about = {"resize": None, "crop": "random"} | about  # descriptions from before encoders had them
+    remedy = "Give the encoder that the head was trained on (encoder=, or --model.encoder.spec)."
+    about = {"resize": None, "crop": "random"} | about  # older descriptions lack these
     for name in ("image_size", "mean", "std", "resize", "crop"):
         got: Any = getattr(encoder, name)
         if (list(got) if isinstance(got, tuple) else got) != about[name]:
@@ -96,7 +96,7 @@ def check_same(encoder: Encoder, about: dict[str, Any], where: str, device: str 
     named = encoder.poolings(_public_images(encoder).to(device))
     if about["pooling"] not in named or named[about["pooling"]].shape[1] != about["width"]:
         raise CheckpointError(
-            f"encoder: {encoder.name} has no features {about['pooling']!r} of {about['width']} numbers; expected those of {where}. {remedy}"
+            f"encoder: {encoder.name} has no features {about['pooling']!r} of dimension {about['width']}; expected {where}'s. {remedy}"
         )
     theirs, mine = torch.tensor(about["probe"]), torch.tensor(_probe(encoder, about["pooling"], device))
     weights = weights_digest(encoder)
@@ -109,7 +109,7 @@ def check_same(encoder: Encoder, about: dict[str, Any], where: str, device: str 
 
 
 def _public_images(encoder: Encoder) -> Tensor:
-    """Four images of fixed noise, normalised for the encoder: float32 (B, C, H, W)."""
+    """Return four images of fixed noise, normalised for the encoder: float32 (B, C, H, W)."""
     size, generator = encoder.image_size, torch.Generator().manual_seed(0)
     bright, contrast = (torch.tensor(v)[:, None, None, None] for v in (_BRIGHTNESS, _CONTRAST))
     pixel_BCHW = (bright + contrast * torch.randn(4, 3, size, size, generator=generator)).clamp(0, 1)
@@ -124,7 +124,7 @@ def _probe(encoder: Encoder, pooling: str, device: str | torch.device) -> list[l
 
 
 def _culprits(encoder: Encoder) -> str:
-    """Layers that take statistics of the batch also in evaluation mode."""
+    """Return the layers that use batch statistics even in evaluation mode, as text."""
     if encoder.backbone is None:
         return ""
     norms = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -138,9 +138,9 @@ def _culprits(encoder: Encoder) -> str:
 
 @torch.inference_mode()
 def fingerprint(encoder: Encoder, device: str | torch.device = "cpu") -> str:
-    """Digest of an encoder: its preprocessing, its weights, and its features of four images of fixed noise at every resolution it takes.
+    """Return a digest of an encoder's preprocessing, weights, and features of four images of fixed noise at each of its resolutions.
 
-    The noise tells apart what has no weights to look at (patches of textures), the weights what noise might not show.
+    The noise distinguishes encoders without weights (patches of textures), the weights those that noise might not.
     """
     about = [encoder.name, encoder.family, encoder.image_size, encoder.own_sizes, encoder.mean, encoder.std, encoder.resize, encoder.crop]
     digest = hashlib.sha256(json.dumps(about).encode())
@@ -153,7 +153,7 @@ def fingerprint(encoder: Encoder, device: str | torch.device = "cpu") -> str:
 
 
 def weights_digest(encoder: Encoder) -> str | None:
-    """Digest of an encoder's weights alone, the same on every machine; None for what has none to look at."""
+    """Return a digest of an encoder's weights, the same on every machine; None for encoders without weights."""
     if encoder.backbone is None:
         return None
     digest = hashlib.sha256()

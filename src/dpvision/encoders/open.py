@@ -1,4 +1,4 @@
-"""From what a person types to an encoder: a run, a library's model, a file of weights, or features that need no training."""
+"""Open an encoder by its spec: a run, a third-party model, a file of weights, or features without training."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,18 +19,19 @@ _FORMS = (
 
 
 def open_encoder(spec: str | Path, *, ema: bool = False, device: str | torch.device = "cpu", image_size: int | None = None) -> Encoder:
-    """The encoder that ``spec`` names, frozen and in evaluation mode, on ``device``; ``dpvision.load`` is this function.
+    """Open the encoder that ``spec`` names, frozen and in evaluation mode, on ``device``. Also available as ``dpvision.load``.
 
     Args:
         spec: a run or checkpoint folder; ``random:RUN``, its architecture with its initial weights; ``timm:NAME`` or
             ``torchvision:NAME``, with ``@FILE`` for weights of a file; ``vip:FILE``, ``mae:FILE``, ``simclr:FILE``, ``tan:FILE``, released
             checkpoints; ``pixels``, ``hog``, ``scattering``, ``patches``, ``patches+scattering``.
-        ema: a run's averaged weights.
-        image_size: for what takes images of any size (pixels, hog, scattering; most convnets), and the highest resolution of patches;
-            others keep their own.
+        ema: whether to use a run's averaged weights.
+        image_size: image size for encoders that accept any (pixels, hog, scattering, most convnets), or the maximum resolution of
+            patches; ignored by the others.
 
     Raises:
-        ConfigError: no such form. CheckpointError: the file or the run cannot be read, or does not fit.
+        ConfigError: ``spec`` has none of these forms.
+        CheckpointError: the file or the run cannot be read, or does not fit.
     """
     spec = str(spec)
     kind, _, rest = spec.partition(":")
@@ -49,19 +50,19 @@ def open_encoder(spec: str | Path, *, ema: bool = False, device: str | torch.dev
         return run_encoder(rest, untrained=True, device=device)
     if spec and Path(spec).exists():  # an empty text would be the working directory
         return run_encoder(spec, ema=ema, device=device)
-    raise ConfigError(f"encoder: {spec!r}; expected {_FORMS}. Name an encoder in one of these forms.")
+    raise ConfigError(f"encoder: {spec!r}; expected {_FORMS}. Use patches+scattering, which needs no file.")
 
 
 def trained_on(encoder: Encoder, images: dict[str, Any]) -> Encoder:
-    """An encoder that an evaluation is about to train further: ``images`` is the lineage entry of what it will see."""
+    """Return an encoder that an evaluation will train further, with the lineage entry ``images`` of its training images added."""
     return replace(encoder, lineage=(*encoder.lineage, images))
 
 
 def recognised(encoder: Encoder, *stores: Store) -> Encoder:
-    """An encoder with what is known beside ``stores`` of its weights: runs without a guarantee that wrote them are added to its lineage.
+    """Return the encoder with its lineage extended by runs without a guarantee on ``stores`` that wrote the same weights.
 
     Raises:
-        PrivacyError: a file of digests beside a store is damaged.
+        PrivacyError: a store's file of digests is damaged.
     """
     for store in stores:
         for entry in runs_with_these_weights(store, encoder.tensors()):

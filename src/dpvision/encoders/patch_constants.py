@@ -1,8 +1,8 @@
-"""The constants of ``patch_features``: computed from procedural textures by ``learn_constants``, and shipped with the package.
+"""The constants of ``patch_features``, computed from procedural textures by ``learn_constants`` and shipped with the package.
 
-    python -m dpvision.encoders.patch_constants        computes the shipped files anew (about half an hour on one core)
+    python -m dpvision.encoders.patch_constants        recomputes the shipped files (about half an hour on one core)
 
-Shipping them makes features the same everywhere, to the last digits, and spares the first run the minutes that they take.
+Shipping them makes features identical on all machines, and saves the first run the computation.
 
 Legend: N textures, B images, C channels, H height, W width, P paths.
 """
@@ -25,21 +25,21 @@ from dpvision.errors import CheckpointError
 from dpvision.synthetic.textures import textures
 
 SIZES = (32, 64, 128, 224)
-"""Resolutions at which an image may be seen, px."""
+"""Resolutions of input images, px."""
 SCATTERING_CAP = 64
-"""Larger images are brought to this side before scattering, px: four times the area would take four times as long."""
+"""Larger images are resized to this side before scattering, px: four times the area would take four times as long."""
 FOLDER = Path(__file__).parent / "constants"
 HIGHEST_ORDER = 3
 _SCATTERING_CELLS = 8
 _SCATTERING_CHANNELS = 243
 _BATCH = 16
 _SCATTERED_PX = 4 * 32 * 32
-"""Pixels whose wavelet coefficients fit into a core's cache: four times as many take 1.5 to 2 times as long each."""
+"""Pixels whose wavelet coefficients fit into a core's cache; with four times as many, each takes 1.5 to 2 times as long."""
 
 
 @dataclass(frozen=True)
 class PatchSettings:
-    """Everything that decides the constants of one size; chosen on training images of CIFAR-10 and EuroSAT (docs/features_free.md)."""
+    """Settings that determine the constants of one size; tuned on training images of CIFAR-10 and EuroSAT (docs/features_free.md)."""
 
     side_px: int
     stride: int
@@ -48,14 +48,14 @@ class PatchSettings:
     patch_px: int = 6
     cells: int = 3
     floor: float = 0.2
-    """w of the patches' whitening."""
+    """Regularisation w of the patches' whitening."""
     energy: tuple[float, ...] = (4.0, 2.0, 1.0, 0.5)
-    """Of the patches' frequencies over the cells (``whitening.cell_frequencies``)."""
+    """Energy of the patches' frequencies over the cells (``whitening.cell_frequencies``)."""
     scattering_floor: float = 0.3
 
 
 SETTINGS = {
-    # Strides that leave about 30 places on a side, and an even number of pixels outside of them.
+    # Strides that give about 30 positions per side, and leave out an even number of pixels.
     32: PatchSettings(32, stride=1, num_textures=4000),
     64: PatchSettings(64, stride=2, num_textures=4000),
     128: PatchSettings(128, stride=4, num_textures=3000),
@@ -65,20 +65,20 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class SizeConstants:
-    """What the textures of one size give."""
+    """The constants learned from textures of one size."""
 
     bank: PatchBank
     patches: Whitening
     scattering: Whitening
 
     def to(self, device: str | torch.device) -> "SizeConstants":
-        """The same on another device."""
+        """Return the constants on another device."""
         return SizeConstants(self.bank.to(device), self.patches.to(device), self.scattering.to(device))
 
 
 @torch.inference_mode()
 def learn_constants(settings: PatchSettings) -> SizeConstants:
-    """Bank and whitening from procedural textures of the settings' size."""
+    """Learn bank and whitening from procedural textures of the settings' size."""
     texture_NCHW = textures(torch.arange(settings.num_textures), settings.side_px)
     bank = learn_bank(texture_NCHW, settings.num_atoms, settings.patch_px, settings.stride, settings.cells)
     transform = make_scattering(min(settings.side_px, SCATTERING_CAP), centred=True)
@@ -90,7 +90,7 @@ def learn_constants(settings: PatchSettings) -> SizeConstants:
 
 
 def scattering_channels(transform: Scattering, x_BCHW: Tensor) -> Tensor:
-    """log S on 8 x 8 cells, averaged with the mirror image: float32 (B, C P, 8 x 4), the left half; the other columns mirror them."""
+    """Return log S on 8 x 8 cells, averaged with the mirror image: float32 (B, C P, 8 x 4), the left half, which the right half mirrors."""
     if x_BCHW.shape[-1] != transform.side_px:
         x_BCHW = F.interpolate(x_BCHW, (transform.side_px,) * 2, mode="bilinear", antialias=True)
     count = max(1, _SCATTERED_PX // transform.side_px**2)
@@ -103,14 +103,15 @@ def scattering_channels(transform: Scattering, x_BCHW: Tensor) -> Tensor:
 
 
 def _scattering_frequencies() -> Tensor:
-    """Over the left half of the cells: its cosines along a row are those of even frequencies over a whole row that mirrors itself."""
+    """Return the transform over the left half of the cells: its row cosines are the even frequencies of a symmetric full row."""
     return cell_frequencies(_SCATTERING_CELLS, _SCATTERING_CELLS // 2, [1.0])
 
 
 def feature_orders(*, scattering: bool, settings: PatchSettings | None = None) -> Tensor:
-    """Spatial frequency of each dimension of ``patch_features``' rows, 0 to ``HIGHEST_ORDER``: int64 (D,); 0 is what all cells share.
+    """Return the spatial frequency of each dimension of ``patch_features``, 0 (the mean over cells) to ``HIGHEST_ORDER``: int64 (D,).
 
-    Of patches u + v over 3 x 3 cells; of scattering half of that over 8 x 8 cells, rounded up, since its cells are less than half as wide.
+    For patches it is u + v over 3 x 3 cells; for scattering (u + v) / 2 over 8 x 8 cells, rounded up, since its cells are less than half
+    as wide.
     """
     settings = settings or SETTINGS[32]
     cell = torch.arange(settings.cells)
@@ -123,7 +124,7 @@ def feature_orders(*, scattering: bool, settings: PatchSettings | None = None) -
 
 
 def mirror_channels(transform: Scattering) -> Tensor:
-    """The channel that shows of the mirror image what each channel shows of the image: direction pi - angle. int64 (3 P,)."""
+    """Return the channel that each channel becomes in the mirror image (direction pi - angle): int64 (3 P,)."""
     scales, count = transform.num_scales, transform.num_directions
     back = [(count - direction) % count for direction in range(count)]
     paths = [0, *(1 + scale * count + direction for scale in range(scales) for direction in back)]
@@ -135,7 +136,7 @@ def mirror_channels(transform: Scattering) -> Tensor:
 
 
 def save_constants(constants: SizeConstants, path: Path) -> None:
-    """Write a safetensors file: lower triangles as float16."""
+    """Write a safetensors file, with lower triangles as float16."""
     tensors = {"weight": constants.bank.weight_PK, "bias": constants.bank.bias_K}
     for name, whitening in (("patches", constants.patches), ("scattering", constants.scattering)):
         tensors[f"{name}.mean"] = whitening.mean_CQ
@@ -144,7 +145,7 @@ def save_constants(constants: SizeConstants, path: Path) -> None:
 
 
 def load_constants(side_px: int, folder: Path = FOLDER) -> SizeConstants:
-    """The constants of one of ``SIZES``.
+    """Load the constants of one of ``SIZES``.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -156,7 +157,7 @@ def load_constants(side_px: int, folder: Path = FOLDER) -> SizeConstants:
         patches = replace(_whitening(found, "patches"), cells_QQ=cell_frequencies(settings.cells, settings.cells, settings.energy))
         return SizeConstants(bank, patches, replace(_whitening(found, "scattering"), cells_QQ=_scattering_frequencies()))
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"patches: {path} cannot be read ({error}); expected a file of this package. Install it again.") from None
+        raise CheckpointError(f"patches: {path} cannot be read ({error}); expected a file of this package. Reinstall dpvision.") from None
 
 
 def _whitening(found: dict[str, Tensor], name: str) -> Whitening:

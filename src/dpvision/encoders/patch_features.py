@@ -1,11 +1,11 @@
-"""Features for small data: whitened patches, alone or beside a scattering transform, from constants that procedural textures gave.
+"""Features for small data: whitened patches, alone or with a scattering transform, with constants learned from procedural textures.
 
     row = [patches / |patches|, 0.7 scattering / |scattering|] / sqrt(1.49),   each block whitened (``whitening``)
 
-No photograph shaped them and no run has to be paid for: all of epsilon is left for the head. An image is seen at its own resolution:
-at the largest of 32, 64, 128 and 224 px that is at most 1.25 times its shorter side, up to a declared cap.
+They use no photographs and cost no privacy, so the head can spend all of epsilon. An image is used at its own resolution: the largest of
+32, 64, 128 and 224 px that is at most 1.25 times its shorter side, up to a declared cap.
 
-Legend: B images, C channels, H height, W width, P paths, Q cells, D feature dimensions.
+Legend: B images, C channels, H height, W width, P paths, Q cells, D feature dimension.
 """
 
 import math
@@ -25,7 +25,7 @@ _CHUNK = 16
 
 
 class PatchFeatures:
-    """x_BCHW in [0, 1] -> rows of length 1, float32 (B, D)."""
+    """A function from images x_BCHW in [0, 1] to rows of length 1, float32 (B, D)."""
 
     def __init__(self, constants: dict[int, SizeConstants], *, scattering: bool, device: str | torch.device = "cpu") -> None:
         self.constants = {side: found.to(device) for side, found in constants.items()}
@@ -33,7 +33,7 @@ class PatchFeatures:
         self.transforms = {side: make_scattering(side, device=device, centred=True) for side in sides}
 
     def __call__(self, x_BCHW: Tensor) -> Tensor:
-        """Features of images of one of the sizes, or of smaller ones in the upper left corner of a canvas of NaN (``data.transform``)."""
+        """Return features of images of one of the sizes, or of smaller ones in the top left corner of a NaN canvas (``data.transform``)."""
         side_B = x_BCHW.shape[-1] - blank_margin(x_BCHW)
         out: Tensor | None = None
         for side in sorted(set(side_B.tolist())):
@@ -49,7 +49,7 @@ class PatchFeatures:
         parts = x_BCHW.split(_CHUNK)
         if x_BCHW.device.type != "cpu":
             return torch.cat([self._chunk(part, constants) for part in parts])
-        # One thread a chunk: twice as fast as two threads in each product, and the bits do not depend on the number of threads.
+        # One thread per chunk: twice as fast as two threads per product, and the bits do not depend on the number of threads.
         threads = torch.get_num_threads()
         try:
             with ThreadPoolExecutor(threads, initializer=partial(torch.set_num_threads, 1)) as pool:
@@ -59,7 +59,7 @@ class PatchFeatures:
 
     @torch.inference_mode()
     def _chunk(self, x_BCHW: Tensor, constants: SizeConstants) -> Tensor:
-        # A product of another number of rows could round otherwise: every chunk is padded to one size.
+        # The rounding of a matrix product may depend on its number of rows, so every chunk is padded to one size.
         padded = F.pad(x_BCHW, (0, 0, 0, 0, 0, 0, 0, _CHUNK - len(x_BCHW)))
         row_BD = constants.patches(constants.bank(padded))
         if self.transforms:
@@ -70,5 +70,5 @@ class PatchFeatures:
 
 
 def patch_features(*, scattering: bool, most_px: int = 128, device: str | torch.device = "cpu") -> PatchFeatures:
-    """The features with the constants of this package, at resolutions up to ``most_px``, one of ``SIZES``."""
+    """Return the features with the shipped constants, at resolutions up to ``most_px``, one of ``SIZES``."""
     return PatchFeatures({side: load_constants(side) for side in SIZES if side <= most_px}, scattering=scattering, device=device)

@@ -1,14 +1,14 @@
 """Whitened patches against a fixed bank of atoms (after Coates, Ng & Lee 2011, "An analysis of single-layer networks in unsupervised
-feature learning"): the atoms are patches of procedural textures, so that the bank costs no budget and holds no photograph.
+feature learning"). The atoms are patches of procedural textures, so the bank costs no privacy.
 
     p = (patch - its mean) / sqrt(its variance + 10 / 255^2),   q = W (p - m),   W = (covariance of texture patches + I)^(-1/2)   (ZCA)
-    z_k = atom_k . q,   f_k = mean over the places of a cell of max(0, z_k - 1), and of max(0, -z_k - 1)
+    z_k = atom_k . q,   f_k = mean over the positions of a cell of max(0, z_k - 1), and of max(0, -z_k - 1)
 
-The mean over the cells of a 3 x 3 grid, its square root, and the average with the mirror image's make 2 x 9 dimensions of an atom. The
+The means over the cells of a 3 x 3 grid, their square root, and the average with the mirror image's give 2 x 9 dimensions per atom. The
 mirror image needs no second pass over the patches: its responses are those of the mirrored atoms, in the mirrored cells. An atom and its
-mirror image respond with u + v and u - v, from the even and the odd part of a patch, of half as many pixels each: one product gives both.
+mirror image respond with u + v and u - v, from the even and the odd part of a patch, each of half as many pixels: one product gives both.
 
-Legend: N or B images, C channels, H height, W width, P pixels of a patch (H: half of them), K atoms, L places of a patch, G cells on a
+Legend: N or B images, C channels, H height, W width, P pixels of a patch (H: half of them), K atoms, L positions of a patch, G cells per
 side, Q cells, S signs, M mirrored or not.
 """
 
@@ -38,16 +38,16 @@ class PatchBank:
     patch_px: int
     stride: int
     cells: int
-    """G: cells on a side."""
+    """G: cells per side."""
 
     def to(self, device: str | torch.device) -> "PatchBank":
-        """The same on another device."""
+        """Return the bank on another device."""
         return PatchBank(self.weight_PK.to(device), self.bias_K.to(device), self.patch_px, self.stride, self.cells)
 
     def __call__(self, x_BCHW: Tensor) -> Tensor:
-        """Features float32 (B, 2 K, G^2), cells row by row.
+        """Return features, float32 (B, 2 K, G^2), with cells row by row.
 
-        On the CPU images are taken one by one, and so their features have the same bits whatever images stand beside them.
+        On the CPU images are processed one by one, so that the bits of their features do not depend on the batch.
 
         Args:
             x_BCHW: pixels from 0 to 1, square.
@@ -60,7 +60,7 @@ class PatchBank:
         patch, stride, grid, atoms = self.patch_px, self.stride, self.cells, len(self.bias_K)
         # The same number of pixels is left out on both sides, so that the mirror image has the same patches.
         spare = (x_BCHW.shape[-1] - patch) % stride
-        assert spare % 2 == 0, "this side and stride leave one side a pixel more"
+        assert spare % 2 == 0, "this side and stride leave out an odd number of pixels"
         x_BCHW = x_BCHW[..., spare // 2 : x_BCHW.shape[-2] - spare // 2, spare // 2 : x_BCHW.shape[-1] - spare // 2]
         side = (x_BCHW.shape[-1] - patch) // stride + 1
         patch_BPL = F.unfold(x_BCHW, patch, stride=stride)
@@ -77,7 +77,7 @@ class PatchBank:
                 u_BLK = torch.addmm(self.bias_K, even_BLH.flatten(0, 1), even_HK).unflatten(0, even_BLH.shape[:2])
                 v_BLK = odd_BLH @ odd_HK
                 for mirrored, z_BLK in enumerate((u_BLK + v_BLK, u_BLK.sub_(v_BLK))):
-                    # sum of max(0, z - 1) = sum of max(z, 1), less one a place: half the passes over z
+                    # sum of max(0, z - 1) = sum of max(z, 1), minus one per position: half the passes over z
                     over_BK, under_BK = (out_BQSMK[:, row * grid + column, sign, mirrored] for sign in (0, 1))
                     torch.sum(z_BLK.clamp(min=THRESHOLD), dim=1, out=over_BK)
                     torch.sum(z_BLK.clamp_(max=-THRESHOLD), dim=1, out=under_BK)
@@ -89,7 +89,7 @@ class PatchBank:
 
 
 def learn_bank(texture_NCHW: Tensor, num_atoms: int, patch_px: int, stride: int, cells: int) -> PatchBank:
-    """The bank of public images: ZCA of 100,000 random patches, and the first ``num_atoms`` of them, whitened, as atoms of length 1.
+    """Learn a bank from public images: ZCA of 100,000 random patches, with the first ``num_atoms``, whitened, as atoms of length 1.
 
     Args:
         texture_NCHW: uint8, on the CPU.
@@ -105,14 +105,14 @@ def learn_bank(texture_NCHW: Tensor, num_atoms: int, patch_px: int, stride: int,
 
 
 def _halves(value: Tensor, patch_px: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Sums and differences of the mirrored pixels of patches that lie along ``dim``: P entries become P / 2 in each."""
+    """Return sums and differences of mirrored pixels of patches along ``dim``, each with P / 2 entries."""
     left, right = value.unflatten(dim, (-1, patch_px)).split(patch_px // 2, dim=dim + 1)
     right = right.flip(dim + 1)
     return (left + right).flatten(dim, dim + 1), (left - right).flatten(dim, dim + 1)
 
 
 def _draw_patches(image_NCHW: Tensor, patch_px: int) -> Tensor:
-    """Random places of random images, float32 (M, P) from 0 to 1, each patch channel by channel as ``F.unfold`` orders it."""
+    """Draw random patches of random images, float32 (M, P) in [0, 1], in the order of ``F.unfold`` (channel by channel)."""
     rng = np.random.Generator(np.random.PCG64(_SEED))
     count, _, height, width = image_NCHW.shape
     drawn = (rng.integers(0, n, _PATCHES) for n in (count, height - patch_px + 1, width - patch_px + 1))

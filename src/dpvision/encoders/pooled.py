@@ -1,6 +1,6 @@
-"""Networks as features: what each gives before its own pooling and head, pooled in several ways.
+"""Networks as encoders: their output before pooling and head, pooled in several ways.
 
-Legend: B images, L tokens, D feature dimensions, C channels, H height, W width, G patches on a side.
+Legend: B images, L tokens, D feature dimension, C channels, H height, W width, G patches per side.
 """
 
 import copy
@@ -21,17 +21,17 @@ from dpvision.models.vit import ViT
 
 
 class PooledNetwork(nn.Module):
-    """A network's output, pooled.
+    """A network with pooled output.
 
-    Tokens (B, L, D) give "mean" of the patch tokens and "2x2", each quadrant's mean, joined row by row (4 D), where the patches form a
-    square. A map (B, D, H, W) gives "mean" and, from 2 x 2 places on, "2x2".
+    Tokens (B, L, D) give "mean" over the patch tokens and, if the patches form a square, "2x2", the means of the quadrants row by row
+    (4 D). A map (B, D, H, W) gives "mean" and, if it has at least 2 x 2 positions, "2x2".
 
     Args:
-        output: the network and x_BCHW -> tokens or a map.
-        prefix: tokens before the patches. If None, one if the others then form a square.
-        has_class_token: whether the first token is offered as "cls".
-        bridge: offers "bridge": the mean of all tokens, the class token among them, after this map to a decoder's width and without
-            positions (what DP-Cap's few-shot probes look at).
+        output: function of the network and x_BCHW that returns tokens or a map.
+        prefix: number of tokens before the patches. If None, one if the others then form a square.
+        has_class_token: whether to offer the first token as "cls".
+        bridge: linear map to a decoder's width. Offers "bridge": the mean of all tokens including the class token after this map,
+            without positions (as in DP-Cap's few-shot probes).
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class PooledNetwork(nn.Module):
         self._output, self._prefix, self._has_class_token = output, prefix, has_class_token
 
     def output(self, x_BCHW: Tensor) -> Tensor:
-        """Tokens (B, L, D) or a map (B, D, H, W), not pooled."""
+        """Return tokens (B, L, D) or a map (B, D, H, W), before pooling."""
         return self._output(self.network, x_BCHW)
 
     def poolings(self, x_BCHW: Tensor) -> dict[str, Tensor]:
-        """Features float32 (B, D) or (B, 4 D) by the name of the pooling, from one forward pass; the first is the default."""
+        """Return features, float32 (B, D) or (B, 4 D), by name of pooling, from one forward pass; the first is the default."""
         found = self.output(x_BCHW).float()
         if found.ndim == 4:
             return _of_map(found)
@@ -65,33 +65,33 @@ class PooledNetwork(nn.Module):
             made = _of_map(patch_BLD.transpose(1, 2).unflatten(-1, (math.isqrt(patch_BLD.shape[1]), -1)))
         if self._has_class_token:
             made["cls"] = found[:, 0]
-        if self.bridge is not None:  # a mean of affine images is the affine image of the mean
+        if self.bridge is not None:  # the mean commutes with an affine map
             made["bridge"] = self.bridge(found.mean(dim=1)).float()
         return made
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """The default pooling, (B, D)."""
+        """Return the default pooling, (B, D)."""
         return next(iter(self.poolings(x_BCHW).values()))
 
 
 def pooled_network(network: ViT | ResNet | TimmEncoder, bridge: nn.Linear | None = None) -> PooledNetwork:
-    """An encoder network of ours, or one that we train."""
+    """Return an encoder network of ``models`` with pooled output."""
     output = TimmEncoder.places if isinstance(network, TimmEncoder) else nn.Module.__call__
     return PooledNetwork(network, output, prefix=int(isinstance(network, ViT)), bridge=bridge)
 
 
 def pooled_model(model: Model) -> PooledNetwork:
-    """The encoder of a whole model; a captioner's offers "bridge"."""
+    """Return the encoder of a whole model with pooled output; a captioner's offers "bridge"."""
     return pooled_network(model.encoder, model.decoder.bridge if isinstance(model, Captioner) else None)
 
 
 def attends(network: nn.Module) -> bool:
-    """Whether blocks of the network mix places by self-attention (Swin, say, whose output is a map)."""
+    """Return whether the network mixes positions by self-attention (such as Swin, whose output is a map)."""
     return any("Attention" in type(m).__name__ and "Pool" not in type(m).__name__ for m in network.modules())
 
 
 def frozen(network: PooledNetwork, device: str | torch.device, **about: Any) -> Encoder:
-    """``network``, frozen and moved to ``device``, as an encoder; ``about`` are the other fields of ``Encoder``."""
+    """Freeze ``network``, move it to ``device``, and return it as an encoder; ``about`` are the other fields of ``Encoder``."""
     network = network.eval().requires_grad_(False).to(device)
     return Encoder(poolings=network.poolings, backbone=lambda: copy.deepcopy(network).cpu().train().requires_grad_(True), **about)
 

@@ -1,4 +1,4 @@
-"""Encoders as their authors published them: masked autoencoders and ViP, SimCLR's ResNet-50, TAN's NF-ResNets.
+"""Checkpoints published by papers' authors: masked autoencoders and ViP, SimCLR's ResNet-50, TAN's NF-ResNets.
 
 Legend: B images, L tokens, D width, C channels, H height, W width.
 """
@@ -21,27 +21,28 @@ from dpvision.models.vit import ViT
 from dpvision.runs.lineage import undeclared_weights
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, with which all of these were trained or converted
-_HEAD_WIDTH = 64  # of MAE's and ViP's encoders from Base to Huge; the width of a head cannot be seen in the shapes
+_HEAD_WIDTH = 64  # of MAE's and ViP's encoders from Base to Huge; it cannot be inferred from the shapes
 _POSITION_TOLERANCE = 1e-4  # the published tables were made in float32 or in float64
 _NOT_ENCODER = ("decoder_", "mask_token", "head.", "fc_norm.")
 _OUR_NAMES = {"attn.proj": "attention.out", "attn.qkv": "attention.qkv", "mlp.fc1": "mlp.0", "mlp.fc2": "mlp.2"}
 _TAN_DEFAULT = "nf_resnet50"
 _TAN_EPS = 1e-6
-_TAN_MARK = ".expand.weight"  # the residual gain of TAN's own blocks; timm calls it skipinit_gain
+_TAN_MARK = ".expand.weight"  # the residual gain of TAN's blocks; timm calls it skipinit_gain
 
 
 def released_encoder(kind: str, path: Path, device: str | torch.device = "cpu") -> Encoder:
-    """A published checkpoint as a frozen encoder on ``device``; pickles are opened as ``unpickle`` describes.
+    """Load a published checkpoint as a frozen encoder on ``device``. Pickles are opened as ``unpickle`` describes.
 
     Args:
         kind: "mae" or "vip": a masked autoencoder's state dict with fixed sin-cos positions and heads of width 64 (He et al. 2022; Yu et
             al. 2024), its size inferred from the shapes, its decoder and head left out. "simclr": a ResNet-50 with torchvision's names.
             "tan": an NF-ResNet or ResNet by Sander et al. (2022).
-        path: the file; for "tan" also ``FILE@NAME``, where NAME is the model in timm or else torchvision; without it ``nf_resnet50``, the
-            paper's.
+        path: the file; for "tan" also ``FILE@NAME``, where NAME is a model of timm or torchvision; by default the paper's
+            ``nf_resnet50``.
 
     Raises:
-        ConfigError: no such model. CheckpointError: the file cannot be read, or the first tensor that does not fit.
+        ConfigError: no such model.
+        CheckpointError: the file cannot be read, or a tensor does not fit (names the first).
     """
     if kind in ("mae", "vip"):
         return _masked_autoencoder(kind, path, device)
@@ -51,7 +52,7 @@ def released_encoder(kind: str, path: Path, device: str | torch.device = "cpu") 
         return encoder_from("torchvision", "resnet50", shown, weights, str(path), image_size=224, device=device)
     if kind == "tan":
         return _tan(path, device)
-    raise ConfigError(f"encoder: released kind={kind!r}; expected vip, mae, simclr or tan. Name one of them.")
+    raise ConfigError(f"encoder: released kind={kind!r}; expected vip, mae, simclr or tan. Use one of them.")
 
 
 def _masked_autoencoder(kind: str, path: Path, device: str | torch.device) -> Encoder:
@@ -67,7 +68,7 @@ def _masked_autoencoder(kind: str, path: Path, device: str | torch.device) -> En
     if not off <= _POSITION_TOLERANCE:
         raise CheckpointError(
             f"weights: {path}: pos_embed differs from the fixed sin-cos table by {off:.3g}; expected at most {_POSITION_TOLERANCE}. "
-            "This is a model with trained positions: open it with timm:NAME@FILE."
+            "Its positions are trained: open it with timm:NAME@FILE."
         )
     ours = {name: given[_published_name(name)].reshape(tensor.shape).float() for name, tensor in vit.state_dict().items()}
     vit.load_state_dict(ours)
@@ -78,7 +79,7 @@ def _masked_autoencoder(kind: str, path: Path, device: str | torch.device) -> En
 
 
 def _config(given: dict[str, Tensor], path: Path) -> ViTConfig:
-    """Sizes of the encoder, from the shapes of its tensors."""
+    """Infer the encoder's config from the shapes of its tensors."""
 
     def shape(name: str, ndim: int) -> tuple[int, ...]:
         got = tuple(given[name].shape) if name in given else "nothing"
@@ -120,7 +121,7 @@ def _tan(path: Path, device: str | torch.device) -> Encoder:
 
 @torch.no_grad()
 def _from_tan(model: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of TAN's own normaliser-free blocks for timm's: the same function under timm's names.
+    """Convert tensors of TAN's normaliser-free blocks to timm's names and parametrisation; the function is the same.
 
     Both standardise the weight w of each output channel over its n numbers. TAN: (w - mean) / sqrt(n var' + eps) x gain, var' with n - 1;
     timm: (w - mean) / sqrt(var + eps) x gain x scale. Only the gains differ, so each is multiplied by the ratio.

@@ -1,11 +1,11 @@
-"""Scattering transform in two dimensions (Bruna & Mallat 2013; Oyallon & Mallat 2015): wavelets, modulus, average, twice over.
+"""Scattering transform in two dimensions (Bruna & Mallat 2013; Oyallon & Mallat 2015): wavelets, modulus and average, to order 2.
 
     S0 = x * phi,   S1(j, l) = |x * psi_jl| * phi,   S2(j1, l1, j2, l2) = ||x * psi_j1l1| * psi_j2l2| * phi   with j2 > j1,
 
 each at every 2^J-th pixel. psi_jl are Morlet wavelets of J scales and L directions, phi a Gaussian as wide as the largest of them. At
 every resolution |phi|^2 + 1/2 sum (|psi(w)|^2 + |psi(-w)|^2) <= 1 holds for the filters' Fourier transforms as they are used
-(Littlewood-Paley), so that no layer expands distances. Images are continued by mirroring, which shows a pixel at most four times; taking
-every 2^J-th pixel of an average leaves about a share 4^-J of its energy. With J >= 2 that makes ||S(x) - S(y)|| <= ||x - y||.
+(Littlewood-Paley), so that no layer expands distances. Images are padded by mirroring, which repeats a pixel at most four times;
+subsampling an average by 2^J leaves about 4^-J of its energy. With J >= 2 this gives ||S(x) - S(y)|| <= ||x - y||.
 
 Legend: B images, N their channels, C channels, H height, W width, P paths, J scales, L directions, R resolutions, S side of a padded
 image.
@@ -35,23 +35,23 @@ class Scattering:
     low_RS: tuple[Tensor, ...]
     """Fourier transform of phi along one axis (a Gaussian is the same along both) at each resolution r: float32 (S / 2^r,)."""
     centred: bool
-    """Whether averages are taken in the middle of each square of 2^J pixels, where the mirror image has its own; else at its first."""
+    """Whether averages are at the centre of each square of 2^J pixels, which mirroring preserves; otherwise at its first pixel."""
     waves_LSS: dict[tuple[int, int], Tensor]
     """Fourier transforms, which are real, of the wavelets of scale j used at resolution r, by (j, r): float32 (L, S / 2^r, S / 2^r)."""
 
     @cached_property
     def _pairs(self) -> dict[tuple[int, int], Tensor]:
-        """4^(r - j) psi_j, each value twice, for the real and the imaginary part of a spectrum: (L, S / 2^r, 2 S / 2^r)."""
+        """4^(r - j) psi_j with each value repeated for the real and imaginary part of a spectrum: (L, S / 2^r, 2 S / 2^r)."""
         return {(j, r): (wave_LSS * 0.25 ** (j - r)).repeat_interleave(2, dim=-1) for (j, r), wave_LSS in self.waves_LSS.items()}
 
     @cached_property
     def _averages(self) -> list[Tensor]:
-        """Convolution with phi along one axis at every 2^J-th pixel of the image itself, by resolution: (H / 2^J, S / 2^r)."""
+        """Matrices of the convolution with phi along one axis at every 2^J-th pixel, by resolution: (H / 2^J, S / 2^r)."""
         step, found = 1 << self.num_scales, []
         for resolution, low_S in enumerate(self.low_RS):
             count, device = len(low_S), low_S.device
             place_H = self.pad_px + step * torch.arange(self.side_px // step, device=device) + (step - 1) / 2 * self.centred
-            # phi between the pixels of a coarser grid: its Fourier series, which is real and even.
+            # phi between the pixels of a coarser grid, by its Fourier series, which is real and even.
             freq_S = torch.fft.fftfreq(count, 1 / count, device=device)
             offset_HS = place_H[:, None] / 2**resolution - torch.arange(count, device=device)
             found.append((2 * math.pi / count * offset_HS[..., None] * freq_S).cos() @ low_S / count)
@@ -59,22 +59,22 @@ class Scattering:
 
     @property
     def num_paths(self) -> int:
-        """1 + J L + L^2 J (J - 1) / 2."""
+        """Number of paths, 1 + J L + L^2 J (J - 1) / 2."""
         scales, directions = self.num_scales, self.num_directions
         return 1 + scales * directions + directions**2 * scales * (scales - 1) // 2
 
     def __call__(self, x_BCHW: Tensor, *, log: bool = False) -> Tensor:
-        """Coefficients (B, C, P, H / 2^J, W / 2^J) float32: order 0, then order 1 by (j, l), then order 2 by (j1, l1, j2, l2) with j2 > j1.
+        """Return coefficients, float32 (B, C, P, H / 2^J, W / 2^J): order 0, order 1 by (j, l), order 2 by (j1, l1, j2, l2) with j2 > j1.
 
         Args:
             x_BCHW: float32 on the filters' device, ``side_px`` high and wide.
-            log: log(S + 1e-3) for orders 1 and 2, for pixels from 0 to 1. Then nothing is said about distances.
+            log: whether to return log(S + 1e-3) for orders 1 and 2, for pixels in [0, 1]. The bound on distances then does not hold.
         """
         x_NHW = F.pad(x_BCHW, (self.pad_px,) * 4, mode="reflect").flatten(0, 1)
         freq_NSS = torch.fft.fft2(x_NHW)
         first, second = [], []
         for j1 in range(self.num_scales):
-            # |x * psi| varies no faster than every 2^j-th pixel shows: from here on the path lives on the coarser grid.
+            # |x * psi| is band-limited to every 2^j-th pixel, so the path continues on the coarser grid.
             u_NLSS = _modulus(_fold_product(freq_NSS[:, None], self._pairs[j1, 0], 1 << j1))
             first.append(self._average(u_NLSS, j1))
             if j1 + 1 < self.num_scales:
@@ -91,11 +91,11 @@ class Scattering:
 
     @property
     def pad_px(self) -> int:
-        """Pixels by which an image is continued on each side: what the widest filters see."""
+        """Padding on each side in pixels: the support of the widest filters."""
         return 2 << self.num_scales
 
     def _average(self, u: Tensor, resolution: int) -> Tensor:
-        """Convolution with phi at every 2^J-th pixel of the image itself: (..., H / 2^J, W / 2^J)."""
+        """Return the convolution with phi at every 2^J-th pixel of the image: (..., H / 2^J, W / 2^J)."""
         matrix_HS = self._averages[resolution]
         return matrix_HS @ u @ matrix_HS.T
 
@@ -103,11 +103,11 @@ class Scattering:
 def make_scattering(
     side_px: int, num_scales: int = 2, num_directions: int = 8, device: str | torch.device = "cpu", *, centred: bool = False
 ) -> Scattering:
-    """Filters for square images of ``side_px`` pixels.
+    """Make filters for square images of ``side_px`` pixels.
 
     Args:
         side_px: a multiple of 2^num_scales, more than 2^(num_scales + 1) (mirroring needs that many pixels).
-        num_scales: J, 1 or more. Coefficients are nearly invariant to shifts well below 2^J pixels.
+        num_scales: J, at least 1. Coefficients are nearly invariant to shifts well below 2^J pixels.
 
     Raises:
         ConfigError: the side does not fit the scales.
@@ -116,7 +116,7 @@ def make_scattering(
         step = 1 << max(num_scales, 1)
         raise ConfigError(
             f"scattering: side_px={side_px} with {num_scales} scales; expected a multiple of {step} above {2 * step}. "
-            "Take fewer scales, or another image size."
+            "Use fewer scales, or another image size."
         )
     padded = side_px + (4 << num_scales)
     low = [_gaussian(padded >> r, r, _WIDTH * 2 ** (num_scales - 1)) for r in range(num_scales)]
@@ -126,7 +126,7 @@ def make_scattering(
         for r in range(num_scales)
         for j in range(r + 1 if r else 0, num_scales)
     }
-    # One factor for all wavelets, the largest that keeps the sum at or below one at every resolution and frequency.
+    # The largest common factor of all wavelets that keeps the sum at most one at every resolution and frequency.
     room = 1.0
     for r in {r for _, r in waves}:
         energy_SS = _energy(waves, r)
@@ -143,13 +143,13 @@ def make_scattering(
 
 
 def littlewood_paley(bank: Scattering, resolution: int) -> Tensor:
-    """|phi|^2 + 1/2 sum (|psi(w)|^2 + |psi(-w)|^2) over the filters used at a resolution: (S / 2^r, S / 2^r), at most 1."""
+    """Return |phi|^2 + 1/2 sum (|psi(w)|^2 + |psi(-w)|^2) over the filters used at a resolution: (S / 2^r, S / 2^r), at most 1."""
     low_S = bank.low_RS[resolution]
     return low_S.outer(low_S).square() + _energy(bank.waves_LSS, resolution)
 
 
 def _energy(waves_LSS: dict[tuple[int, int], Tensor], resolution: int) -> Tensor:
-    """1/2 sum (|psi(w)|^2 + |psi(-w)|^2) of real transforms: a real image has the same energy at w and -w. 0 without wavelets."""
+    """Return 1/2 sum (|psi(w)|^2 + |psi(-w)|^2) of real transforms (a real image has equal energy at w and -w); 0 without wavelets."""
     one_way = sum(wave_LSS.square().sum(dim=0) for (_, r), wave_LSS in waves_LSS.items() if r == resolution)
     if not isinstance(one_way, Tensor):
         return torch.zeros(())
@@ -157,7 +157,7 @@ def _energy(waves_LSS: dict[tuple[int, int], Tensor], resolution: int) -> Tensor
 
 
 def _frequencies(side: int, resolution: int) -> tuple[Tensor, Tensor]:
-    """Radians per pixel of the full image, float64, of a grid of every 2^r-th pixel: (3, 3, side, side) with what aliases onto it."""
+    """Return frequencies, radians per full-resolution pixel, of a grid of every 2^r-th pixel with aliases: float64 (3, 3, side, side)."""
     base = 2 * math.pi * torch.fft.fftfreq(side, dtype=torch.float64) / 2**resolution
     # The filters used at a resolution are below 1e-7 beyond the next repetition of its band.
     alias = 2 * math.pi / 2**resolution * torch.arange(-1, 2, dtype=torch.float64)
@@ -166,14 +166,14 @@ def _frequencies(side: int, resolution: int) -> tuple[Tensor, Tensor]:
 
 
 def _gaussian(side: int, resolution: int, width_px: float) -> Tensor:
-    """Fourier transform of a Gaussian of standard deviation ``width_px`` along one axis, 1 at frequency 0: (side,)."""
+    """Return the Fourier transform of a Gaussian of standard deviation ``width_px`` along one axis, 1 at frequency 0: (side,)."""
     row = _frequencies(side, resolution)[0][:, 0, :, 0]
     envelope_S = (-((row * width_px) ** 2) / 2).exp().sum(dim=0)
     return envelope_S / envelope_S[0]
 
 
 def _morlet(side: int, resolution: int, scale: int, angle: float, num_directions: int) -> Tensor:
-    """Fourier transform of a Morlet wavelet: a Gaussian at frequency xi, less as much of one at 0 as makes its mean zero."""
+    """Return the Fourier transform of a Morlet wavelet: a Gaussian at frequency xi minus one at 0 that makes its mean zero."""
     row, column = _frequencies(side, resolution)
     along, across = math.cos(angle) * column + math.sin(angle) * row, -math.sin(angle) * column + math.cos(angle) * row
     width_px, slant = _WIDTH * 2**scale, 4 / num_directions
@@ -187,10 +187,10 @@ def _morlet(side: int, resolution: int, scale: int, angle: float, num_directions
 
 
 def _fold_product(freq: Tensor, pairs_LST: Tensor, factor: int) -> Tensor:
-    """Fourier transform of a convolution at every ``factor``-th pixel: the sum of the parts of the product that alias onto each other.
+    """Return the Fourier transform of a convolution at every ``factor``-th pixel: the sum of the aliasing parts of the product.
 
-    Part by part, because the whole product would be ``factor`` squared times as large as what is kept (twelve times as slow, measured).
-    A real wavelet times a complex spectrum is two real products: a third of the time of a complex one.
+    Computed part by part, because the whole product would be ``factor`` squared times as large as the result (measured: twelve times
+    as slow). A real wavelet times a complex spectrum is two real products, a third of the time of a complex one.
     """
     real = torch.view_as_real(freq).flatten(-2)
     side = freq.shape[-1] // factor
@@ -204,6 +204,6 @@ def _fold_product(freq: Tensor, pairs_LST: Tensor, factor: int) -> Tensor:
 
 
 def _modulus(freq: Tensor) -> Tensor:
-    """Absolute value of what ``freq`` is the Fourier transform of, float32."""
+    """Return the absolute value of the inverse Fourier transform of ``freq``, float32."""
     wave = torch.fft.ifft2(freq)
     return (wave.real * wave.real).addcmul_(wave.imag, wave.imag).sqrt_()

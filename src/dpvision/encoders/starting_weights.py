@@ -1,4 +1,4 @@
-"""Weights that a run starts from, in the form of a checkpoint: those of a run, or a timm model's from a file or from timm's caches."""
+"""Initial weights of a run as a checkpoint: from another run, or from a timm model in a file or in timm's caches."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,19 +21,20 @@ _CLASSIFIERS = ("head.", "fc.", "classifier.")
 
 
 def open_parent(init_from: str) -> Checkpoint:
-    """The checkpoint that ``RunConfig.init_from`` names, for ``train.start``.
+    """Open the checkpoint that ``RunConfig.init_from`` names, for ``train.start``.
 
     Args:
-        init_from: a run or checkpoint folder; or ``timm:NAME``, whose weights timm has fetched at some time, or ``timm:NAME@FILE``. A tag
-            in NAME says how images are normalised; for a file without a tag in NAME it is timm's default for the name.
+        init_from: a run or checkpoint folder; ``timm:NAME``, with weights from timm's caches; or ``timm:NAME@FILE``. A tag in NAME
+            determines the normalisation of images; without one it is timm's default for the name.
 
     Returns:
-        A run's checkpoint as it is. Of timm's weights one in memory: the encoder under a classifier's names, without its classifier;
-        in the manifest the encoder's config, the constants, and the lineage: what the file carries, or one entry, declared by the name
-        where the weights are from timm's caches, undeclared where they are a file's.
+        A run's checkpoint unchanged. For timm's weights a checkpoint in memory: the encoder under a classifier's names, without its
+        classifier, and a manifest with the encoder's config, the normalisation, and the lineage. The lineage is the file's own, or one
+        entry: declared by name for weights from timm's caches, undeclared for weights from a file.
 
     Raises:
-        ConfigError: timm does not know the name. CheckpointError: nothing is there, it cannot be read, or it does not fit the name.
+        ConfigError: timm has no model of that name.
+        CheckpointError: the weights are missing, unreadable, or do not fit the model.
     """
     if not init_from.startswith(_TIMM):
         return load_checkpoint(init_from)
@@ -42,8 +43,8 @@ def open_parent(init_from: str) -> Checkpoint:
     encoder, mean, std = timm_encoder(name)
     if file is None:
         raise CheckpointError(
-            f"run: init_from={init_from!r}: no weights in {' or '.join(places)}; expected them there. Nothing is downloaded: fetch them "
-            f"with timm on a machine with a network, or say timm:{name}@FILE."
+            f"run: init_from={init_from!r}: no weights in {' or '.join(places)}; expected them there. Nothing is downloaded: get them "
+            f"with timm on a machine with a network, or give timm:{name}@FILE."
         )
     body = encoder.model.state_dict()
     shown = f"{_TIMM}{name}" + (f"@{file.name}" if given else "")
@@ -59,40 +60,42 @@ def open_parent(init_from: str) -> Checkpoint:
 
 
 def timm_encoder(name: str) -> tuple[TimmEncoder, tuple[float, ...], tuple[float, ...]]:
-    """A timm model by a name that may have a tag, for images of its own size and without values, with mean and deviation of its images.
+    """Return a timm model on the meta device, at its default image size, with the mean and standard deviation of its images.
+
+    Args:
+        name: may have a tag.
 
     Raises:
-        ConfigError: timm does not know the name, or it normalises with statistics of the batch.
+        ConfigError: timm has no model of that name, or it normalises by batch statistics.
     """
     base = name.partition(".")[0]
     if not is_timm_name(base):
-        raise ConfigError(f"run: init_from='timm:{name}'; expected one of timm's models. `dpvision doctor {base}` offers close ones.")
+        raise ConfigError(f"run: init_from='timm:{name}'; expected one of timm's models. `dpvision doctor {base}` lists similar names.")
     try:
         known = timm.get_pretrained_cfg(name, allow_unregistered=True)
     except RuntimeError as error:
-        raise ConfigError(
-            f"run: init_from='timm:{name}' ({error}); expected a tag that timm knows. Leave the part after the dot out."
-        ) from None
+        raise ConfigError(f"run: init_from='timm:{name}' ({error}); expected a tag that timm has. Drop the part after the dot.") from None
     size, mean, std = (224, (0.5,) * 3, (0.5,) * 3) if known is None else (known.input_size[-1], known.mean, known.std)
     with torch.device("meta"):
         return TimmEncoder(TimmConfig(name=base, image_size=size)), mean, std
 
 
 def adapted(config: RunConfig, init_from: str) -> RunConfig:
-    """A classifier's recipe on another encoder: that of ``init_from``, with the constants of its images.
+    """Return a classifier's recipe with the encoder of ``init_from`` and its normalisation.
 
-    The image size stays the recipe's where the encoder is timm's; one of ours keeps the size it was trained with.
+    The image size is the recipe's for a timm encoder, and the encoder's for a run.
 
     Args:
         config: of kind "classifier".
         init_from: as for ``open_parent``.
 
     Raises:
-        ConfigError: the recipe is of another kind. CheckpointError: as ``open_parent``.
+        ConfigError: the recipe is of another kind.
+        CheckpointError: as ``open_parent``.
     """
     if not isinstance(config.model, ClassifierConfig):
         raise ConfigError(
-            f"run: model.kind={config.model.kind!r}; expected 'classifier', which has an encoder to train. Choose its recipe."
+            f"run: model.kind={config.model.kind!r}; expected 'classifier', which trains an encoder. Use a classifier's recipe."
         )
     theirs: dict[str, Any] = open_parent(init_from).manifest["config"]
     encoder: EncoderConfig = from_dict(ClassifierConfig, {"encoder": theirs["model"]["encoder"]}, init_from).encoder

@@ -1,4 +1,4 @@
-"""Encoders that timm and torchvision know by name: their architecture, pooled features, and weights of a file or of timm's caches.
+"""Third-party encoders of timm and torchvision: architecture, pooled features, and weights from a file or timm's caches.
 
 Nothing is downloaded.
 
@@ -27,27 +27,27 @@ from dpvision.models.timm_cache import find_timm_weights, timm_licence
 from dpvision.runs.lineage import named_weights, undeclared_weights
 
 Rename = Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]
-"""The model and a file's tensors -> the same tensors under the model's names."""
+"""From the model and a file's tensors to the same tensors under the model's names."""
 
-_SEED = 0  # of weights that no file gives
+_SEED = 0  # for weights that are not loaded from a file
 
 
 def third_party_encoder(
     kind: str, name: str, file: Path | None = None, image_size: int | None = None, device: str | torch.device = "cpu"
 ) -> Encoder:
-    """The encoder of a timm model, or of a torchvision classification model, frozen, in evaluation mode, on ``device``.
+    """Return the encoder of a timm model or a torchvision classification model, frozen, in evaluation mode, on ``device``.
 
-    Mean, standard deviation and image size are those of the library's own preprocessing. Without a file the weights are those that
-    timm's caches hold, or else the library's initialisation under a fixed seed; ``weights`` and ``name`` of the result say which.
+    Mean, standard deviation and image size are those of the library's preprocessing. Without a file, the weights come from timm's
+    caches, or else from the library's initialisation under a fixed seed; ``weights`` and ``name`` of the result say which.
 
     Args:
         kind: "timm" or "torchvision".
-        name: the model's name there; timm's may have a tag (``vit_base_patch16_224.mae``), which decides the preprocessing only.
-        file: weights: safetensors, or a pickle (opened as ``unpickle`` describes). The classifier in it may have any number of classes.
-        image_size: side of the images in pixels, for models that take any.
+        name: the library's name of the model. A tag for timm (``vit_base_patch16_224.mae``) only determines the preprocessing.
+        file: weights: safetensors, or a pickle (opened as ``unpickle`` describes). Its classifier may have any number of classes.
+        image_size: side of the images in pixels, for models that accept any.
 
     Raises:
-        ConfigError: no such model, or it gives no tokens and no map, or not at this size.
+        ConfigError: no such model, or it gives neither tokens nor a map, or does not accept this size.
         CheckpointError: the file cannot be read or does not fit.
     """
     check_name(kind, name)
@@ -72,10 +72,12 @@ def encoder_from(
     rename: Rename | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Encoder:
-    """As ``third_party_encoder``, from weights in memory; ``where`` names their file in errors, ``shown`` the encoder in tables.
+    """Return the encoder as ``third_party_encoder`` does, from weights in memory.
 
     Args:
-        rename: brings the file's names (and numbers) to the library's form.
+        shown: name of the encoder in tables.
+        where: file of the weights, for errors.
+        rename: converts the file's names (and values) to the library's form.
         options: further arguments of the library's constructor.
     """
     make, tensors = {"timm": _timm, "torchvision": _torchvision}[kind], None if weights is None else weights.tensors
@@ -88,11 +90,11 @@ def encoder_from(
             found = pooled.output(torch.zeros(1, 3, size, size))
     except (RuntimeError, AssertionError, ValueError) as error:
         raise ConfigError(
-            f"encoder: {kind}:{name}: image_size={size} ({error}); expected one that it takes. Choose a larger one."
+            f"encoder: {kind}:{name}: image_size={size} ({error}); expected a size that the model accepts. Choose a larger one."
         ) from None
     if not isinstance(found, Tensor) or found.ndim not in (3, 4):
         raise ConfigError(
-            f"encoder: {kind}:{name} gives no tokens and no map of features; expected an image encoder. Choose another model."
+            f"encoder: {kind}:{name} gives neither tokens nor a feature map; expected an image encoder. Choose another model."
         )
     family: Family = "transformer" if found.ndim == 3 or mixes_places else "convnet"
     blocks = _blocks(pooled.network) if kind == "timm" else None
@@ -103,14 +105,14 @@ def encoder_from(
 
 
 def check_name(kind: str, name: str) -> None:
-    """Raises ConfigError, with the closest names, unless the library has a classification model ``name``."""
+    """Raise ConfigError, with the closest names, unless the library has a classification model ``name``."""
     known = timm.list_models() if kind == "timm" else torchvision.models.list_models(module=torchvision.models)
     base = name.partition(".")[0] if kind == "timm" else name
     if base not in known:
         close = difflib.get_close_matches(base, known, n=4, cutoff=0.5)
         hint = f"one of its {len(known)} models, e.g. {', '.join(close)}" if close else f"one of its {len(known)} models"
         raise ConfigError(
-            f"encoder: {kind}:{name}; expected {hint}. Correct it; nothing is downloaded: weights are a file of yours, NAME@FILE."
+            f"encoder: {kind}:{name}; expected {hint}. Use one of them. Nothing is downloaded: give weights as {kind}:NAME@FILE."
         )
 
 
@@ -126,7 +128,7 @@ def _timm(name: str, image_size: int | None, options: Mapping[str, Any], fit: _F
             torch.manual_seed(_SEED)
             model = timm.create_model(name, pretrained=False, **options)
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"encoder: timm:{name} ({error}); expected a model with a known tag. Leave the part after the dot out.") from None
+        raise ConfigError(f"encoder: timm:{name} ({error}); expected a model with a known tag. Drop the part after the dot.") from None
     config = resolve_model_data_config(model)
     classifier = model.pretrained_cfg.get("classifier") or "head"
     fit(model, classifier if isinstance(classifier, str) else classifier[0].partition(".")[0])
@@ -150,7 +152,7 @@ def _torchvision(name: str, image_size: int | None, options: Mapping[str, Any], 
         torch.manual_seed(_SEED)
         more = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}  # they warn without
         model = torchvision.models.get_model(name, weights=None, **more, **options).eval()
-    # the newest of its sets of weights: a table in the library's code, of which only the preprocessing is used
+    # the newest weights entry, a table in the library's code; only its preprocessing is used
     newest = torchvision.models.get_model_weights(name)["DEFAULT"].transforms()
     size = newest.crop_size[0]
     is_vit = isinstance(model, torchvision.models.VisionTransformer)
@@ -168,18 +170,18 @@ def _torchvision(name: str, image_size: int | None, options: Mapping[str, Any], 
 
 @torch.inference_mode()
 def _last_map(model: nn.Module, size: int, classifier: str) -> str:
-    """The node whose output goes into the pooling: the last (B, D, H, W) with more than one place, at the model's own size."""
-    # AlexNet's and VGG's avgpool only brings other sizes to the one that the classifier wants
+    """Return the node whose output is pooled: the last (B, D, H, W) with more than one position, at the model's default size."""
+    # AlexNet's and VGG's avgpool only resizes the map for the classifier
     names = [n for n in get_graph_node_names(model)[1] if n != "avgpool" and not n.startswith(classifier)]
     outputs = create_feature_extractor(model, names)(torch.zeros(1, 3, size, size))
     maps = [n for n in names if isinstance(outputs[n], Tensor) and outputs[n].ndim == 4 and min(outputs[n].shape[2:]) > 1]
     if not maps:
-        raise ConfigError("encoder: a torchvision model without a map of features; expected a convnet or a transformer. Choose another.")
+        raise ConfigError("encoder: a torchvision model without a feature map; expected a convnet or a transformer. Choose another.")
     return maps[-1]
 
 
 def _blocks(model: nn.Module) -> Callable[[Tensor], list[Tensor]] | None:
-    """Tokens after each block, class token first, for timm's vision transformers that have one."""
+    """Return a function that gives the tokens after each block, class token first, for timm's ViTs with a class token; else None."""
     if not isinstance(model, timm.models.VisionTransformer) or model.cls_token is None:
         return None
 
@@ -192,7 +194,7 @@ def _blocks(model: nn.Module) -> Callable[[Tensor], list[Tensor]] | None:
 
 
 def _fit(model: nn.Module, tensors: dict[str, Tensor] | None, classifier: str, where: str, rename: Rename | None) -> None:
-    """Load tensors into a model; names of wrappers before the model's own are taken off, the classifier may be missing or another one."""
+    """Load tensors into a model. Prefixes of wrapper modules are removed; the classifier may be missing or different."""
     if tensors is None:
         return
     wanted = model.state_dict()
@@ -204,39 +206,41 @@ def _fit(model: nn.Module, tensors: dict[str, Tensor] | None, classifier: str, w
 
 
 def without_wrapper(tensors: dict[str, Tensor], wanted: Collection[str], where: str) -> dict[str, Tensor]:
-    """The tensors of the one model in a file, without what stands before its own names (``model.``, ``module.encoder.`` and the like).
+    """Return the tensors of the model in a file without the prefix of wrapper modules (``model.``, ``module.encoder.`` and the like).
 
     Args:
-        wanted: names that the model has, at least one. The wrapper is what stands before the first, where most of the others follow.
+        wanted: one or more names of the model. The prefix before the first name that matches most of the others is removed.
 
     Raises:
-        CheckpointError: no tensor has the first name, or several models in the file have as many of them.
+        CheckpointError: no tensor has the first name, or several prefixes match equally well.
     """
     anchor = next(iter(wanted))
     found = [name.removesuffix(anchor) for name in tensors if name == anchor or name.endswith(f".{anchor}")]
     if not found:
         some = ", ".join(list(tensors)[:4])
         raise CheckpointError(
-            f"weights: {where} has no tensor {anchor!r} (it has {some} ...); expected it. Name the model it was made from."
+            f"weights: {where} has no tensor {anchor!r} (it has {some} ...); expected one. Give the name of the file's model."
         )
     covers = {prefix: sum(prefix + name in tensors for name in wanted) for prefix in found}
     best = sorted(prefix for prefix in found if covers[prefix] == max(covers.values()))
     if len(best) > 1:
-        raise CheckpointError(f"weights: {where} has {len(best)} models, under {best}; expected one. Save the one you mean by itself.")
+        raise CheckpointError(f"weights: {where} has {len(best)} models, under {best}; expected one. Save only one of them to a file.")
     return {name.removeprefix(best[0]): tensor for name, tensor in tensors.items() if name.startswith(best[0])}
 
 
 def check_fit(given: dict[str, Tensor], wanted: dict[str, Tensor], where: str, ignored: tuple[str, ...]) -> None:
-    """Every wanted tensor is there with its shape, and no other but those whose names start with one of ``ignored``.
+    """Check that every wanted tensor is given with its shape, and no others except names that start with one of ``ignored``.
 
     Raises:
-        CheckpointError: names the first that does not fit.
+        CheckpointError: a tensor does not fit (names the first).
     """
     for name, tensor in wanted.items():
         got = tuple(given[name].shape) if name in given else "nothing"
         if got != tuple(tensor.shape):
             rule = f"expected shape {tuple(tensor.shape)}"
-            raise CheckpointError(f"weights: {where}: {name}={got}; {rule}. Name the model that the file was made from.")
+            raise CheckpointError(f"weights: {where}: {name}={got}; {rule}. Give the name of the file's model.")
     for name in given:
         if name not in wanted and not name.startswith(ignored) and not name.endswith("num_batches_tracked"):
-            raise CheckpointError(f"weights: {where}: {name} has no place in this model. Name the model that the file was made from.")
+            raise CheckpointError(
+                f"weights: {where}: {name} is not a tensor of this model; expected no others. Give the name of the file's model."
+            )

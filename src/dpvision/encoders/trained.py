@@ -1,4 +1,4 @@
-"""The encoder, and the whole network, of a training run."""
+"""Load the encoder or the whole network of a training run."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -20,18 +20,19 @@ Network = TypeVar("Network", bound=nn.Module)
 def run_encoder(
     run_or_checkpoint: str | Path, *, ema: bool = False, untrained: bool = False, device: str | torch.device = "cpu"
 ) -> Encoder:
-    """The encoder of a run, or its architecture with the weights that it was initialised with.
+    """Load the encoder of a run, or its architecture with its initial weights.
 
     Raises:
-        ConfigError: it is the run of a head. CheckpointError: as for ``load_model``.
+        ConfigError: the run is of a head.
+        CheckpointError: as for ``load_model``.
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
     about = checkpoint.manifest["config"].get("model", {})
     if about.get("kind") == "head":
         below = about.get("encoder", {}).get("spec")
         raise ConfigError(
-            f"encoder: {run_or_checkpoint} is a head on frozen features, no encoder; expected what it stands on. Say {below!r}; the head "
-            "itself is scored by `dpvision evaluate RUN --test STORE` and opened by dpvision.load_classifier."
+            f"encoder: {run_or_checkpoint} is a head on frozen features; expected an encoder. Use its encoder {below!r}; `dpvision "
+            "evaluate RUN --test STORE` scores the head itself, and dpvision.load_classifier opens it."
         )
     model, config = load_model(checkpoint, ema=ema and not untrained)
     if untrained:
@@ -54,23 +55,23 @@ def run_encoder(
 
 
 def load_model(checkpoint: Checkpoint, *, ema: bool = False) -> tuple[Model, RunConfig]:
-    """The whole network of a checkpoint in memory, decoder or head included, and the config of its run.
+    """Return the whole network of a checkpoint, including decoder or head, and the config of its run.
 
     Args:
-        ema: the averaged weights instead of the last ones.
+        ema: whether to use the averaged weights instead of the last ones.
 
     Raises:
-        CheckpointError: it does not fit its config, or it has no average.
+        CheckpointError: the weights do not fit the config, or there are no averaged weights.
     """
     config = from_dict(RunConfig, checkpoint.manifest["config"], f"{checkpoint.path}: config")
     return filled(make_model(config.model, config.seed), checkpoint, ema=ema), config
 
 
 def filled(network: Network, checkpoint: Checkpoint, *, ema: bool = False) -> Network:
-    """``network`` with a checkpoint's weights; raises as ``load_model``."""
+    """Load a checkpoint's weights into ``network`` and return it. Raises like ``load_model``."""
     weights = checkpoint.ema if ema else checkpoint.model
     if weights is None:
-        raise CheckpointError(f"checkpoint: {checkpoint.path} has no averaged weights; expected ema.safetensors. Leave ema out.")
+        raise CheckpointError(f"checkpoint: {checkpoint.path} has no averaged weights; expected ema.safetensors. Drop --ema.")
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:

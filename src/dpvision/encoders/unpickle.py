@@ -1,12 +1,12 @@
-"""Other people's weights: safetensors as they are, pickles through a process that can do nothing else (guarantee.md, rule 11).
+"""Load third-party pickles in a sandboxed process that only converts them to safetensors (docs/encoders.md).
 
-A pickle is a program. ``torch.load(weights_only=True)`` runs it with torch's own list of harmless functions; here that happens in a
-separate process without environment, network, or more memory and time than the file's size explains, and only safetensors come back.
+A pickle is a program. ``torch.load(weights_only=True)`` runs it with torch's list of harmless functions. Here it runs in a separate
+process without environment or network, with memory and time limited by the file's size, and returns only safetensors.
 
-Alone, torch's loader is not enough for a file from elsewhere (torch 2.15; ``test_torchs_loader_alone_takes_what_is_refused_here``). It
-calls nothing harmful either, but it takes an archive that unpacks to a thousand times its size, a kilobyte that asks for gigabytes, a
-tensor of more numbers than there are bytes, and a program that never ends; and it refuses ``argparse.Namespace``, which published
-checkpoints hold. A check of the pickle's instructions beforehand finds some of these; memory and time need a process of their own.
+torch's loader alone is not enough for untrusted files (torch 2.15; ``test_torchs_loader_alone_takes_what_is_refused_here``). It calls
+nothing harmful, but it accepts an archive that unpacks to a thousand times its size, a kilobyte that allocates gigabytes, a tensor with
+more elements than bytes, and a program that never ends; and it refuses ``argparse.Namespace``, which published checkpoints contain.
+Checking the pickle's opcodes beforehand finds some of these; limits on memory and time need a separate process.
 """
 
 import contextlib
@@ -29,24 +29,24 @@ from dpvision.files import replacing
 from dpvision.weights import unpack
 
 TIME_S = 60
-"""Processor time for a small pickle; every 20 MB of file give another second."""
+"""CPU time for a small pickle; every 20 MB of file add a second."""
 _START_S = 120
-"""Wall-clock time beyond it, for a slow start of Python and torch on a busy machine."""
+"""Additional wall-clock time, for a slow start of Python and torch on a busy machine."""
 _DIGEST = "sha256_of_pickle"
-_REMEDY = "Get the file again from its publisher, or ask for it as safetensors."
+_REMEDY = "Download the file again from its publisher, or ask for it as safetensors."
 
 
 def load_pickle_safely(path: str | Path) -> dict[str, Tensor]:
-    """Tensors of a file that ``torch.save`` wrote, by name, on the CPU; never unpickled in this process.
+    """Load the tensors of a file written by ``torch.save``, by name, on the CPU. The file is never unpickled in this process.
 
-    Nested dictionaries give names with dots (``model.norm.weight``); everything that is no dense tensor under a name (settings, optimizer
-    states, counters) is left behind. Allowed are what ``torch.load(weights_only=True)`` allows, and ``argparse.Namespace``, replaced by an
-    object that keeps nothing. The result stays beside the file as ``FILE.safetensors``, with the pickle's SHA-256 in its metadata, and
-    is used from then on as long as the pickle is the same. Where that folder cannot be written, nothing is kept.
+    Nested dictionaries give names with dots (``model.norm.weight``); everything else than named dense tensors (settings, optimizer
+    states, counters) is dropped. It accepts what ``torch.load(weights_only=True)`` accepts, and ``argparse.Namespace``, replaced by an
+    empty object. The result is cached as ``FILE.safetensors`` next to the file, with the pickle's SHA-256 in its metadata, and reused
+    while the pickle is unchanged. If that folder is not writable, nothing is cached.
 
     Raises:
-        CheckpointError: there is no such file; it is no such pickle, truncated, or names anything else; it takes more time or memory than
-            its size explains; or a ``FILE.safetensors`` lies there that was made from something else than a pickle.
+        CheckpointError: the file does not exist; it is not such a pickle, is truncated, or names anything else; it takes more time or
+            memory than its size explains; or ``FILE.safetensors`` exists and was not made from a pickle.
     """
     path = Path(path)
     kept = path.with_name(path.name + ".safetensors")
@@ -66,7 +66,7 @@ def load_pickle_safely(path: str | Path) -> dict[str, Tensor]:
                     raise CheckpointError(f"weights: {path}: no tensors came back ({error}). {_REMEDY}") from None
                 _keep(made, kept)
     except OSError as error:
-        raise CheckpointError(f"weights: {path} ({error.strerror or error}); expected a readable file. Correct the path.") from None
+        raise CheckpointError(f"weights: {path} ({error.strerror or error}); expected a readable file. Check the path.") from None
     return tensors
 
 
@@ -78,7 +78,7 @@ def _digest_of(kept: Path) -> str | None:
         digest = None
     if digest is None:
         raise CheckpointError(
-            f"weights: {kept} was not made from a pickle by dpvision; expected the copy kept beside one. Name it itself, or move it."
+            f"weights: {kept} was not made from a pickle by dpvision; expected dpvision's copy of one. Open it directly, or move it."
         )
     return digest
 
@@ -106,16 +106,16 @@ def _convert(path: Path, file: IO[bytes], out: IO[bytes], digest: str, folder: s
     if done.returncode == 0:
         return
     said = "".join(c if c.isprintable() else " " for c in done.stdout.decode(errors="replace")).strip()
-    # what torch says around it is advice to allow what it refused
+    # torch's surrounding text advises to allow what it refused
     said = said.partition("WeightsUnpickler error:")[2].strip() or said
     said = said.partition("Please use `torch.serialization")[0].strip().rstrip(".")
     if done.returncode < 0:
-        said = f"its process was ended by signal {-done.returncode}, after {seconds} s of work or for memory"
+        said = f"its process was ended by signal {-done.returncode}, at the limit of {seconds} s or of memory"
     reason = said or f"its process failed with status {done.returncode}"
     raise CheckpointError(f"weights: {path} was refused: {reason[:600]}; expected a plain dictionary of tensors. {_REMEDY}")
 
 
 def _keep(made: Path, kept: Path) -> None:
-    # a folder that cannot be written is no reason to refuse the weights: next time they are converted again
+    # a read-only folder only means that the weights are converted again next time
     with contextlib.suppress(OSError), replacing(kept) as partial:
         partial.write_bytes(made.read_bytes())

@@ -1,8 +1,8 @@
-"""Run as a script in a process of its own by ``unpickle.py``: a pickle of tensors on standard input, safetensors out, nothing else.
+"""Script that ``unpickle.py`` runs in a separate process: reads a pickle of tensors on standard input and writes safetensors.
 
-It is started with ``python -I -S``, without environment, in an empty folder, and gives up the network where Linux lets it. It first reads
-the pickle's instructions without following them and refuses every name that tensors do not need. Only then does it limit its memory, its
-processor time and what it may write, and hands the file to ``torch.load(weights_only=True)``. It imports nothing of dpvision.
+It is started with ``python -I -S``, without environment, in an empty folder, and drops network access if Linux allows it. It first scans
+the pickle's opcodes without executing them and refuses every name that tensors do not need. Then it limits its memory, CPU time and
+output size, and calls ``torch.load(weights_only=True)``. It imports nothing of dpvision.
 """
 
 import contextlib
@@ -27,15 +27,23 @@ _ALLOWED = re.compile(
     r"|torch (\w+Storage)|torch\.storage (TypedStorage|UntypedStorage|_LegacyStorage)"
     r"|torch (bool|b?float\d+|float8_\w+|double|half|u?int\d+|long|short|complex\d+)"
 )
-_INDIRECT = ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4")  # ways to name or make that torch.save does not use
+_INDIRECT = (
+    "STACK_GLOBAL",
+    "INST",
+    "OBJ",
+    "NEWOBJ_EX",
+    "EXT1",
+    "EXT2",
+    "EXT4",
+)  # opcodes for names and objects that torch.save does not use
 
 
 class Refused(Exception):
-    """The file is not what it should be; the text tells why."""
+    """The file is refused; the text is the reason."""
 
 
 class Inert:
-    """What stands for ``argparse.Namespace``: takes any state and keeps none of it."""
+    """Replacement for ``argparse.Namespace`` that discards its state."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -45,7 +53,7 @@ class Inert:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Read the pickle from file descriptor 0, write safetensors to ``settings["out"]``; raises what goes wrong."""
+    """Read the pickle from file descriptor 0 and write safetensors to ``settings["out"]``."""
     _leave_the_network()
     size = os.fstat(0).st_size
     with open(0, "rb", closefd=False) as file:
@@ -77,8 +85,8 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _leave_the_network() -> None:
-    # A user namespace first, so that it works without root; single-threaded still, as the kernel asks. Elsewhere than on Linux, or where
-    # the system forbids it, the process goes on without: nothing it loads should ever call out, this is the second wall.
+    # A user namespace too, so that it works without root; the process must still be single-threaded. On other systems, or if it is
+    # forbidden, continue without it: the loader opens no connections, and this is only defence in depth.
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).unshare(_NEW_USER | _NEW_NET)
 
@@ -102,7 +110,7 @@ def _limit(size: int, seconds: int) -> None:
 
 
 def _check_names(file: Any, size: int) -> None:
-    """Every pickle in the file names only what tensors need, and an archive does not unpack to more than itself (torch.save stores)."""
+    """Check that every pickle names only what tensors need, and that an archive is not compressed (torch.save only stores)."""
     magic = file.read(4)
     file.seek(0)
     if magic != b"PK\x03\x04":  # torch's own test: a pickle with an archive behind it is a pickle
@@ -114,7 +122,7 @@ def _check_names(file: Any, size: int) -> None:
             except Exception as error:
                 if number == 0:
                     raise Refused(f"it is neither an archive nor a pickle ({error})") from None
-                raise Refused(f"its pickle breaks off or is damaged ({error})") from None
+                raise Refused(f"its pickle is truncated or damaged ({error})") from None
         return
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
@@ -136,13 +144,13 @@ def _check_pickle(file: Any) -> None:
 
 
 def _collect(value: Any, name: str, found: dict[str, Any], depth: int, torch: Any) -> None:
-    """Dense tensors below dictionaries with names as keys; whatever else a checkpoint carries is left behind."""
+    """Collect dense tensors from nested dictionaries with string keys; ignore everything else."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            raise Refused(f"tensor {name!r} is sparse, quantised or empty of numbers")
+            raise Refused(f"tensor {name!r} is sparse, quantised or without data")
         held = value.untyped_storage().nbytes()
         if value.numel() * value.element_size() > held:
-            raise Refused(f"tensor {name!r} has more numbers than the {held} bytes it stands on")
+            raise Refused(f"tensor {name!r} needs more than its storage of {held} bytes")
         found[name] = value
     elif isinstance(value, dict) and depth < _WRAPPERS_DEEP:
         for key, inner in value.items():
@@ -157,5 +165,5 @@ if __name__ == "__main__":
         print(str(error)[:2000])
         sys.exit(_REFUSED)
     except (MemoryError, OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        print(f"it is damaged, or wants more memory or space than its size explains ({type(error).__name__}: {error})"[:2000])
+        print(f"it is damaged, or needs more memory or space than its size explains ({type(error).__name__}: {error})"[:2000])
         sys.exit(_REFUSED)

@@ -1,11 +1,11 @@
-"""Weights of a file with their lineage: every file of weights that is not part of a checkpoint is opened here.
+"""Open a file of weights that is not part of a checkpoint, with its lineage.
 
-Where the lineage comes from, the first that there is:
+The lineage comes from the first of these that exists:
 
-1. The file's own metadata, which dpvision writes into every file of weights (``weights``).
-2. The run folder that the file is in: the file is that run, whatever it is called.
-3. Neither: what the caller knows (a library's public name), or "undeclared", so that a run that starts from it
-   needs a declaration (``runs.lineage.inherit``).
+1. The file's metadata, which dpvision writes into every file of weights (``weights``).
+2. The run folder that contains the file, whatever the file's name.
+3. The caller (a library's public name), or "undeclared": a run that starts from it then needs a declaration
+   (``runs.lineage.inherit``).
 """
 
 import json
@@ -23,20 +23,20 @@ from dpvision.weights import unpack
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """Tensors by name, on the CPU, and what shaped them."""
+    """Tensors by name, on the CPU, and their lineage."""
 
     tensors: dict[str, Tensor]
     lineage: tuple[dict[str, Any], ...]
 
 
 def open_weights(path: str | Path, otherwise: dict[str, Any]) -> WeightsFile:
-    """Tensors and lineage of a file: safetensors are read, anything else goes through ``load_pickle_safely``.
+    """Return tensors and lineage of a file. Safetensors are read directly, other formats by ``load_pickle_safely``.
 
     Args:
-        otherwise: the lineage entry of a file that carries none and is in no run's folder.
+        otherwise: the lineage entry for a file that carries none and is not in a run folder.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or refused; its lineage is not that of its tensors, or that of its run cannot be
+        CheckpointError: the file is missing, damaged, or refused; its lineage does not match its tensors, or its run's lineage cannot be
             read.
     """
     path = Path(path)
@@ -52,10 +52,10 @@ def open_weights(path: str | Path, otherwise: dict[str, Any]) -> WeightsFile:
 
 
 def lineage_of_run_around(path: Path) -> list[dict[str, Any]] | None:
-    """Lineage of the run or checkpoint whose folder a file is in, symbolic links followed; None where it is in none.
+    """Return the lineage of the run or checkpoint whose folder contains a file, after resolving links, or None if there is none.
 
     Raises:
-        CheckpointError: there is one, and it cannot be read.
+        CheckpointError: the lineage cannot be read.
     """
     for folder in path.resolve().parents:
         if _values(folder / MANIFEST, "lineage") is not None:
@@ -70,7 +70,7 @@ def lineage_of_run_around(path: Path) -> list[dict[str, Any]] | None:
 
 
 def _values(path: Path, field: str) -> dict[str, Any] | None:
-    """A JSON object that dpvision wrote, known by one of its fields; None for no file, and for other programs' files of the name."""
+    """Return a JSON object written by dpvision, identified by ``field``, or None if there is no such file or field."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -79,7 +79,7 @@ def _values(path: Path, field: str) -> dict[str, Any] | None:
 
 
 def _entry_of_run(path: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """What is known of a run without a readable checkpoint: its store; a guarantee cannot be read without one."""
+    """Return the lineage entry of a run without a readable checkpoint: its store, without a guarantee."""
     try:
         return {
             "store_id": str(about["store_id"]), "visibility": str(about["store_visibility"]), "licence": None,

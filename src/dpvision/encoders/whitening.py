@@ -1,4 +1,4 @@
-"""Whitening of features by public images: fitted on procedural textures once, applied to every image as a fixed linear map.
+"""Whitening of features, fitted once on procedural textures and applied to every image as a fixed linear map.
 
     y = G R (f - mean) / std,   R (C + w I) R^T = I   (Cholesky)
 
@@ -27,15 +27,15 @@ class Whitening:
     matrix_CC: Tensor
     """R / std, lower triangular."""
     cells_QQ: Tensor | None = None
-    """G; None for the identity."""
+    """G, or None for the identity."""
 
     def to(self, device: str | torch.device) -> "Whitening":
-        """The same on another device."""
+        """Return the constants on another device."""
         cells_QQ = None if self.cells_QQ is None else self.cells_QQ.to(device)
         return Whitening(self.mean_CQ.to(device), self.matrix_CC.to(device), cells_QQ)
 
     def __call__(self, f_BCQ: Tensor) -> Tensor:
-        """Rows of length 1, float32 (B, C x Q), cell by cell; a row of zeros stays."""
+        """Return rows of length 1, float32 (B, C x Q), cell by cell; a row of zeros is unchanged."""
         y_BQC = self._whitened((f_BCQ - self.mean_CQ).transpose(1, 2))
         if self.cells_QQ is not None:
             y_BQC = self.cells_QQ @ y_BQC
@@ -43,7 +43,7 @@ class Whitening:
         return y_BD / torch.linalg.vector_norm(y_BD, dim=1, keepdim=True).clamp(min=1e-12)
 
     def _whitened(self, x_BQC: Tensor) -> Tensor:
-        """x matrix^T, in bands that leave out most of the zeros above the diagonal: 0.6 of the whole product's time."""
+        """Return x matrix^T, computed in bands that skip most zeros above the diagonal, in 0.6 of the full product's time."""
         x_MC, count = x_BQC.flatten(0, 1), len(self.matrix_CC)
         edge = [round(i * count / _BANDS) for i in range(_BANDS + 1)]
         bands = [x_MC[:, :stop] @ self.matrix_CC[start:stop, :stop].T for start, stop in pairwise(edge)]
@@ -51,12 +51,12 @@ class Whitening:
 
 
 def fit_whitening(f_NCQ: Tensor, floor: float, mirror_C: Tensor | None = None) -> Whitening:
-    """The whitening of public features.
+    """Fit a whitening to public features.
 
     Args:
         f_NCQ: float32, features of textures.
-        floor: w, above 0, where a channel has variance 1: small directions are enlarged by at most 1 / sqrt(w).
-        mirror_C: the channel that each one becomes in the mirror image, int64: then the constants are those of the textures and their
+        floor: w > 0, relative to channels of variance 1: weak directions are amplified by at most 1 / sqrt(w).
+        mirror_C: the channel that each one becomes in the mirror image, int64. If given, the constants are for the textures and their
             mirror images, whose remaining cells are not in f_NCQ.
     """
     mean_CQ = f_NCQ.double().mean(dim=0)
@@ -76,13 +76,13 @@ def fit_whitening(f_NCQ: Tensor, floor: float, mirror_C: Tensor | None = None) -
 
 
 def cell_frequencies(rows: int, columns: int, energy: Sequence[float]) -> Tensor:
-    """G: the cosine transform over a grid of cells, its frequencies (u, v) scaled by the root of ``energy[u + v]``, float32 (Q, Q).
+    """Return G, the cosine transform over a grid of cells with frequencies (u, v) scaled by the root of ``energy[u + v]``: float32 (Q, Q).
 
-    Noise of a private head is the same in every direction, so a longer direction is one in which the head learns faster: what all cells
-    have in common comes first.
+    A private head's noise is the same in every direction, so the head learns faster in directions of larger scale: the average over
+    cells comes first.
 
     Args:
-        energy: of u + v = 0, 1, ...; the last one holds for all higher ones.
+        energy: for u + v = 0, 1, ...; the last one applies to all higher ones.
     """
     order = torch.arange(rows)[:, None] + torch.arange(columns)
     scale = torch.tensor(energy, dtype=torch.float64)[order.clamp(max=len(energy) - 1)].sqrt()
@@ -90,7 +90,7 @@ def cell_frequencies(rows: int, columns: int, energy: Sequence[float]) -> Tensor
 
 
 def _cosines(count: int) -> Tensor:
-    """The orthogonal cosine transform (DCT-II) of ``count`` values, float64."""
+    """Return the orthogonal cosine transform (DCT-II) of ``count`` values, float64."""
     place = (torch.arange(count, dtype=torch.float64) + 0.5) * math.pi / count
     wave = (torch.arange(count, dtype=torch.float64)[:, None] * place).cos() * math.sqrt(2 / count)
     wave[0] /= math.sqrt(2)

@@ -1,7 +1,7 @@
-"""Accuracy where any of several labels is right, as in ImageNet-ReaL (Beyer et al. 2020, arXiv 2006.07159).
+"""Accuracy with sets of correct labels, as in ImageNet-ReaL (Beyer et al. 2020, arXiv 2006.07159).
 
-Many images show things of several classes, and one label was given by chance or by mistake. People looked again and wrote down, for each
-image, every class that is in it. A prediction is right if it is one of them; an image for which nobody found any class does not count.
+Many images show objects of several classes but have one label, sometimes a wrong one. Annotators listed every class that an image shows.
+A prediction is correct if it is one of them; an image without any class does not count.
 
 Legend: N records, C classes.
 """
@@ -25,19 +25,19 @@ _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
 
 @dataclass(frozen=True, eq=False)
 class AnyOfLabels:
-    """The classes that are right for each record of a store."""
+    """The correct classes of each record of a store."""
 
     name: str
-    """Of the file, for the protocol."""
+    """Name of the file, for the protocol."""
     accepted_N: tuple[frozenset[int], ...]
-    """By row; empty where the record does not count."""
+    """Correct classes by row; empty if the record does not count."""
 
     def measure(self, predicted_M: np.ndarray, row_M: np.ndarray) -> tuple[float, float, float, int]:
-        """Share of right predictions among the records that count, its 95% interval (Wilson), and their number.
+        """Return the share of correct predictions among the records that count, its 95% interval (Wilson), and their number.
 
         Args:
-            predicted_M: int64 classes.
-            row_M: int64 rows that they are for.
+            predicted_M: predicted classes, int64.
+            row_M: their rows, int64.
 
         Raises:
             DataError: none of the rows counts.
@@ -47,17 +47,17 @@ class AnyOfLabels:
         ]
         if not right:
             raise DataError(
-                f"labels: {self.name} has a class for none of {len(row_M)} records; expected some. Give the file of this store."
+                f"labels: {self.name} has no class for any of {len(row_M)} records; expected some. Give the labels file of this store."
             )
         return sum(right) / len(right), *wilson_interval(sum(right), len(right)), len(right)
 
     def digest(self) -> str:
-        """Of the classes of all rows: for the names of cached scores."""
+        """Return a digest of the classes of all rows, for the keys of cached scores."""
         listed = json.dumps([sorted(accepted) for accepted in self.accepted_N])
         return hashlib.sha256(listed.encode()).hexdigest()
 
     def chance(self, row_M: np.ndarray) -> float:
-        """What the best constant answer gets: the largest share of counted records that accept one class."""
+        """Return the accuracy of the best constant prediction: the largest share of counted records that accept one class."""
         counted = [accepted for row in row_M.tolist() if (accepted := self.accepted_N[row])]
         if not counted:
             return 0.0
@@ -65,22 +65,22 @@ class AnyOfLabels:
 
 
 def load_any_of_labels(path: str | Path, store: Store, num_classes: int | None = None) -> AnyOfLabels:
-    """Labels of a file for the records of a store.
+    """Load the labels of a store's records from a file.
 
-    Three forms are read:
+    Three formats are read:
 
-    - JSON, a list of lists of class numbers: ReaL's own ``real.json``. The first list is that of ILSVRC2012_val_00000001, and so on, where
-      the records' names have such numbers; else the lists go by the sorted names of the records, one for each.
+    - JSON, a list of lists of class numbers, such as ReaL's ``real.json``. If the records' names have numbers like
+      ILSVRC2012_val_00000001, the first list belongs to number 1, and so on; otherwise the lists follow the sorted record names.
     - JSON, an object from names to lists of class numbers.
-    - CSV with the columns ``key`` and ``labels``, class numbers with spaces between them.
+    - CSV with the columns ``key`` and ``labels``, class numbers separated by spaces.
 
-    A name is that of the file, with or without its folders and its ending. Class numbers are the store's own.
+    A name is the image file's, with or without its folders and extension. Class numbers are the store's.
 
     Args:
-        num_classes: declared; None for the number of the store's names, if it has names.
+        num_classes: as declared; if None, the number of the store's class names, if it has any.
 
     Raises:
-        DataError: the file cannot be read, is in none of these forms, names no record of the store or one twice, has another number of
+        DataError: the file cannot be read, has none of these formats, names no record of the store or one twice, has another number of
             lists, or a class that is out of range.
     """
     path = Path(path)
@@ -96,7 +96,7 @@ def load_any_of_labels(path: str | Path, store: Store, num_classes: int | None =
         whole = isinstance(labels, list) and all(type(label) is int and label >= 0 for label in labels)
         if not whole or any(limit is not None and label >= limit for label in labels):
             rule = "0 or more" if limit is None else f"0 to {limit - 1}"
-            raise DataError(f"labels: {path}: {key}: {labels!r}; expected a list of class numbers, {rule}. Correct the file.")
+            raise DataError(f"labels: {path}: {key}: {labels!r}; expected a list of class numbers, {rule}. Fix this entry.")
         made.append(frozenset(labels))
     if not any(made):
         raise DataError(f"labels: {path}: no record of {store.path} has a class; expected some. Give the file of this store.")
@@ -110,7 +110,7 @@ def _read(path: Path) -> list[Any] | dict[str, Any]:
             return _read_csv(path, text)
         table = json.loads(text)
     except (OSError, ValueError) as error:
-        raise DataError(f"labels: {path}: {error}; expected a JSON or CSV file of labels. Correct the path, or convert it.") from None
+        raise DataError(f"labels: {path}: {error}; expected a JSON or CSV file of labels. Check the path, or convert the file.") from None
     if not isinstance(table, list | dict) or not table:
         raise DataError(f"labels: {path}: neither a list nor an object; expected lists of class numbers. docs/evaluation.md has the forms.")
     return table
@@ -124,7 +124,7 @@ def _read_csv(path: Path, text: str) -> dict[str, Any]:
     for row in rows:
         key, words = row["key"], (row["labels"] or "").split()
         if key in table:
-            raise DataError(f"labels: {path}: {key} stands twice; expected once, its labels with spaces between them. Join the lines.")
+            raise DataError(f"labels: {path}: {key} occurs twice; expected once, its labels separated by spaces. Join the lines.")
         table[key] = [int(word) for word in words] if all(word.isdecimal() for word in words) else row["labels"]
     return table
 
@@ -140,7 +140,7 @@ def _by_order(path: Path, table: list[Any], keys: list[str]) -> list[Any]:
         return [table[place] for place in places]
     if len(table) != len(keys):
         raise DataError(
-            f"labels: {path} has {len(table)} lists; expected {len(keys)}, one for each record by its name's order. "
+            f"labels: {path} has {len(table)} lists; expected {len(keys)}, one per record in the order of their names. "
             "Give labels by name: an object, or a CSV with columns key and labels."
         )
     rank = np.empty(len(keys), dtype=np.int64)
@@ -149,7 +149,7 @@ def _by_order(path: Path, table: list[Any], keys: list[str]) -> list[Any]:
 
 
 def _by_name(path: Path, table: dict[str, Any], keys: list[str]) -> list[Any]:
-    """The entry of each record, by its whole name, else by that without folders, else without ending; an empty list where there is none."""
+    """Return the entry of each record by its full name, or its name without folders, or without extension; [] if there is none."""
     for shorten in (str, _without_folders, _without_ending):
         names = [shorten(key) for key in keys]
         entries: dict[str, Any] = {}
@@ -161,8 +161,8 @@ def _by_name(path: Path, table: dict[str, Any], keys: list[str]) -> list[Any]:
             if len(set(names)) == len(names) and any(name in entries for name in names):
                 return [entries.get(name, []) for name in names]
     raise DataError(
-        f"labels: {path}: names such as {next(iter(table))!r} are of no record, or of several, such as {keys[0]!r}; expected the records' "
-        "names. Correct the column key."
+        f"labels: {path}: names such as {next(iter(table))!r} match no record or several; expected names such as {keys[0]!r}. "
+        "Change the names (column key)."
     )
 
 

@@ -1,4 +1,4 @@
-"""From predicted classes to a score: the share that is right, over all records or class by class, with its interval and chance.
+"""From predicted classes to a score: accuracy over all records or per class, with its interval and chance.
 
 Legend: N test records, C classes.
 """
@@ -20,7 +20,7 @@ METRICS: tuple[Metric, ...] = get_args(Metric)
 
 
 def checked_metric(name: str) -> Metric:
-    """``name``, if it is one of ``METRICS``. Raises ConfigError otherwise."""
+    """Return ``name`` if it is one of ``METRICS``. Raises ConfigError otherwise."""
     for metric in METRICS:
         if name == metric:
             return metric
@@ -28,11 +28,11 @@ def checked_metric(name: str) -> Metric:
 
 
 def measure(predicted_N: np.ndarray, truth_N: np.ndarray, metric: Metric = "accuracy") -> tuple[float, float, float]:
-    """The figure and its 95% interval over test records.
+    """Return the metric and its 95% interval over test records.
 
-    "accuracy" is the share of records that are right, with Wilson's interval. "mean_per_class" is the average over the classes in
-    ``truth_N`` of the share of each that is right (what Caltech-101 and FGVC-Aircraft are scored by); its interval adds up the
-    classes' variances, each taken at Wilson's centre, so that a class with all or none right still counts as uncertain.
+    "accuracy" is the share of correct records, with Wilson's interval. "mean_per_class" is the average accuracy over the classes in
+    ``truth_N`` (as for Caltech-101 and FGVC-Aircraft); its interval adds up the classes' variances, each at Wilson's centre, so that a
+    class with all or no records correct still counts as uncertain.
 
     Args:
         predicted_N, truth_N: int64 labels of the same N >= 1 records.
@@ -53,44 +53,44 @@ def measure(predicted_N: np.ndarray, truth_N: np.ndarray, metric: Metric = "accu
 
 
 def chance_level(truth_N: np.ndarray, metric: Metric = "accuracy") -> float:
-    """What the best constant answer gets: the share of the most frequent class, or one of C classes."""
+    """Return the score of the best constant prediction: the share of the most frequent class, or 1 / C."""
     _, num_C = np.unique(truth_N, return_counts=True)
     return float(num_C.max() / num_C.sum()) if metric == "accuracy" else 1 / len(num_C)
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95% interval of the mean of two or more independent draws (Student's t), cut to [0, 1]."""
+    """Return the 95% interval of the mean of two or more independent draws (Student's t), clipped to [0, 1]."""
     x = np.asarray(values, dtype=np.float64)
     half = float(student.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x)))
     return max(0.0, float(x.mean()) - half), min(1.0, float(x.mean()) + half)
 
 
 def titled(protocol: str, metric: Metric) -> str:
-    """A protocol's name as scores print it: another measure is another protocol."""
+    """Return a protocol's name with its metric."""
     return protocol if metric == "accuracy" else f"{protocol} (mean per class)"
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How predicted classes are compared with labels."""
+    """Settings for comparing predicted classes with labels."""
 
     metric: Metric = "accuracy"
     any_of: AnyOfLabels | None = None
-    """Classes any of which is right, in place of each record's one label; accuracy only."""
+    """Sets of correct classes that replace each record's label; accuracy only."""
     visibility: Visibility = "private"
 
     def score(self, name: str, title: str, how: str, predicted: Sequence[np.ndarray], truth_N: np.ndarray, row_N: np.ndarray) -> Score:
-        """The score of one draw with its interval over test records, or the mean over several draws with Student's interval over them.
+        """Return the score of one draw with its interval over test records, or the mean of several draws with Student's interval.
 
         Args:
-            name: what was measured.
-            title, how: the protocol's beginning and its end; the metric is named between them.
-            predicted: of each draw, int64 classes of the same records.
+            name: name of what was measured.
+            title, how: start and end of the protocol's description; the metric is between them.
+            predicted: predicted classes of each draw, int64, for the same records.
             truth_N: their labels, int64.
             row_N: their rows in the test store, int64.
 
         Raises:
-            DataError: ``any_of`` has a class for none of the rows.
+            DataError: ``any_of`` has no class for any of the rows.
         """
         if self.any_of is not None:
             counted = [self.any_of.measure(p, row_N) for p in predicted]

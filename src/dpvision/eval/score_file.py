@@ -1,4 +1,4 @@
-"""Files of scores: scores.json of a run, and confidential/scores.json for what only its operator may see."""
+"""Files of scores: a run's scores.json, and confidential/scores.json for private ones."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from dpvision.files import write_json
 from dpvision.runs.folder import run_base
 
 NOTHING_FITTED = "nothing"
-"""``train_data`` of a score for which no store was learned from: of a run's own head, or of a captioner's words."""
+"""``train_data`` of a score without a fitted probe: a run's own head, or a captioner."""
 
 
 def write_scores(run_dir: str | Path, scores: list[Score], *, train_data: str, test_data: str) -> list[Path]:
@@ -19,19 +19,19 @@ def write_scores(run_dir: str | Path, scores: list[Score], *, train_data: str, t
     An entry is replaced by a new one of the same (name, protocol, train_data, test_data).
 
     Args:
-        train_data: name of the store that a probe was fitted to, e.g. of its folder, or ``NOTHING_FITTED``.
-        test_data: name of the store that was scored on.
+        train_data: name of the store that a probe was fitted to, or ``NOTHING_FITTED``.
+        test_data: name of the test store.
 
     Returns:
         The files written.
 
     Raises:
-        CheckpointError: ``run_dir`` holds no run, or a file there cannot be read or written.
+        CheckpointError: ``run_dir`` is not a run, or a file there cannot be read or written.
     """
     root = Path(run_dir)
     base = run_base(root)
     if base is None:
-        raise CheckpointError(f"scores: {root} holds no run; expected a run folder. Correct the path.")
+        raise CheckpointError(f"scores: {root} is not a run; expected a run folder. Check the path.")
     written = []
     for visibility, folder in (("public", base), ("private", root / "confidential")):
         new = [s.to_dict() | {"train_data": train_data, "test_data": test_data} for s in scores if s.visibility == visibility]
@@ -41,7 +41,7 @@ def write_scores(run_dir: str | Path, scores: list[Score], *, train_data: str, t
 
 
 def merge_entries(path: Path, entries: list[dict[str, Any]]) -> Path:
-    """Add entries (fields of Score, train_data, test_data) to a file of scores, in the place of those with the same key.
+    """Add entries (fields of Score, train_data, test_data) to a file of scores, replacing those with the same key.
 
     Raises:
         CheckpointError: the file cannot be read or written.
@@ -52,10 +52,10 @@ def merge_entries(path: Path, entries: list[dict[str, Any]]) -> Path:
 
 
 def read_scores(path: Path) -> list[dict]:
-    """Entries of a scores.json (fields of Score, train_data, test_data); none when there is no file.
+    """Read the entries of a scores.json (fields of Score, train_data, test_data); [] if there is no file.
 
     Raises:
-        CheckpointError: the file is not what ``write_scores`` wrote.
+        CheckpointError: the file was not written by ``write_scores``.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Whether a run was trained on the images that it is to be scored on."""
+"""Check that a run is not scored on its training images."""
 
 import numpy as np
 
@@ -9,16 +9,16 @@ from dpvision.errors import DataError
 
 
 def trained_store(data: DataConfig) -> Store | None:
-    """The store of the run, as far as it is still where it was."""
+    """Open the run's training store, or return None if it is no longer there."""
     return open_store(data.store) if data.store is not None and is_store(data.store) else None
 
 
 def check_unseen(data: DataConfig, store: Store, what: str) -> None:
-    """Refuse images of the training store, as far as it is still where it was; halves of one store may be given.
+    """Refuse test images that are in the training store, if it is still there. Parts of one store are allowed.
 
     Args:
-        data: of the run.
-        what: is measured, for the error.
+        data: the run's data config.
+        what: name of the evaluation, for the error.
     """
     trained = trained_store(data)
     if trained is not None and trained.store_id == store.store_id and len(np.intersect1d(trained.index["id"], store.index["id"])):

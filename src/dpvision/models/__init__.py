@@ -1,4 +1,4 @@
-"""Networks from a config: they know no data, no privacy and no device."""
+"""Networks built from a config, independent of data, privacy and device."""
 
 from typing import overload
 
@@ -14,7 +14,7 @@ from dpvision.models.mae import MAE
 from dpvision.models.tuned import tune
 
 Model = MAE | Classifier | CrossMAE | Captioner
-"""What a run trains; each has an ``encoder``."""
+"""The networks that a run can train; each has an ``encoder``."""
 
 
 @overload
@@ -28,14 +28,14 @@ def make_model(cfg: CaptionerConfig, seed: int) -> Captioner: ...
 @overload
 def make_model(cfg: ModelConfig, seed: int) -> Model: ...
 def make_model(cfg: ModelConfig, seed: int) -> Model:
-    """The network of a config with the paper's initialisation, a function of ``seed`` alone; float32, on the CPU.
+    """Make the network of a config with the paper's initialisation, a function of ``seed`` alone; float32, on the CPU.
 
-    The global random state is neither used nor moved.
+    The global random state is neither used nor changed.
 
     Raises:
         ConfigError: the config's sizes do not fit together, or it is of a head on frozen features (``linear_head.LinearHead``).
     """
-    # The constructors of torch's layers draw from the global state; what they draw is replaced, but for timm's models.
+    # torch's layers draw from the global state when constructed; except for timm's models, these weights are replaced.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _build(cfg)
@@ -48,7 +48,7 @@ def make_model(cfg: ModelConfig, seed: int) -> Model:
 
 
 def make_model_on_meta(cfg: ModelConfig) -> Model:
-    """The network's structure without memory for its weights: for counting and for planning."""
+    """Make the network on the meta device, without memory for its weights, for counting and planning."""
     with torch.device("meta"):
         model = _build(cfg)
         if isinstance(model, Classifier):
@@ -57,7 +57,7 @@ def make_model_on_meta(cfg: ModelConfig) -> Model:
 
 
 def count_parameters(cfg: ModelConfig) -> int:
-    """Number of trained parameters of a config's network; of a head, 0 before its encoder is known."""
+    """Return the number of trainable parameters of a config's network; for a head, 0 while its encoder is unknown."""
     if isinstance(cfg, HeadConfig):
         return cfg.num_parameters
     return sum(p.numel() for p in make_model_on_meta(cfg).parameters() if p.requires_grad)
@@ -75,6 +75,6 @@ def _build(cfg: ModelConfig) -> Model:
             return Captioner(cfg)
         case HeadConfig():
             raise ConfigError(
-                "model: kind='head' is a head on frozen features, no network of its own; expected another kind here. Make such a run with "
-                "`dpvision adapt`, score it with `dpvision evaluate RUN --test STORE`, open it with dpvision.load_classifier."
+                "model: kind='head' is a head on frozen features; expected a network. Train heads with `dpvision adapt`, score them with "
+                "`dpvision evaluate RUN --test STORE`, and open them with dpvision.load_classifier."
             )

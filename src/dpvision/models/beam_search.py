@@ -1,6 +1,6 @@
-"""Beam search over captions, all images of a batch at once.
+"""Beam search over captions, for all images of a batch at once.
 
-Legend: B images not yet done, N beams (unfinished captions of an image), K captions wanted, L words, V vocabulary.
+Legend: B unfinished images, N beams per image, K captions per image, L tokens, V vocabulary.
 """
 
 import torch
@@ -22,20 +22,20 @@ def beam_search(
     max_words: int,
     never: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """The best finished captions by log probability / words^length_penalty (the end counted as a word) that the search meets.
+    """Return the best finished captions by log probability / length^length_penalty (EOS included) that the search finds.
 
-    At each place every kept beginning may end, which makes it a candidate, and the ``beams`` likeliest of all its continuations are kept.
-    An image is done when not even a certain rest would bring one of its beginnings among the best ``num``: the search leaves out nothing
-    that it would have found by going on, and with as many beams as there are beginnings it is exhaustive.
+    At each position every beam may end, which makes it a candidate, and the ``beams`` most likely continuations are kept. An image is
+    finished when no continuation can bring one of its beams among the best ``num``. Stopping early therefore misses nothing, and with as
+    many beams as there are prefixes the search is exhaustive.
 
     Args:
         logit_BV, cache: of the model after the prompt.
         num: K, at most ``beams``.
-        min_words, max_words: before the end, which is said at the latest in place ``max_words``.
-        never: tokens that are not said.
+        min_words, max_words: bounds on the number of tokens before EOS, which is forced at position ``max_words``.
+        never: tokens that are never generated.
 
     Returns:
-        said_BKL int64, best first: words, EOS, padding; total_BK float64 log probabilities, -inf where there is no caption.
+        said_BKL int64, best first: tokens, EOS, padding; total_BK float64 log probabilities, -inf for missing captions.
     """
     num_images, vocab, device = *logit_BV.shape, logit_BV.device
     total_BN = torch.full((num_images, beams), -torch.inf, dtype=torch.float64, device=device)
@@ -63,7 +63,7 @@ def beam_search(
             parent_BN, token_BN = flat_BN // vocab, flat_BN % vocab
             said_BNL = said_BNL.take_along_dim(parent_BN[..., None], dim=1)
             said_BNL[..., place] = token_BN
-            # Words to come can only lower the sum; divided by the greatest length it is a bound of the score.
+            # Further tokens can only lower the sum; divided by the maximum length it bounds the score.
             on_B = total_BN[:, 0] / (max_words + 1) ** length_penalty > score_BK[:, -1]
         else:
             on_B = torch.zeros_like(image_B, dtype=torch.bool)
@@ -75,6 +75,6 @@ def beam_search(
         if some_are_done:
             row_BN, token_BN, total_BN, said_BNL = row_BN[on_B], token_BN[on_B], total_BN[on_B], said_BNL[on_B]
             score_BK, best_BK, best_BKL, image_B = score_BK[on_B], best_BK[on_B], best_BKL[on_B], image_B[on_B]
-        # The beams of an image share its memory: only what was said changes places.
+        # The beams of an image share its memory; only the generated tokens are reordered.
         logit_RV, cache = model.step(token_BN.flatten(), cache.select(row_BN.flatten(), memory=some_are_done))
     return found_said, found_total

@@ -1,7 +1,7 @@
 """Image captioner in DP-Cap's form (Sander et al., ICML 2024, section 3.1 and appendix A.1; Cap of Tschannen et al. 2023).
 
-Frozen positions and class token, embeddings of words not tied to the head, head = LayerNorm + Linear. One departure: DP-Cap adds a frozen
-type embedding to the encoder's tokens; a constant that the bridge's bias absorbs, left out here.
+Frozen positions and class token, word embeddings not tied to the head, head = LayerNorm + Linear. One departure: DP-Cap adds a frozen
+type embedding to the encoder's tokens, a constant that the bridge's bias absorbs; it is left out here.
 
 Legend: B records, L caption tokens, S encoder tokens, D decoder width, V vocabulary, C channels, H height, W width.
 """
@@ -20,17 +20,17 @@ from dpvision.models.vit import ViT
 
 
 class Cache(NamedTuple):
-    """What a decoder keeps of images and of the words said so far; every tensor has the record as its first dimension."""
+    """Keys and values of images and of the tokens so far; every tensor has the record as its first dimension."""
 
     memory: list[KeysValues]
     """Keys and values of the encoder's tokens, one per block."""
     past: list[KeysValues | None]
-    """Those of the words so far, one per block; None before the first."""
+    """Keys and values of the tokens so far, one per block; None before the first."""
     length: int
-    """Words so far."""
+    """Number of tokens so far."""
 
     def select(self, row_B: Tensor, *, memory: bool = True) -> "Cache":
-        """The cache of records ``row_B``, int64, in that order, as often as named; ``memory=False``: the images stay as they are."""
+        """Return the cache of records ``row_B``, int64, in that order, with repetitions; ``memory=False`` leaves the images unchanged."""
         chosen = [KeysValues(k[row_B], v[row_B]) for k, v in self.memory] if memory else self.memory
         return Cache(chosen, [None if past is None else KeysValues(past[0][row_B], past[1][row_B]) for past in self.past], self.length)
 
@@ -50,21 +50,21 @@ class Captioner(nn.Module):
         self.word_embed = nn.Embedding(cfg.vocab_size, width)
         self.word_norm = nn.LayerNorm(width, eps=POST_NORM_EPS)
         self.word_head = nn.Linear(width, cfg.vocab_size)
-        # Stands for every word of a record that is predicted in parallel.
+        # Replaces every word of a record that is predicted in parallel.
         self.hidden_word = nn.Parameter(torch.zeros(width)) if cfg.parallel_rate > 0 else None
         self.patch_head = PatchHead(cfg.encoder, width, cfg.mask_ratio, "pixels") if cfg.reconstruction_weight > 0 else None
         self.register_buffer("word_position_LD", sincos_sequence(cfg.num_tokens, width), persistent=False)
 
     def encode(self, x_BCHW: Tensor) -> Tensor:
-        """What the decoder sees of the images: all tokens after the bridge, patches with their positions, memory_BSD."""
+        """Return the decoder's view of the images, memory_BSD: all tokens after the bridge, patches with their positions."""
         return self.decoder.remember(self.encoder(x_BCHW))
 
     def decode(self, token_BL: Tensor, memory_BSD: Tensor, parallel_B: Tensor | None = None) -> Tensor:
-        """Hidden states, (B, L, D): state l is for predicting token l + 1, from the image and the tokens up to l.
+        """Return hidden states, (B, L, D): state l predicts token l + 1 from the image and the tokens up to l.
 
         Args:
-            token_BL: int64, from BOS on; at most ``num_tokens``.
-            parallel_B: bool; True for records whose words are all hidden and see each other in full (CapPa). If None, none.
+            token_BL: int64, starting with BOS; at most ``num_tokens``.
+            parallel_B: bool; True for records with all words hidden and full attention among them (CapPa). If None, none.
         """
         length = token_BL.shape[1]
         word_BLD = self.word_embed(token_BL)
@@ -76,16 +76,16 @@ class Captioner(nn.Module):
         return self.decoder(word_BLD + self.word_position_LD[:length], memory_BSD, seen)
 
     def logits(self, hidden_BLD: Tensor) -> Tensor:
-        """Scores of all words, (B, L, V)."""
+        """Return the logits of all words, (B, L, V)."""
         return self.word_head(self.word_norm(hidden_BLD))
 
     def start_cache(self, memory_BSD: Tensor) -> Cache:
-        """The cache before the first word."""
+        """Return the cache before the first token."""
         memory = [block.cross_attention.offer(memory_BSD) for block in self._blocks()]
         return Cache(memory, [None] * len(memory), 0)
 
     def step(self, token_B: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
-        """Scores of the words after ``token_B``, (B, V), and the cache with it; the same numbers as ``decode`` of the whole caption."""
+        """Return the logits after ``token_B``, (B, V), and the extended cache. Equivalent to ``decode`` of the whole caption."""
         x_B1D = self.word_embed(token_B[:, None]) + self.word_position_LD[cache.length]
         past: list[KeysValues | None] = []
         for block, memory, before in zip(self._blocks(), cache.memory, cache.past, strict=True):
@@ -98,9 +98,9 @@ class Captioner(nn.Module):
 
 
 def caption_losses(model: Captioner, memory_BSD: Tensor, token_BL: Tensor, parallel_B: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy of each caption over its own words, the end counted, padding not: equation 1 of the paper per record.
+    """Return the mean cross-entropy of each caption over its words, with EOS and without padding: equation 1 of the paper per record.
 
-    The head and the cross-entropy are one function (``head.linear_cross_entropy``): logits of the whole batch are never held.
+    Head and cross-entropy are one function (``head.linear_cross_entropy``), so logits of the whole batch are never stored.
 
     Args:
         memory_BSD: of ``Captioner.encode``.
@@ -117,12 +117,12 @@ def caption_losses(model: Captioner, memory_BSD: Tensor, token_BL: Tensor, paral
 
 
 def losses(model: Captioner, x_BCHW: Tensor, token_BL: Tensor, parallel_B: Tensor | None = None, order_BL: Tensor | None = None) -> Tensor:
-    """Training loss of each image with its caption.
+    """Return the training loss of each image with its caption.
 
     Args:
         x_BCHW: normalised images.
         token_BL, parallel_B: as for ``caption_losses``.
-        order_BL: int64 random keys of the patches, as for ``cross_mae.losses``; needed where the model has a second loss.
+        order_BL: int64 random keys of the patches, as for ``cross_mae.losses``; needed if the model has a second loss.
 
     Returns:
         loss_B, float32 (float64 for a float64 model).

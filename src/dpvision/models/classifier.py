@@ -1,4 +1,4 @@
-"""An encoder with a linear head: supervised training, and fine-tuning of an encoder that was trained otherwise.
+"""An encoder with a linear head, for supervised training and fine-tuning.
 
 Legend: B records, V views, D width, L tokens, K classes, C channels, H height, W width.
 """
@@ -16,7 +16,7 @@ from dpvision.models.vit import ViT
 
 
 class Classifier(nn.Module):
-    """Encoder, pooling, linear head; ``init_classifier`` draws the weights and freezes what is not trained."""
+    """Encoder, pooling and linear head. ``init_classifier`` draws the weights and freezes untrained parts."""
 
     def __init__(self, cfg: ClassifierConfig) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(width, cfg.num_classes)
 
     def features(self, x_BCHW: Tensor) -> Tensor:
-        """What the head sees, (B, D): the mean of all patch tokens or places of the last map, the class token, or timm's own."""
+        """Return the head's input, (B, D): the mean of patch tokens or of the last map, the class token, or timm's own pooling."""
         if isinstance(self.encoder, TimmEncoder):
             return self.encoder.pooled(x_BCHW, self.cfg.pooling)
         if isinstance(self.encoder, ResNet):
@@ -35,12 +35,12 @@ class Classifier(nn.Module):
         return token_BLD[:, 0] if self.cfg.pooling == "cls" else token_BLD[:, 1:].mean(1)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Logits, (B, K)."""
+        """Return the logits, (B, K)."""
         return self.head(self.features(x_BCHW))
 
 
 def init_classifier(model: Classifier, generator: torch.Generator) -> None:
-    """Encoder as its kind is initialised (timm's was when it was made), then the head, drawn from ``generator``; then ``tune``."""
+    """Initialise the encoder (timm's already is) and the head from ``generator``, then call ``tune``."""
     if isinstance(model.encoder, ResNet):
         init_resnet(model.encoder, generator)
     elif isinstance(model.encoder, ViT):
@@ -51,7 +51,7 @@ def init_classifier(model: Classifier, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def init_head(model: Classifier, generator: torch.Generator) -> None:
-    """The head by ``head_init``, times ``head_scale``; every bias is ``head_bias``."""
+    """Initialise the head's weight by ``head_init`` times ``head_scale``, and its bias with ``head_bias``."""
     cfg, weight = model.cfg, model.head.weight
     nn.init.constant_(model.head.bias, cfg.head_bias)
     if cfg.head_init == "zero":
@@ -64,14 +64,13 @@ def init_head(model: Classifier, generator: torch.Generator) -> None:
 
 
 def losses(model: Classifier, x_BVCHW: Tensor, label_B: Tensor) -> Tensor:
-    """Cross-entropy of each record by ``loss``, the mean over its views.
+    """Return the cross-entropy of each record by ``loss``, averaged over its views.
 
-    A label outside 0 ... K - 1, or a target that is neither 0 nor 1, gives a loss of NaN and a gradient of exactly zero: such a record
-    takes no part, and nothing is raised, because whether a step raises must not depend on a private label. Stores are checked before
-    the first step.
+    A label outside 0 ... K - 1, or a target that is neither 0 nor 1, gives a loss of NaN and a gradient of exactly zero. Nothing is
+    raised, because whether a step raises must not depend on a private label. Stores are checked before the first step.
 
     Args:
-        label_B: int64 (B,); for the sigmoid loss also (B, K) of any integers, 1 for each class of a record and 0 elsewhere.
+        label_B: int64 (B,); for the sigmoid loss also integers (B, K), 1 for each class of a record and 0 elsewhere.
 
     Returns:
         loss_B, float32 also under autocast (float64 for float64 images).

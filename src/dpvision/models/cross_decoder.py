@@ -1,7 +1,7 @@
 """The decoder of DP-Cap: post-LayerNorm transformer blocks that attend to their own tokens and to the encoder's (Vaswani et al. 2017).
 
-One decoder for both of its lives (Sander et al., ICML 2024, appendix A.1): with full self-attention it predicts hidden patches in the warm
-start, with causal self-attention it predicts words. No bias in attention and MLP, as DP-Cap has it.
+The same decoder (Sander et al., ICML 2024, appendix A.1) predicts hidden patches with full self-attention in the warm start, and words
+with causal self-attention in the captioner. As in DP-Cap, attention and MLP have no bias.
 
 Legend: B records, L decoder tokens, S encoder tokens (class token and patches), D decoder width, E encoder width, H heads, K head width.
 """
@@ -19,17 +19,17 @@ POST_NORM_EPS = 1e-5
 
 
 class KeysValues(NamedTuple):
-    """What tokens offer to attention."""
+    """Keys and values for attention."""
 
     k_BHLK: Tensor
     v_BHLK: Tensor
 
 
 def attend(q_BHLK: Tensor, memory: KeysValues, seen: Tensor | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v with heads joined, (B, L, D). Written out, because fused kernels have no batching rule under ``vmap``.
+    """Return softmax(q k^T / sqrt(K)) v with heads joined, (B, L, D). Not fused, because fused kernels have no ``vmap`` batching rule.
 
     Args:
-        seen: bool, broadcast to (B, H, L, S): which tokens of the memory a query sees; if None, all.
+        seen: bool, broadcast to (B, H, L, S): the attention mask, True for visible tokens of the memory; if None, all.
     """
     score_BHLS = q_BHLK * q_BHLK.shape[-1] ** -0.5 @ memory.k_BHLK.transpose(-2, -1)
     if seen is not None:
@@ -47,7 +47,7 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def project(self, x_BLD: Tensor) -> tuple[Tensor, KeysValues]:
-        """Queries (B, H, L, K), and the keys and values that the tokens offer."""
+        """Return queries (B, H, L, K), and keys and values."""
         q_BHLK, k_BHLK, v_BHLK = self.qkv(x_BLD).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         return q_BHLK, KeysValues(k_BHLK, v_BHLK)
 
@@ -63,11 +63,11 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def queries(self, x_BLD: Tensor) -> Tensor:
-        """(B, H, L, K)."""
+        """Return queries, (B, H, L, K)."""
         return self.q(x_BLD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def offer(self, memory_BSD: Tensor) -> KeysValues:
-        """Keys and values of the encoder's tokens: the same for every word, so made once for a caption."""
+        """Return keys and values of the encoder's tokens, which are the same for every word of a caption."""
         return KeysValues(*self.kv(memory_BSD).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0))
 
 
@@ -85,18 +85,18 @@ class CrossBlock(nn.Module):
         self.norm3 = nn.LayerNorm(cfg.width, eps=POST_NORM_EPS)
 
     def forward(self, x_BLD: Tensor, memory_BSD: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Tokens after the three parts, (B, L, D); ``seen`` as of ``attend``, for the self-attention."""
+        """Return the tokens after the block, (B, L, D); ``seen`` masks the self-attention as in ``attend``."""
         q_BHLK, own = self.self_attention.project(x_BLD)
         x_BLD = self.norm1(x_BLD + self.self_attention.out(attend(q_BHLK, own, seen)))
         return self.look_and_think(x_BLD, self.cross_attention.offer(memory_BSD))
 
     def look_and_think(self, x_BLD: Tensor, memory: KeysValues) -> Tensor:
-        """Cross-attention and MLP, (B, L, D)."""
+        """Apply cross-attention and MLP, (B, L, D)."""
         x_BLD = self.norm2(x_BLD + self.cross_attention.out(attend(self.cross_attention.queries(x_BLD), memory)))
         return self.norm3(x_BLD + self.mlp(x_BLD))
 
     def extend(self, x_B1D: Tensor, memory: KeysValues, past: KeysValues | None) -> tuple[Tensor, KeysValues]:
-        """One token further: the new token, (B, 1, D), sees itself and the ``past`` ones; returns the past with it."""
+        """Apply the block to one new token, (B, 1, D), which attends to itself and ``past``; return it and the extended past."""
         q_BH1K, own = self.self_attention.project(x_B1D)
         if past is not None:
             own = KeysValues(*(torch.cat(pair, dim=2) for pair in zip(past, own, strict=True)))
@@ -105,7 +105,7 @@ class CrossBlock(nn.Module):
 
 
 class CrossDecoder(nn.Module):
-    """The bridge from the encoder's width, fixed positions of the patches, and the blocks."""
+    """A bridge from the encoder's width, fixed patch positions, and the blocks."""
 
     position_LD: Tensor
 
@@ -117,7 +117,7 @@ class CrossDecoder(nn.Module):
         self.register_buffer("position_LD", sincos_positions(grid, cfg.width), persistent=False)
 
     def remember(self, token_BSE: Tensor, position: Tensor | None = None) -> Tensor:
-        """The encoder's tokens as the blocks see them: bridged, each patch with its position, the class token without. (B, S, D).
+        """Return the encoder's tokens as input for the blocks, (B, S, D): bridged, with positions added to the patches only.
 
         Args:
             token_BSE: encoder output, class token first.
@@ -128,7 +128,7 @@ class CrossDecoder(nn.Module):
         return torch.cat([bridged_BSD[:, :1], bridged_BSD[:, 1:] + position], dim=1)
 
     def forward(self, x_BLD: Tensor, memory_BSD: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Tokens after all blocks, (B, L, D); ``seen`` bool, broadcast to (B, H, L, L); if None, full self-attention."""
+        """Return the tokens after all blocks, (B, L, D); ``seen`` is a bool mask broadcast to (B, H, L, L), or None for full attention."""
         for block in self.blocks:
             x_BLD = block(x_BLD, memory_BSD, seen)
         return x_BLD

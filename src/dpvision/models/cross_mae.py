@@ -1,9 +1,9 @@
 """The captioner's network as a masked autoencoder: the warm start of DP-Cap (Sander et al., ICML 2024, appendix A.1).
 
-The encoder sees the visible patches; the decoder's queries stand for the hidden ones, attend to each other in full and to the encoder's
-tokens through cross-attention, and a linear head predicts the targets. Only hidden patches are predicted, as the loss needs no others.
+The encoder sees the visible patches; the decoder's queries represent the hidden ones, attend to each other in full and to the encoder's
+tokens by cross-attention, and a linear head predicts the targets. Only hidden patches are predicted, as the loss needs no others.
 
-Legend: B records, L patches, S kept patches, M = L - S masked patches, D decoder width, E numbers in a patch, T in a target.
+Legend: B records, L patches, S kept patches, M = L - S masked patches, D decoder width, E values per patch, T values per target.
 """
 
 import torch
@@ -18,13 +18,13 @@ from dpvision.models.vit import CHANNELS, ViT
 
 
 class CrossMAE(nn.Module):
-    """Encoder of the visible patches, DP-Cap's decoder, a head that predicts the targets of the hidden ones.
+    """Encoder of the visible patches, DP-Cap's decoder, and a head that predicts the targets of the hidden ones.
 
-    The mask token is not trained (DP-Cap). Parts have the names that they have in ``captioner.Captioner``: the surgery of appendix A.1
-    takes ``encoder`` and ``decoder`` as they are.
+    The mask token is not trained (DP-Cap). ``encoder`` and ``decoder`` have the same names as in ``captioner.Captioner``, which starts
+    from them unchanged (appendix A.1).
 
     Raises:
-        ConfigError: the mask leaves no patch to see.
+        ConfigError: the mask leaves no visible patch.
     """
 
     def __init__(self, cfg: CrossMAEConfig) -> None:
@@ -36,21 +36,21 @@ class CrossMAE(nn.Module):
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image, visible and masked."""
+        """Number of patches of an image, visible and masked."""
         return self.encoder.num_patches
 
     def forward(self, patch_BLE: Tensor, order_BL: Tensor) -> Tensor:
-        """Predicted targets of the masked patches, prediction_BMT.
+        """Return the predicted targets of the masked patches, prediction_BMT.
 
         Args:
             patch_BLE: all patches of the images.
-            order_BL: permutation of the patches; the first ``patch_head.num_visible`` are seen.
+            order_BL: permutation of the patches; the first ``patch_head.num_visible`` are visible.
         """
         return self.patch_head(self.encoder, self.decoder, patch_BLE, order_BL)
 
 
 class PatchHead(nn.Module):
-    """Mask token and linear map that make a decoder predict hidden patches; also of a captioner with a second loss (Cap + MAE)."""
+    """Mask token and linear map with which a decoder predicts hidden patches. Also used by a captioner with a second loss (Cap + MAE)."""
 
     def __init__(self, encoder: ViTConfig, width: int, mask_ratio: float, target: str) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class PatchHead(nn.Module):
         self.linear = nn.Linear(width, target_size(target, encoder.patch_size, CHANNELS))
 
     def forward(self, encoder: ViT, decoder: CrossDecoder, patch_BLE: Tensor, order_BL: Tensor) -> Tensor:
-        """As of ``CrossMAE.forward``, by the given encoder and decoder."""
+        """Return the predictions as ``CrossMAE.forward`` does, with the given encoder and decoder."""
         S = self.num_visible
         seen_BS, masked_BM = order_BL[:, :S], order_BL[:, S:]
         seen_BSE = patch_BLE.take_along_dim(seen_BS[..., None], dim=1)
@@ -75,7 +75,7 @@ class PatchHead(nn.Module):
         return self.linear(decoder(self.mask_token + decoder.position_LD[masked_BM], memory))
 
     def losses(self, encoder: ViT, decoder: CrossDecoder, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
-        """Mean squared error of each image over the targets of its masked patches: as ``losses`` below."""
+        """Return the mean squared error of each image over the targets of its masked patches, as ``losses`` below."""
         patch_BLE = patchify(x_BCHW, self.patch_size)
         order_BL = order_BL.argsort(dim=1)
         prediction_BMT = self(encoder, decoder, patch_BLE, order_BL)
@@ -86,11 +86,11 @@ class PatchHead(nn.Module):
 
 
 def losses(model: CrossMAE, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
-    """Reconstruction loss of each image: mean squared error over the targets of its masked patches.
+    """Return the reconstruction loss of each image: mean squared error over the targets of its masked patches.
 
     Args:
         x_BCHW: normalised images.
-        order_BL: int64 random keys, one per record and patch; the patches with the smallest keys are seen.
+        order_BL: int64 random keys, one per record and patch; the patches with the smallest keys are visible.
 
     Returns:
         loss_B, float32 also under autocast (float64 for float64 images).

@@ -1,13 +1,13 @@
-"""Captions from a captioner: greedy, beam search or sampling, with keys and values kept from word to word.
+"""Generate captions by greedy search, beam search or sampling, with cached keys and values.
 
     memory_BSD = model.encode(x_BCHW)
     said = generate(model, memory_BSD, GenerateSettings(method="beam"))
     text = tokenizer.decode(said[0][0].ids)
 
-An image's captions are functions of the weights, the settings and that image alone (and, when sampled, of the numbers handed in for it):
-which others it is batched with changes no more than the last bits of a sum.
+An image's captions depend only on the weights, the settings, that image and, for sampling, its random numbers. The other images of its
+batch change at most the last bits of a sum.
 
-Legend: B images, N captions of an image, A captions not yet ended, L words, V vocabulary, S encoder tokens, D decoder width.
+Legend: B images, N captions per image, A unfinished captions, L tokens, V vocabulary, S encoder tokens, D decoder width.
 """
 
 import math
@@ -24,71 +24,71 @@ from dpvision.models.beam_search import beam_search
 from dpvision.models.captioner import Cache, Captioner
 
 NEVER_SAID = (PAD_ID, BOS_ID)
-"""Tokens that stand in no caption."""
+"""Tokens that never occur in a caption."""
 _Pick = Callable[[Tensor, Tensor, int], Tensor]
-"""(log_probability_AV with -inf where a word may not be said, rows (A,), place) -> token_A."""
+"""From log_probability_AV (-inf for forbidden tokens), rows (A,) and position to token_A."""
 
 
 @dataclass(frozen=True)
 class GenerateSettings:
-    """How captions are said."""
+    """Settings of caption generation. "Words" are tokens."""
 
     method: Literal["greedy", "beam", "sample"] = "greedy"
-    """Greedy: the likeliest word each time. Beam: the likeliest captions that a search of bounded width finds. Sample: words drawn."""
+    """Greedy: the most likely token at each step. Beam: beam search. Sample: random tokens."""
     num: int = 1
-    """Captions of each image: of a beam search the best ones, best first; when sampled, independent draws."""
+    """Captions per image: the best of a beam search, best first, or independent samples."""
     beams: int = 4
-    """Unfinished captions that a beam search keeps for each image."""
+    """Width of the beam search."""
     length_penalty: float = 1.0
-    """A beam search ranks by log probability / words^length_penalty, the end counted as a word: 1 is minus the training loss, 0 the plain
-    probability, which prefers short captions."""
+    """Beam search ranks by log probability / length^length_penalty, EOS included: 1 gives minus the training loss, 0 the probability,
+    which prefers short captions."""
     temperature: float = 1.0
-    """Of sampling: logits are divided by it."""
+    """Divides the logits for sampling."""
     top_k: int | None = None
-    """Sample among this many likeliest words; if None, all."""
+    """Sample among this many most likely tokens; if None, all."""
     top_p: float = 1.0
-    """Then among the fewest likeliest words that have this share of the probability (Holtzman et al. 2020)."""
+    """Then sample from the smallest set of most likely tokens with this total probability (Holtzman et al. 2020)."""
     min_words: int = 1
-    """Tokens that a caption has at least, those of a prompt not counted."""
+    """Minimum number of tokens, without the prompt."""
     max_words: int | None = None
-    """Tokens that it has at most, those of a prompt not counted; if None, as many as the model has places."""
+    """Maximum number of tokens, without the prompt; if None, the model's maximum."""
     prompt: tuple[int, ...] = ()
     """Tokens that every caption starts with, without BOS."""
 
     def __post_init__(self) -> None:
         for name, fits, rule, remedy in (
             ("method", self.method in ("greedy", "beam", "sample"), "'greedy', 'beam' or 'sample'", "Use greedy for speed."),
-            ("beams", self.beams >= 1, "at least 1", "Captioners mostly use 4."),
+            ("beams", self.beams >= 1, "at least 1", "Use 4."),
             ("num", self.num >= 1, "at least 1", "Use 1."),
             ("num", self.method != "greedy" or self.num == 1, "1 with the greedy method", "Use --method beam or --method sample."),
             ("num", self.method != "beam" or self.num <= self.beams, f"at most beams={self.beams}", "Use more beams."),
             ("length_penalty", 0 <= self.length_penalty < math.inf, "0 or more", "Use 1."),
             ("temperature", 0 < self.temperature < math.inf, "a positive number", "Use 1, or the greedy method for the limit of 0."),
-            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1", "Leave it out for all words."),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1", "Omit it for all words."),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1", "Use 1 for all words."),
             ("min_words", self.min_words >= 0, "0 or more", "Use 1."),
-            ("max_words", self.max_words is None or self.max_words >= max(1, self.min_words), "at least 1 and min_words", "Leave it out."),
+            ("max_words", self.max_words is None or self.max_words >= max(1, self.min_words), "at least 1 and min_words", "Omit it."),
         ):
             if not fits:
                 raise ConfigError(f"caption: {name}={getattr(self, name)!r}; expected {rule}. {remedy}")
 
     def longest(self, num_tokens: int, vocab_size: int) -> int:
-        """Words that a model with ``num_tokens`` places may add to the prompt, the end not counted.
+        """Return the maximum number of tokens that a model of length ``num_tokens`` can add to the prompt, without EOS.
 
         Raises:
-            ConfigError: the prompt has no room or is not of this vocabulary; ``min_words`` or ``max_words`` is more than there is room for.
+            ConfigError: the prompt is too long or has unknown tokens; ``min_words`` or ``max_words`` exceeds the model's length.
         """
         room = num_tokens - 2 - len(self.prompt)
         if room < 1:
-            raise ConfigError(f"caption: a prompt of {len(self.prompt)} tokens; expected at most {num_tokens - 3}. Shorten it.")
+            raise ConfigError(f"caption: prompt of {len(self.prompt)} tokens; expected at most {num_tokens - 3}. Shorten it.")
         strange = [token for token in self.prompt if not EOS_ID < token < vocab_size]
         if strange:
             raise ConfigError(
-                f"caption: prompt has tokens {strange[:5]}; expected {EOS_ID + 1} to {vocab_size - 1}. Encode it as captions are."
+                f"caption: prompt has tokens {strange[:5]}; expected {EOS_ID + 1} to {vocab_size - 1}. Encode it with the run's tokenizer."
             )
         for name in ("min_words", "max_words"):
             if (getattr(self, name) or 0) > room:
-                raise ConfigError(f"caption: {name}={getattr(self, name)}; expected at most {room}, the model's room. Lower it.")
+                raise ConfigError(f"caption: {name}={getattr(self, name)}; expected at most {room}, the model's maximum. Lower it.")
         return room if self.max_words is None else self.max_words
 
 
@@ -96,33 +96,33 @@ class Said(NamedTuple):
     """One caption."""
 
     ids: tuple[int, ...]
-    """The prompt and what was said after it, without BOS and EOS."""
+    """Tokens of the prompt and the generated text, without BOS and EOS."""
     log_probability: float
-    """Mean of the model's log probabilities (nats) of what was said after the prompt, the end counted: minus the training loss where there
-    is no prompt."""
+    """Mean log probability (nats) of the generated tokens, EOS included: minus the training loss if there is no prompt."""
 
 
 @torch.inference_mode()
 def generate(
     model: Captioner, memory_BSD: Tensor, settings: GenerateSettings | None = None, uniform_BNL: Tensor | None = None
 ) -> list[list[Said]]:
-    """Captions of images. PAD and BOS are never said; a caption that fills all places is ended there.
+    """Generate captions. PAD and BOS never occur; a caption of maximum length is ended there.
 
     Args:
-        memory_BSD: of ``Captioner.encode``.
-        uniform_BNL: for sampling, numbers in [0, 1): one for each image, caption and word, at least ``settings.longest(...) + 1`` words.
+        memory_BSD: from ``Captioner.encode``.
+        uniform_BNL: random numbers in [0, 1) for sampling, for each image and caption at least ``settings.longest(...) + 1``.
 
     Returns:
-        for each image its ``num`` captions, best first where they are ranked; fewer where a tiny vocabulary has not as many.
+        For each image its ``num`` captions, best first if they are ranked; fewer if a tiny vocabulary does not have as many.
 
     Raises:
-        ConfigError: as ``GenerateSettings.longest``. CheckpointError: the model's logits are not finite.
+        ConfigError: as ``GenerateSettings.longest``.
+        CheckpointError: the model's logits are not finite.
     """
     how = settings or GenerateSettings()
     max_words = how.longest(model.cfg.num_tokens, model.cfg.vocab_size)
     logit_BV, cache = _after_prompt(model, memory_BSD, how.prompt)
     if not logit_BV.isfinite().all():
-        raise CheckpointError("caption: logits are not finite; expected numbers. The run has diverged: train again at a lower rate.")
+        raise CheckpointError("caption: logits are not finite; expected finite ones. The run diverged: lower --optim.learning-rate.")
     if how.method == "beam":
         said_BNL, total_BN = beam_search(
             model, logit_BV, cache, num=how.num, beams=how.beams, length_penalty=how.length_penalty,
@@ -152,7 +152,7 @@ def _after_prompt(model: Captioner, memory_BSD: Tensor, prompt: tuple[int, ...])
 
 
 def _word_by_word(model: Captioner, logit_AV: Tensor, cache: Cache, pick: _Pick, min_words: int, max_words: int) -> tuple[Tensor, Tensor]:
-    """Words of all captions, EOS and then PAD after them, and their summed log probabilities; captions that have ended leave the batch."""
+    """Return the tokens of all captions, padded after EOS, and their total log probabilities. Finished captions leave the batch."""
     said_BL = torch.full((len(logit_AV), max_words + 1), PAD_ID, device=logit_AV.device)
     total_B = torch.zeros(len(logit_AV), dtype=torch.float64, device=logit_AV.device)
     row_A = torch.arange(len(logit_AV), device=logit_AV.device)
@@ -171,7 +171,7 @@ def _word_by_word(model: Captioner, logit_AV: Tensor, cache: Cache, pick: _Pick,
 
 
 def _allowed(log_probability_AV: Tensor, place: int, min_words: int, max_words: int) -> Tensor:
-    """The same with -inf for what may not be said at ``place``: everything but the end at the last one."""
+    """Return the log probabilities with -inf for tokens not allowed at position ``place``: at the last one only EOS is allowed."""
     if place == max_words:
         allowed_AV = torch.full_like(log_probability_AV, -torch.inf)
         allowed_AV[:, EOS_ID] = log_probability_AV[:, EOS_ID]
@@ -195,13 +195,13 @@ def _sampler(uniform_AL: Tensor, how: GenerateSettings) -> _Pick:
 def draw_words(
     log_probability_AV: Tensor, uniform_A: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
 ) -> Tensor:
-    """One word for each row, drawn from softmax(log_probability / temperature) cut to its ``top_k`` and then ``top_p`` likeliest words.
+    """Draw one token per row from softmax(log_probability / temperature), truncated to its ``top_k`` and then ``top_p`` most likely tokens.
 
-    By the inverse of the distribution function over words in the order of their ids: nearly equal probabilities change places in a sorted
-    order by rounding, and the word with them.
+    Inverts the distribution function over tokens in the order of their ids: in an order by probability, rounding could swap nearly equal
+    ones and change the token.
 
     Args:
-        log_probability_AV: logits up to a constant, -inf for words that may not be said.
+        log_probability_AV: logits up to a constant, -inf for forbidden tokens.
         uniform_A: in [0, 1).
 
     Returns:
@@ -213,11 +213,11 @@ def draw_words(
         sorted_AV[:, top_k or len(sorted_AV[0]) :] = 0
         sorted_AV /= sorted_AV.sum(dim=1, keepdim=True)
         before_AV = sorted_AV.cumsum(1) - sorted_AV
-        before_AV[:, 0] = 0  # the likeliest word is kept whatever the rounding
+        before_AV[:, 0] = 0  # always keep the most likely token, whatever the rounding
         probability_AV = torch.zeros_like(sorted_AV).scatter(1, token_AV, sorted_AV * (before_AV < top_p))
     upto_AV = probability_AV.cumsum(1)
     found_A = torch.searchsorted(upto_AV, (uniform_A.double() * upto_AV[:, -1])[:, None], right=True)[:, 0]
-    # A product that was rounded up to the total is the last word that may be said.
+    # A product rounded up to the total selects the last allowed token.
     last_A = (probability_AV > 0).long().cumsum(1).argmax(1)
     return torch.minimum(found_A, last_A)
 

@@ -1,9 +1,9 @@
-"""The vocabulary head: linear map and cross-entropy in one, a few records at a time, so that no B x L x V tensor is held.
+"""The vocabulary head: linear map and cross-entropy fused and computed in chunks, so that no B x L x V tensor is stored.
 
     loss_il = logsumexp(W h_il + b) - (W h_il + b)[target_il]
 
-The gradient for the hidden states is formed in the forward pass, while a chunk's logits are there; that for the weight needs the
-logits again. Four products in place of three, and the memory of a chunk in place of that of the batch.
+The gradient for the hidden states is computed in the forward pass, from a chunk's logits; the gradient for the weight recomputes them.
+That takes four products instead of three, and the memory of a chunk instead of the batch's.
 
 Legend: B records, N records of a chunk, L tokens, D width, V vocabulary.
 """
@@ -25,11 +25,11 @@ _CHUNK_NUMBERS = {"cpu": 2**22, "cuda": 2**28}
 
 
 def linear_cross_entropy(hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor) -> Tensor:
-    """Cross-entropy of every token's next-token distribution: ``F.cross_entropy(F.linear(h, W, b))`` without holding the logits.
+    """Return the cross-entropy of every token's next-token distribution: ``F.cross_entropy(F.linear(h, W, b))`` without storing logits.
 
     Args:
         hidden_BLD: final hidden states.
-        weight_VD, bias_V: the head; a tied embedding is welcome.
+        weight_VD, bias_V: the head, possibly a tied embedding.
         target_BL: int64 token ids, or -100 for tokens without a loss (loss and gradient exactly zero).
 
     Returns:
@@ -38,7 +38,7 @@ def linear_cross_entropy(hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor |
     operands = (hidden_BLD, weight_VD, bias_V, target_BL)
     if has_torch_function(operands):
         return handle_torch_function(linear_cross_entropy, operands, *operands)
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # under vmap: record by record there is nothing to chunk
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # under vmap, with one record, there is nothing to chunk
         logit_BVL = F.linear(hidden_BLD, weight_VD, bias_V).mT
         dtype = torch.promote_types(logit_BVL.dtype, torch.float32)
         return F.cross_entropy(logit_BVL.to(dtype), target_BL, reduction="none", ignore_index=IGNORED)
@@ -48,7 +48,7 @@ def linear_cross_entropy(hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor |
 def head_forward(
     hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor, *, with_gram: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One pass over chunks of records, for autograd functions.
+    """Compute loss and gradients in one pass over chunks of records, for autograd functions.
 
     Returns:
         (loss_BL; d loss / d hidden, (B, L, D); with ``with_gram`` the inner products (B, L, L) of
@@ -71,7 +71,7 @@ def head_forward(
 
 
 def logit_gradients(hidden_NLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_NL: Tensor) -> Tensor:
-    """d loss / d logits of some records, made again: softmax - one-hot, (N, L, V) in the states' precision."""
+    """Recompute d loss / d logits of some records: softmax - one-hot, (N, L, V) in the states' precision."""
     return _minus_target(_logits(hidden_NLD, weight_VD, bias_V).softmax(2), target_NL).to(hidden_NLD.dtype)
 
 
@@ -110,7 +110,7 @@ def _chunks(hidden_BLD: Tensor, weight_VD: Tensor) -> Iterator[slice]:
 
 
 def _logits(hidden_NLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-    """Logits in float32 or wider, a tensor of the caller's own."""
+    """Return the logits in float32 or wider, as a new tensor."""
     known = torch.amp.is_autocast_available(hidden_NLD.device.type)  # not for the meta device
     with torch.autocast(hidden_NLD.device.type, enabled=False) if known else contextlib.nullcontext():
         logit_NLV = F.linear(hidden_NLD, weight_VD, bias_V)
@@ -118,7 +118,7 @@ def _logits(hidden_NLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Ten
 
 
 def _minus_target(probability_NLV: Tensor, target_NL: Tensor) -> Tensor:
-    """softmax - one-hot in place; zero for tokens without a loss."""
+    """Compute softmax - one-hot in place; zero for tokens without a loss."""
     index_NL1 = target_NL.clamp(min=0)[..., None]
     probability_NLV.scatter_add_(2, index_NL1, torch.full_like(index_NL1, -1, dtype=probability_NLV.dtype))
     ignored_NL = target_NL == IGNORED

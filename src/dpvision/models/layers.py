@@ -14,7 +14,7 @@ NORM_EPS = 1e-6
 
 
 def sincos_positions(grid: int, width: int) -> Tensor:
-    """Fixed two-dimensional sin-cos position table of a square grid (MoCo v3, MAE).
+    """Return the fixed two-dimensional sin-cos position table of a square grid (MoCo v3, MAE).
 
     A quarter of the width each for sin and cos of the column, then of the row, at frequencies 10000^(-4 i / width).
 
@@ -34,7 +34,7 @@ def sincos_positions(grid: int, width: int) -> Tensor:
 
 
 def sincos_sequence(length: int, width: int) -> Tensor:
-    """Fixed sin-cos position table of a sequence (Vaswani et al. 2017), at frequencies 10000^(-2 i / width), sines first.
+    """Return the fixed sin-cos position table of a sequence (Vaswani et al. 2017), at frequencies 10000^(-2 i / width), sines first.
 
     Args:
         length: tokens.
@@ -49,7 +49,7 @@ def sincos_sequence(length: int, width: int) -> Tensor:
 
 
 def patchify(x_BCHW: Tensor, patch_size: int) -> Tensor:
-    """Patches in raster order, each flattened as (C, row, column): the layout of a convolution's weight.
+    """Split images into patches in raster order, each flattened as (C, row, column): the layout of a convolution's weight.
 
     Returns:
         (B, L, C * patch_size^2).
@@ -59,7 +59,7 @@ def patchify(x_BCHW: Tensor, patch_size: int) -> Tensor:
 
 
 def unpatchify(patch_BLE: Tensor, patch_size: int) -> Tensor:
-    """The image of ``patchify``'s patches: its inverse.
+    """Invert ``patchify``.
 
     Returns:
         (B, C, H, W) with H = W.
@@ -72,7 +72,7 @@ def unpatchify(patch_BLE: Tensor, patch_size: int) -> Tensor:
 class Attention(nn.Module):
     """Multi-head self-attention.
 
-    Written out, because torch's fused kernels have no batching rule: under ``vmap`` they run record by record.
+    Not fused, because torch's fused kernels have no batching rule: under ``vmap`` they run record by record.
     """
 
     def __init__(self, width: int, num_heads: int, qkv_bias: bool = True) -> None:
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Mixed tokens, (B, L, D)."""
+        """Return the tokens after attention, (B, L, D)."""
         q_BHLK, k_BHLK, v_BHLK = self.qkv(x_BLD).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         scale = q_BHLK.shape[-1] ** -0.5
         weight_BHLL = (q_BHLK * scale @ k_BHLK.transpose(-2, -1)).softmax(dim=-1)
@@ -102,13 +102,13 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Tokens after attention and MLP, (B, L, D)."""
+        """Return the tokens after attention and MLP, (B, L, D)."""
         x_BLD = x_BLD + self.attention(self.norm1(x_BLD))
         return x_BLD + self.mlp(self.norm2(x_BLD))
 
 
 def init_weights(module: nn.Module, generator: torch.Generator) -> None:
-    """MAE's initialisation, drawn from ``generator``, in the modules' order.
+    """Initialise as MAE does, drawing from ``generator`` in the modules' order.
 
     Linear weights Xavier-uniform, biases 0, LayerNorms 1 and 0; embeddings N(0, 1); bare parameters (class and mask tokens) N(0, 0.02).
     """

@@ -1,6 +1,6 @@
-"""A linear classifier of frozen features, as a run of a head leaves it.
+"""The linear classifier on frozen features that a head's run produces.
 
-Legend: B records, D feature dimensions, K classes.
+Legend: B records, D feature dimension, K classes.
 """
 
 import torch
@@ -11,13 +11,13 @@ from dpvision.errors import ConfigError
 
 
 class LinearHead(nn.Module):
-    """scores = weight x + bias, where x is the feature less the run's public centre, of length 1 if the run scaled so (``model.unit``)."""
+    """scores = weight x + bias, where x is the feature minus the run's public centre, scaled to length 1 if ``model.unit``."""
 
     def __init__(self, cfg: HeadConfig) -> None:
         super().__init__()
         if cfg.num_classes is None or cfg.encoder.width < 1:
             raise ConfigError(
-                f"head: num_classes={cfg.num_classes}, width={cfg.encoder.width}; expected both known. Open a run made by `dpvision adapt`."
+                f"head: num_classes={cfg.num_classes}, width={cfg.encoder.width}; expected both set. Open a run made by `dpvision adapt`."
             )
         self.unit = cfg.unit
         self.weight = nn.Parameter(torch.zeros(cfg.num_classes, cfg.encoder.width), requires_grad=False)
@@ -26,7 +26,7 @@ class LinearHead(nn.Module):
         self.centre: Tensor
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """Scores float32 (B, K); the largest is the prediction, and one above zero says yes where a record may have several classes."""
+        """Return scores, float32 (B, K). The largest is the prediction; for multi-label records, every score above zero is one."""
         x_BD = x_BD - self.centre
         if self.unit:
             x_BD = x_BD / torch.linalg.vector_norm(x_BD, dim=1, keepdim=True).clamp(min=torch.finfo(x_BD.dtype).tiny)

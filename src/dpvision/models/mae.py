@@ -1,9 +1,9 @@
-"""Masked autoencoder (He et al. 2022) in ViP's form: pixel targets not normalised per patch, a loss of masked patches only.
+"""Masked autoencoder (He et al. 2022) in ViP's form: pixel targets not normalised per patch, loss on masked patches only.
 
-Other targets than ViP's are there by ``MAEConfig.target``.
+``MAEConfig.target`` selects other targets.
 
-Legend: B records, L patches, S kept patches, M = L - S masked patches, D encoder width, E numbers in a patch, T in a target, C channels, H,
-W.
+Legend: B records, L patches, S kept patches, M = L - S masked patches, D encoder width, E values per patch, T values per target,
+C channels, H, W.
 """
 
 import torch
@@ -20,7 +20,7 @@ class MAE(nn.Module):
     """Encoder of the visible patches, a small decoder that predicts the pixels (or other targets) of the masked ones.
 
     Raises:
-        ConfigError: the mask leaves no patch to see.
+        ConfigError: the mask leaves no visible patch.
     """
 
     decoder_position_LD: Tensor
@@ -45,23 +45,23 @@ class MAE(nn.Module):
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image, visible and masked."""
+        """Number of patches of an image, visible and masked."""
         return self.encoder.num_patches
 
     @property
     def num_visible(self) -> int:
-        """Patches that the encoder sees: num_patches x (1 - mask_ratio), rounded down as in MAE's code."""
+        """Number of patches that the encoder sees: num_patches x (1 - mask_ratio), rounded down as in MAE's code."""
         return int(self.num_patches * (1 - self.cfg.mask_ratio))
 
     def forward(self, patch_BLE: Tensor, order_BL: Tensor) -> Tensor:
-        """Predicted targets of the masked patches.
+        """Return the predicted targets of the masked patches.
 
-        The decoder's tokens stand in the order class, visible, masked, each with the position of its patch: blocks do not
-        depend on the order of tokens, so nothing has to be put back into place.
+        The decoder's tokens are ordered class, visible, masked, each with its patch's position. Blocks are equivariant to
+        permutations of tokens, so the original order need not be restored.
 
         Args:
             patch_BLE: all patches of the images.
-            order_BL: permutation of the patches; the first ``num_visible`` are seen.
+            order_BL: permutation of the patches; the first ``num_visible`` are visible.
 
         Returns:
             prediction_BMT, row m for patch ``order_BL[:, num_visible + m]``.
@@ -79,11 +79,11 @@ class MAE(nn.Module):
 
 
 def losses(model: MAE, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
-    """Reconstruction loss of each image: mean squared error over the targets of its masked patches.
+    """Return the reconstruction loss of each image: mean squared error over the targets of its masked patches.
 
     Args:
         x_BCHW: normalised images.
-        order_BL: int64 random keys, one per record and patch; the patches with the smallest keys are seen.
+        order_BL: int64 random keys, one per record and patch; the patches with the smallest keys are visible.
 
     Returns:
         loss_B, float32 also under autocast (float64 for float64 images).
@@ -99,7 +99,7 @@ def losses(model: MAE, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reconstruct(model: MAE, x_BCHW: Tensor, order_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """The images with their masked patches as the model predicts them, and which patches were masked; for reports.
+    """Return the images with predictions in the masked patches, and the mask; for reports.
 
     Args:
         x_BCHW, order_BL: as for ``losses``.
@@ -108,10 +108,10 @@ def reconstruct(model: MAE, x_BCHW: Tensor, order_BL: Tensor) -> tuple[Tensor, T
         (prediction_BCHW, normalised like the images, visible patches unchanged; mask_BL bool, True where masked).
 
     Raises:
-        ConfigError: the model predicts gradients, which are no image.
+        ConfigError: the model predicts gradients instead of pixels.
     """
     if model.cfg.target == "gradients":
-        raise ConfigError("reconstruct: target='gradients'; expected a model that predicts pixels. Leave the reconstructions out.")
+        raise ConfigError("reconstruct: target='gradients'; expected a model that predicts pixels. Use a run with --model.target pixels.")
     patch_BLE = patchify(x_BCHW, model.cfg.encoder.patch_size)
     order_BL = order_BL.argsort(dim=1)
     masked_BM = order_BL[:, model.num_visible :]

@@ -1,15 +1,14 @@
-"""Pre-activation residual networks for private training: GroupNorm or no norm at all, standardised weights, nothing of the batch.
+"""Pre-activation residual networks for private training: GroupNorm or no norm, standardised weights, no batch statistics.
 
     h = act(norm(x)),    y = shortcut + alpha x convs(h),    shortcut = x, or a 1 x 1 convolution of h where the shape changes
 
 With ``norm="group"`` alpha is 1, norm is GroupNorm and weights are standardised (Qiao et al. 2019): the WRN-D-K of De et al. 2022
 for 32 px, BiT's ResNets for 224 px. With ``norm="none"`` alpha is 0.2, norm is a fixed factor, and scaled standardised convolutions
 with gains hold the variance (Brock et al. 2021): the NF-ResNet-50 that De et al. 2022 and TAN (Sander et al. 2022) train on ImageNet.
-One class for both: they differ in what stands before an activation and in the kind of convolution. The convolutions are timm's, whose
-gradients the one-pass clip knows. timm's networks would do for 224 px; they have no 32 px form, and no initialisation from a generator
-of one's own.
+Both differ only in the norm before an activation and the kind of convolution. The convolutions are timm's, for which one-pass clipping
+has rules. timm's own networks have no 32 px form and cannot be initialised from a given generator.
 
-Legend: B records, C channels, H height, W width, D channels of the last stage, G places on a side of the last map.
+Legend: B records, C channels, H height, W width, D channels of the last stage, G side of the last map.
 """
 
 import math
@@ -24,7 +23,7 @@ from dpvision.models.vit import CHANNELS
 _ALPHA = 0.2
 """Weight of a residual branch without norms (Brock et al. 2021, section 3)."""
 _RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))
-"""Makes the ReLU of a standard normal number have variance 1 (Brock et al. 2021, section 4); timm has an estimate, 1.71396."""
+"""Gain for which the ReLU of a standard normal number has variance 1 (Brock et al. 2021, section 4); timm uses an estimate, 1.71396."""
 _STD_EPS = 1e-5
 _BOTTLENECK = 4
 
@@ -53,7 +52,7 @@ class ResNet(nn.Module):
         self.act = nn.ReLU()
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """The last map after norm and activation: (B, D, G, G)."""
+        """Return the last map after norm and activation, (B, D, G, G)."""
         return self.act(self.norm(self.stages(self.pool(self.stem(x_BCHW)))))
 
 
@@ -67,7 +66,7 @@ class ResidualBlock(nn.Module):
         self.norm1 = _norm(cfg, channels, variance)
         self.act = nn.ReLU()
         inner = width // _BOTTLENECK if cfg.block == "bottleneck" else width
-        # (kernel, stride) of the convolutions; the stride sits on the first 3 x 3
+        # (kernel, stride) of the convolutions; the first 3 x 3 has the stride
         kernels = [(1, 1), (3, stride), (1, 1)] if cfg.block == "bottleneck" else [(3, stride), (3, 1)]
         layers: list[nn.Module] = []
         for i, (kernel, step) in enumerate(kernels):
@@ -78,19 +77,19 @@ class ResidualBlock(nn.Module):
         self.convs = nn.Sequential(*layers)
         self.shortcut: nn.Module | None = None
         if stride > 1 or channels != width:
-            # without norms places are averaged before the 1 x 1 convolution, as Brock et al. do; with them it strides over places
+            # without norms the map is averaged before the 1 x 1 convolution, as in Brock et al.; with norms the convolution has a stride
             shrink = nn.AvgPool2d(2) if stride > 1 and not group else nn.Identity()
             self.shortcut = nn.Sequential(shrink, _conv(cfg, channels, width, 1, stride=stride if group else 1))
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """The block's map; side divided by its stride."""
+        """Return the block's map, with its side divided by the stride."""
         h_BCHW = self.act(self.norm1(x_BCHW))
         shortcut_BCHW = x_BCHW if self.shortcut is None else self.shortcut(h_BCHW)
         return shortcut_BCHW + self.alpha * self.convs(h_BCHW)
 
 
 class FixedScale(nn.Module):
-    """Multiplication by a constant: 1 / sqrt(expected variance), what stands for a norm in a norm-free network."""
+    """Multiplication by 1 / sqrt(expected variance), which replaces a norm in a norm-free network."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -101,10 +100,10 @@ class FixedScale(nn.Module):
 
 
 def init_resnet(network: ResNet, generator: torch.Generator) -> None:
-    """Weights from ``generator``, in the modules' order; biases 0, norms 1 and 0, gains 1.
+    """Draw weights from ``generator`` in the modules' order; biases are 0, norms 1 and 0, gains 1.
 
-    Convolutions normal with variance 2 / fan-in (He et al. 2015), or 1 / fan-in where the weight is standardised: its scale then leaves
-    the function as it is. Gains start at 1 also where a branch ends, as De et al. have them; timm's NF-ResNets start those at 0.
+    Convolutions are normal with variance 2 / fan-in (He et al. 2015), or 1 / fan-in for standardised weights, whose scale does not
+    change the function. Gains at the end of a branch also start at 1, as in De et al.; timm's NF-ResNets start them at 0.
     """
     for part in network.modules():
         if isinstance(part, nn.Conv2d):
@@ -120,10 +119,10 @@ def init_resnet(network: ResNet, generator: torch.Generator) -> None:
 
 
 def _conv(cfg: ResNetConfig, inputs: int, outputs: int, kernel: int, *, stride: int, after_relu: bool = True) -> nn.Conv2d:
-    """A convolution padded to keep the side (divided by the stride); with a bias only where no norm follows.
+    """Make a convolution padded to keep the side (divided by the stride), with a bias only if no norm follows.
 
     Args:
-        after_relu: False for the stem, which sees images; timm gives it the gain of a ReLU all the same.
+        after_relu: False for the stem, whose input is the image; timm uses the gain of a ReLU there too.
     """
     padding = kernel // 2
     if cfg.norm == "none":

@@ -1,8 +1,8 @@
-"""What a masked autoencoder predicts of a hidden patch: pixels, pixels less the patch's own mean and contrast, or oriented gradients.
+"""Targets of a masked autoencoder: pixels, pixels normalised per patch, or histograms of oriented gradients.
 
-Each is a fixed function of the record's own image, so the loss stays separable and private training is unchanged.
+Each is a fixed function of the record's image, so the loss stays separable and private training is unchanged.
 
-Legend: B records, L patches, E numbers in a patch, T numbers in a target, C channels, H height, W width, P patch side, S cell side.
+Legend: B records, L patches, E values per patch, T values per target, C channels, H height, W width, P patch side, S cell side.
 """
 
 import math
@@ -15,17 +15,17 @@ from dpvision.models.layers import patchify
 
 ORIENTATIONS = 9
 CELLS = 2
-"""Cells along a side of a patch."""
+"""Cells per side of a patch."""
 _NORM_EPS = 1e-6
 
 
 def target_size(kind: str, patch_size: int, channels: int = 3) -> int:
-    """Numbers T that are predicted for a patch."""
+    """Return T, the number of values predicted per patch."""
     return channels * ORIENTATIONS * CELLS**2 if kind == "gradients" else channels * patch_size**2
 
 
 def make_targets(x_BCHW: Tensor, patch_size: int, kind: str) -> Tensor:
-    """Targets of all patches, (B, L, T), in raster order.
+    """Return the targets of all patches, (B, L, T), in raster order.
 
     Args:
         x_BCHW: normalised images.
@@ -42,7 +42,7 @@ def make_targets(x_BCHW: Tensor, patch_size: int, kind: str) -> Tensor:
 
 
 def to_pixels(prediction_BLT: Tensor, patch_BLE: Tensor, kind: str) -> Tensor:
-    """Pixels (B, L, E) of predicted targets; normalised ones get the true patch's mean and variance back, which is for showing only."""
+    """Return pixels (B, L, E) of predicted targets, for display only. Normalised ones use the true patch's mean and variance."""
     if kind == "pixels":
         return prediction_BLT
     assert kind == "normalised_pixels", "gradients have no pixels"
@@ -51,7 +51,7 @@ def to_pixels(prediction_BLT: Tensor, patch_BLE: Tensor, kind: str) -> Tensor:
 
 
 def _gradient_histograms(x_BCHW: Tensor, patch_size: int) -> Tensor:
-    """For each channel and each of 2 x 2 cells of a patch: gradient magnitude by unsigned orientation in nine bins, of Euclidean norm 1.
+    """Return gradient magnitudes by unsigned orientation in nine bins, of Euclidean norm 1, for each channel and each of 2 x 2 cells.
 
     Returns:
         (B, L, C x 4 x 9).
@@ -62,7 +62,7 @@ def _gradient_histograms(x_BCHW: Tensor, patch_size: int) -> Tensor:
     size_BCHW = (right * right + down * down).sqrt()
     bin_BCHW = (torch.atan2(down, right) * (ORIENTATIONS / math.pi)).floor().long() % ORIENTATIONS
     one_hot = torch.arange(ORIENTATIONS, device=x_BCHW.device)[:, None, None]
-    # A plane for each orientation, averaged over cells: no scatter, which vmap and the one-pass rules would have to know.
+    # A plane per orientation, averaged over cells: this avoids scatter, which would need rules for vmap and one-pass clipping.
     planes = torch.where(bin_BCHW[:, :, None] == one_hot, size_BCHW[:, :, None], 0.0).flatten(1, 2)
     cells = F.avg_pool2d(planes, patch_size // CELLS).unflatten(1, (-1, ORIENTATIONS))
     cells = cells / (cells.norm(dim=2, keepdim=True) + _NORM_EPS)

@@ -1,4 +1,4 @@
-"""Weights that timm has fetched at some time, found in its caches. Nothing is downloaded."""
+"""Find pretrained weights in timm's caches. Nothing is downloaded."""
 
 from pathlib import Path
 from urllib.parse import urlparse
@@ -14,13 +14,13 @@ _NONE = "nowhere: timm publishes none for this name"
 
 
 def find_timm_weights(name: str) -> tuple[Path | None, list[str]]:
-    """The file of a timm model's pretrained weights.
+    """Find the file of a timm model's pretrained weights.
 
     Args:
-        name: timm's name of the model, with or without a tag; without one, the tag that timm prefers.
+        name: timm's name of the model; without a tag, timm's default tag.
 
     Returns:
-        The file, or None where no cache has it; and the places that were looked at, in words, for an error.
+        The file, or None if no cache has it; and a description of the places searched, for errors.
     """
     published = _published(name)
     if published is None:
@@ -42,7 +42,7 @@ def find_timm_weights(name: str) -> tuple[Path | None, list[str]]:
 
 
 def timm_licence(name: str) -> str | None:
-    """The licence of a timm model's pretrained weights, as timm states it."""
+    """Return the licence of a timm model's pretrained weights as stated by timm, or None."""
     published = _published(name)
     return None if published is None else published.license
 

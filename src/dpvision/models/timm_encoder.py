@@ -1,6 +1,6 @@
-"""Encoders of timm, built by name and trained like ours: what they give the head, and positions for images of another size.
+"""timm's models as trainable encoders: pooling for a head, and positions for other image sizes.
 
-Legend: B records, L places, D width, C channels, H height, W width.
+Legend: B records, L positions, D width, C channels, H height, W width.
 """
 
 import re
@@ -24,7 +24,7 @@ _POSITIONS = "model.pos_embed"
 
 
 class TimmEncoder(nn.Module):
-    """One of timm's models without its classifier; weights are timm's initialisation, drawn from torch's global generator."""
+    """A timm model without its classifier, with timm's initialisation, drawn from torch's global generator."""
 
     def __init__(self, cfg: TimmConfig) -> None:
         super().__init__()
@@ -34,20 +34,20 @@ class TimmEncoder(nn.Module):
         if normed:
             raise ConfigError(
                 f"model.encoder: name={cfg.name!r} normalises with statistics of the batch (BatchNorm: {normed[0]} and {len(normed) - 1} "
-                "more); expected every record for itself. Choose one with GroupNorm or LayerNorm (resnetv2_50x1_bit, convnext_tiny), or a "
+                "more); expected no batch statistics. Choose one with GroupNorm or LayerNorm (resnetv2_50x1_bit, convnext_tiny), or a "
                 "head on its frozen features: dpvision adapt transfer.auto."
             )
         self._channels_last = getattr(self.model, "output_fmt", None) == "NHWC"
 
     def places(self, x_BCHW: Tensor) -> Tensor:
-        """One vector for each patch, or each place of the last map, in raster order: (B, L, D); class token and registers left out."""
+        """Return a vector per patch, or per position of the last map, in raster order, (B, L, D), without class token and registers."""
         found = self.model.forward_features(x_BCHW)
         if found.ndim == 3:
             return found[:, getattr(self.model, "num_prefix_tokens", 0) :]
         return found.flatten(1, 2) if self._channels_last else found.flatten(2).transpose(1, 2)
 
     def pooled(self, x_BCHW: Tensor, pooling: str) -> Tensor:
-        """What a head sees, (B, D): "mean" of the places, the class token "cls", or "own", what timm's classifier would see."""
+        """Return a head's input, (B, D): the "mean" over positions, the class token ("cls"), or the input of timm's classifier ("own")."""
         if pooling == "own":
             return self.model(x_BCHW)
         if pooling == "cls":
@@ -55,7 +55,7 @@ class TimmEncoder(nn.Module):
         return self.places(x_BCHW).mean(1)
 
     def width(self, pooling: str) -> int:
-        """Numbers of ``pooled``.
+        """Return the feature dimension of ``pooled``.
 
         Raises:
             ConfigError: the model has no class token to pool.
@@ -65,9 +65,9 @@ class TimmEncoder(nn.Module):
         return self.model.head_hidden_size if pooling == "own" else self.model.num_features
 
     def fitted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``weights``, by the names of ``state_dict``, their trained positions interpolated to this encoder's image size by timm.
+        """Return ``weights`` (named as in ``state_dict``) with trained positions interpolated by timm to this encoder's image size.
 
-        Positions of other kinds than a vision transformer's table are left as they are.
+        Only a vision transformer's position table is interpolated.
         """
         model: Any = self.model
         given = weights.get(_POSITIONS)
@@ -78,15 +78,15 @@ class TimmEncoder(nn.Module):
 
 
 def is_timm_name(name: str) -> bool:
-    """Whether ``TimmConfig`` takes a name."""
+    """Return whether ``TimmConfig`` accepts a name."""
     return timm.is_model(name) or _BIT.fullmatch(name) is not None
 
 
 def make_timm(cfg: TimmConfig) -> Any:
-    """timm's model of a config, without its classifier; no weights are read.
+    """Make timm's model of a config, without its classifier and without loading weights.
 
     Raises:
-        ConfigError: timm does not know the name, or does not take the options or the image size.
+        ConfigError: timm does not accept the name, the options or the image size.
     """
     try:
         known = timm.get_pretrained_cfg(cfg.name) if timm.is_model(cfg.name) else None
@@ -96,17 +96,17 @@ def make_timm(cfg: TimmConfig) -> Any:
         model: Any = timm.create_model(cfg.name, pretrained=False, **more)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         got = f"name={cfg.name!r}, image_size={cfg.image_size}, options={list(cfg.options)}"
-        raise ConfigError(f"model.encoder: {got} ({error}); expected what timm takes. Correct them.") from None
+        raise ConfigError(f"model.encoder: {got} ({error}); expected arguments that timm.create_model accepts. Change them.") from None
     model.reset_classifier(0)
     return model
 
 
 def _bit(cfg: TimmConfig) -> ResNetV2:
-    """Big Transfer's ResNets of any width (Kolesnikov et al. 2020): timm registers some."""
+    """Make a Big Transfer ResNet of any width (Kolesnikov et al. 2020); timm registers only some."""
     match = _BIT.fullmatch(cfg.name)
     if match is None:
         raise ConfigError(
-            f"model.encoder: name={cfg.name!r}; expected one of timm's models. `dpvision doctor {cfg.name}` offers close ones."
+            f"model.encoder: name={cfg.name!r}; expected one of timm's models. `dpvision doctor {cfg.name}` lists similar names."
         )
     depth, width = match.groups()
     conv = partial(StdConv2d, eps=_BIT_EPS)

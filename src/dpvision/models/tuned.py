@@ -1,12 +1,12 @@
-"""What of a classifier is trained: all, its last blocks, the head alone, or few numbers that are put between frozen weights.
+"""Select the trainable parameters of a classifier: all, its last blocks, the head alone, or small additions to frozen weights.
 
 LoRA (Hu et al. 2022):  y = W x + s B A x, A of shape (r, D) and B of shape (P, r), B zero at the start
 FiLM (Perez et al. 2018):  y = norm(x) (1 + scale) + shift, both zero at the start, before the activation where a norm has one
 BitFit (Ben Zaken et al. 2022):  biases
 
-Additions stand around the module whose weights they leave alone, under the name ``frozen``: the weights of a parent fit as they did
-(``plain_names``). The head is trained in every way. What is put in is a linear map or a product with a bare parameter, for which the
-one-pass clip has rules; that library adapters would need rules of their own is why there are none here.
+An addition wraps the module that it adapts, which it keeps under the name ``frozen``, so that a parent's weights still fit
+(``plain_names``). The head is always trained. Additions are linear maps and products with bare parameters, for which one-pass clipping
+has rules; adapters from libraries would need additional rules.
 
 Legend: D inputs, P outputs, r rank.
 """
@@ -32,7 +32,7 @@ _FROZEN = ".frozen."
 
 
 class LoRA(nn.Module):
-    """A frozen linear map with a trained one of low rank beside it."""
+    """A frozen linear map plus a trained low-rank one."""
 
     def __init__(self, frozen: nn.Linear, rank: int, scale: float, generator: torch.Generator | None) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class LoRA(nn.Module):
 
 
 class FiLM(nn.Module):
-    """A frozen norm with a trained scale and shift for each channel after it."""
+    """A frozen norm followed by a trained scale and shift per channel."""
 
     def __init__(self, frozen: Any) -> None:
         super().__init__()
@@ -66,13 +66,13 @@ class FiLM(nn.Module):
 
 
 def tune(encoder: Encoder, head: nn.Linear, cfg: ClassifierConfig, generator: torch.Generator | None) -> None:
-    """Freeze what ``cfg.tuned`` leaves alone, in place, and put in what it adds.
+    """Freeze the parameters that ``cfg.tuned`` excludes, in place, and insert its additions.
 
     Args:
-        generator: draws the matrices A of LoRA; None on the meta device.
+        generator: draws LoRA's matrices A; None on the meta device.
 
     Raises:
-        ConfigError: the encoder has no such part, fewer blocks, or smaller linear maps than the rank.
+        ConfigError: the encoder has no such part, fewer blocks, or linear maps smaller than the rank.
     """
     head.bias.requires_grad_(cfg.train_head_bias)
     if cfg.tuned == "whole":
@@ -93,7 +93,7 @@ def tune(encoder: Encoder, head: nn.Linear, cfg: ClassifierConfig, generator: to
             for owner, name, linear in maps:
                 most = min(linear.in_features, linear.out_features)
                 if not cfg.lora_rank <= most:
-                    raise ConfigError(f"model: lora_rank={cfg.lora_rank}; expected at most {most}, the width of a linear map. Use less.")
+                    raise ConfigError(f"model: lora_rank={cfg.lora_rank}; expected at most {most}, the width of a linear map. Lower it.")
                 setattr(owner, name, LoRA(linear, cfg.lora_rank, cfg.lora_scale, generator))
         case "film":
             norms = [(owner, name, part) for owner, name, part in _children(encoder) if isinstance(part, _NORMS)]
@@ -104,18 +104,18 @@ def tune(encoder: Encoder, head: nn.Linear, cfg: ClassifierConfig, generator: to
 
 
 def plain_names(module: nn.Module) -> dict[str, str]:
-    """Names of the state without what ``tune`` has put in -> the same tensors' names in ``module``; additions have none."""
+    """Return a map from tensor names before ``tune`` to names in ``module``; additions are left out."""
     added = {f"{owner}.{name}" for owner, part in module.named_modules() if isinstance(part, LoRA | FiLM) for name in part._parameters}
     return {name.replace(_FROZEN, "."): name for name in module.state_dict() if name not in added}
 
 
 def merged(weights: dict[str, Tensor], lora_scale: float) -> dict[str, Tensor]:
-    """Weights of a tuned network as those of the same function without additions, under the names it had before ``tune``.
+    """Merge additions into a tuned network's weights, which then define the same function under the names before ``tune``.
 
     LoRA: W + s B A. FiLM: norm weight x (1 + scale), norm bias x (1 + scale) + shift.
 
     Args:
-        weights: by the names of ``state_dict``; without additions they are given back as they are.
+        weights: named as in ``state_dict``; returned unchanged if there are no additions.
         lora_scale: the s that they were trained with.
     """
     made = {name.replace(_FROZEN, "."): value for name, value in weights.items()}
@@ -133,7 +133,7 @@ def merged(weights: dict[str, Tensor], lora_scale: float) -> dict[str, Tensor]:
 
 
 def blocks_of(encoder: Encoder) -> list[nn.Module]:
-    """The encoder's blocks from first to last: of a transformer, or the residual blocks of all stages."""
+    """Return the encoder's blocks in order: a transformer's blocks, or the residual blocks of all stages."""
     model: Any = encoder.model if isinstance(encoder, TimmEncoder) else encoder
     stages: Any = next((found for name in ("blocks", "stages", "layers") if (found := getattr(model, name, None)) is not None), [])
     blocks: list[nn.Module] = []
@@ -144,10 +144,10 @@ def blocks_of(encoder: Encoder) -> list[nn.Module]:
 
 
 def _last(encoder: Encoder, num: int) -> list[nn.Parameter]:
-    """Parameters of the last blocks, and of all that is registered after the first of them: the forward pass has the same order."""
+    """Return the parameters of the last ``num`` blocks and of everything registered after the first of them, as in the forward pass."""
     blocks = blocks_of(encoder)
     if not num <= len(blocks):
-        raise ConfigError(f"model: last_blocks={num}; expected at most {len(blocks)}, the blocks of the encoder. For all say tuned=whole.")
+        raise ConfigError(f"model: last_blocks={num}; expected at most {len(blocks)}, the blocks of the encoder. Use tuned=whole for all.")
     first = next(blocks[-num].parameters())
     parameters = list(encoder.parameters())
     start = next(i for i, parameter in enumerate(parameters) if parameter is first)
@@ -164,7 +164,7 @@ def _linear_maps(encoder: Encoder, where: str) -> Iterator[tuple[nn.Module, str,
 
 
 def _children(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """(owner, name there, module) of everything below ``module``."""
+    """Return (owner, name in owner, module) for every submodule of ``module``."""
     return [(owner, name, part) for owner in module.modules() for name, part in owner.named_children()]
 
 

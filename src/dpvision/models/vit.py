@@ -1,6 +1,6 @@
 """A plain vision transformer encoder: pre-LayerNorm, class token, fixed sin-cos positions (Dosovitskiy et al. 2021; MAE).
 
-Legend: B records, L tokens, D width, C channels, H height, W width, E numbers in a patch.
+Legend: B records, L tokens, D width, C channels, H height, W width, E values per patch.
 """
 
 import torch
@@ -13,10 +13,10 @@ CHANNELS = 3
 
 
 class ViT(nn.Module):
-    """Vision transformer encoder from a config, weights not yet initialised as in the paper (``make_model`` does that).
+    """Vision transformer encoder from a config. ``make_model`` initialises its weights as in the paper.
 
-    The patch embedding is a linear map of unfolded patches: the same numbers as a convolution with stride = kernel, and the
-    masked autoencoder embeds only the patches that it keeps.
+    The patch embedding is a linear map of unfolded patches. It equals a convolution with stride = kernel, and lets the masked
+    autoencoder embed only the patches that it keeps.
     """
 
     position_LD: Tensor
@@ -32,11 +32,11 @@ class ViT(nn.Module):
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image (the class token not counted)."""
+        """Number of patches of an image, without the class token."""
         return (self.cfg.image_size // self.cfg.patch_size) ** 2
 
     def embed(self, patch_BLE: Tensor, position: Tensor) -> Tensor:
-        """Tokens of patches with their positions, the class token (position zero) before them.
+        """Return the tokens of patches with their positions, after the class token (position zero).
 
         Args:
             patch_BLE: flattened patches (``layers.patchify``), all or some.
@@ -49,17 +49,17 @@ class ViT(nn.Module):
         return torch.cat([self.cls_token.expand(len(token_BLD), 1, -1), token_BLD], dim=1)
 
     def encode(self, token_BLD: Tensor) -> Tensor:
-        """The blocks and the final norm over embedded tokens, (B, L, D)."""
+        """Apply the blocks and the final norm to embedded tokens, (B, L, D)."""
         for block in self.blocks:
             token_BLD = block(token_BLD)
         return self.norm(token_BLD)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Tokens after the final norm, class token first: (B, 1 + L, D)."""
+        """Return the tokens after the final norm, class token first: (B, 1 + L, D)."""
         return self.encode(self.embed(patchify(x_BCHW, self.cfg.patch_size), self.position_LD))
 
     def forward_blocks(self, x_BCHW: Tensor) -> list[Tensor]:
-        """Output of every block, before the final norm: ``depth`` tensors of shape (B, 1 + L, D), for probes."""
+        """Return the output of every block, before the final norm: ``depth`` tensors of shape (B, 1 + L, D), for probes."""
         token_BLD = self.embed(patchify(x_BCHW, self.cfg.patch_size), self.position_LD)
         outputs = []
         for block in self.blocks:

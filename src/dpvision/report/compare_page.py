@@ -1,7 +1,7 @@
-"""Several runs beside each other on one page: losses, what they cost, and how their encoders score.
+"""One page that compares several runs: losses, epsilon and scores.
 
-Losses are functions of the records, so the page is confidential unless every image that shaped these runs is public (guarantee.md,
-rule 6): ``page_path`` decides where it may lie before anything is read from ``confidential/``.
+Losses are functions of the records, so the page is confidential unless every image behind these runs is public (docs/privacy.md):
+``page_path`` checks the output path before anything is read from ``confidential/``.
 """
 
 from collections.abc import Sequence
@@ -25,21 +25,21 @@ _Entries = list[tuple[int, dict[str, Any]]]
 
 
 def make_compare_page(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Write the page that compares runs, without scripts or requests to anywhere; gives its path.
+    """Write a page that compares runs, without scripts or network requests, and return its path.
 
     Args:
-        run_dirs: one or more run folders; at most six colours are told apart, a warm and a random start of the same settings sharing one.
-        out: file to write. If None, compare.html in the first run's ``confidential/``. Outside of a folder of that name only where all
-            images behind the runs are public; then private scores are left out.
+        run_dirs: one or more run folders; at most six colours, one for a warm and a random start of the same settings.
+        out: file to write. If None, compare.html in the first run's ``confidential/``. Another folder is accepted only if all images
+            behind the runs are public; private scores are then left out.
 
     Raises:
-        PrivacyError: ``out`` is not under ``confidential/`` and a run is not of public images alone; a ledger was altered.
+        PrivacyError: ``out`` is not under ``confidential/`` although a run used private images; a ledger was altered.
         ConfigError: no run, the same run twice, too many, or ``out`` is not an .html file.
         CheckpointError: there is no run, no loss has been logged, or a file cannot be read or written.
     """
     roots = [Path(run) for run in run_dirs]
     if not roots or len({root.resolve() for root in roots}) < len(roots):
-        raise ConfigError(f"compare: {[str(root) for root in roots]}; expected one or more run folders, each once. Correct the list.")
+        raise ConfigError(f"compare: {[str(root) for root in roots]}; expected one or more run folders, each once. Drop the duplicate.")
     path = page_path(roots, None if out is None else Path(out))
     is_open = not _is_confidential(path)
     runs = [read_compared(root, name, public_scores_only=is_open) for root, name in zip(roots, _names(roots), strict=True)]
@@ -59,11 +59,12 @@ def make_compare_page(run_dirs: Sequence[str | Path], out: str | Path | None = N
 
 
 def page_path(roots: Sequence[Path], out: Path | None) -> Path:
-    """Where the page is written.
+    """Return the path to write the page to.
 
     Raises:
-        PrivacyError: outside of a confidential folder, and a run is not of public images alone.
-        ConfigError: not an .html file. CheckpointError: there is no run.
+        PrivacyError: ``out`` is outside a confidential folder although a run used private images.
+        ConfigError: ``out`` is not an .html file.
+        CheckpointError: there is no run.
     """
     if out is None:
         read_run(roots[0])
@@ -73,17 +74,17 @@ def page_path(roots: Sequence[Path], out: Path | None) -> Path:
     closed = [root for root in roots if not made_of_public_images(root)]
     if closed and not _is_confidential(out):
         raise PrivacyError(
-            f"compare: out={str(out)!r}; expected a place under a folder named confidential, for losses of {closed[0]} come from private "
-            "images. Leave --out away, or put confidential/ into it."
+            f"compare: out={str(out)!r}; expected a path in a folder named confidential, because losses of {closed[0]} come from private "
+            "images. Drop --out, or put confidential/ into it."
         )
     return out
 
 
 def run_colors(runs: Sequence[ComparedRun]) -> list[int]:
-    """A colour for each run: one of its own, but the same for a warm and a random start of the same settings.
+    """Return a colour for each run; a warm and a random start of the same settings share one.
 
     Raises:
-        ConfigError: there are not enough colours.
+        ConfigError: more colours are needed than there are.
     """
     colors: list[int] = []
     taken: dict[tuple[Any, ...], dict[str, int]] = {}
@@ -100,8 +101,8 @@ def run_colors(runs: Sequence[ComparedRun]) -> list[int]:
         colors.append(color)
     if max(colors) >= len(SERIES):
         raise ConfigError(
-            f"compare: {max(colors) + 1} kinds of runs; expected at most {len(SERIES)}, which a reader can tell apart (a warm and a random "
-            "start of the same settings count once). Compare fewer at a time."
+            f"compare: {max(colors) + 1} different runs; expected at most {len(SERIES)}, one per colour (a warm and a random start of the "
+            "same settings count once). Compare fewer runs."
         )
     return colors
 
@@ -134,7 +135,7 @@ def _loss_figures(runs: Sequence[ComparedRun], colors: Sequence[int]) -> dict[st
 
 
 def _differing(runs: Sequence[ComparedRun]) -> list[str]:
-    """What makes the losses of these runs hard to compare: settings that change what the loss is of."""
+    """Return the differing settings that make the losses of these runs incomparable."""
     kept: dict[str, set[str]] = {}
     for run in (run for run in runs if not run.is_head):
         model = to_dict(run.config.model)
@@ -153,7 +154,7 @@ def _differing(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def _by_protocol(runs: Sequence[ComparedRun]) -> dict[tuple[str, str], _Entries]:
-    """(protocol, data) -> pairs of (index of the run, score), the ones that most runs have first."""
+    """Return (run index, score) pairs by (protocol, data), those that most runs have first."""
     found: dict[tuple[str, str], _Entries] = {}
     for i, run in enumerate(runs):
         for score in run.scores:
@@ -164,7 +165,7 @@ def _by_protocol(runs: Sequence[ComparedRun]) -> dict[tuple[str, str], _Entries]
 
 
 def _score_figures(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
-    """Title, data and SVG: score against size where the runs have several sizes, bars otherwise."""
+    """Return title, data and SVG per protocol: score against size if the runs have several sizes, otherwise bars."""
     drawn: list[dict[str, Any]] = []
     for (protocol, data), entries in _by_protocol(runs).items():
         ours = [(runs[i], score) for i, score in entries if is_of_the_run(score["name"])]
@@ -185,7 +186,7 @@ def _score_figures(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
 
 
 def _points(scored: Sequence[tuple[ComparedRun, dict[str, Any]]]) -> list[Point]:
-    """A series for each start and each epsilon that was planned; the epsilon is left out of the name where there is but one."""
+    """Return points in series by start and planned epsilon. The name leaves out an epsilon that all share."""
     planned = [run.planned_cost for run, _ in scored]
     names = [
         run.start + ("" if len(set(planned)) == 1 else f", {cost}") + _more_than_kind(score)
@@ -198,13 +199,13 @@ def _points(scored: Sequence[tuple[ComparedRun, dict[str, Any]]]) -> list[Point]
 
 
 def _untrained(scored: Sequence[tuple[ComparedRun, dict[str, Any]]]) -> list[Point]:
-    """What the architectures give with random weights: one point for each different figure."""
+    """Return the distinct scores of the architectures with random weights."""
     points = (Point("random weights", None, "untrained", run.num_parameters, *_range(score)) for run, score in scored)
     return list(dict.fromkeys(points))
 
 
 def _score_table(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
-    """A row for each protocol, data and kind of features, with a cell for each run."""
+    """Return a row for each protocol, data and kind of features, with a cell per run."""
     rows = []
     for (protocol, data), entries in _by_protocol(runs).items():
         for name in dict.fromkeys(score["name"] for _, score in entries):
@@ -218,7 +219,7 @@ def _score_table(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
 
 
 def _more_than_kind(score: dict[str, Any]) -> str:
-    """What a name says beyond "encoder" or "captioner", averaged weights say."""
+    """Return the suffix of a score's name after "encoder", "captioner" or "own head", such as averaged weights."""
     return str(score["name"]).removeprefix("encoder").removeprefix("captioner").removeprefix("own head")
 
 
@@ -227,26 +228,26 @@ def _range(score: dict[str, Any]) -> tuple[float, float, float]:
 
 
 def _names(roots: Sequence[Path]) -> list[str]:
-    """Each folder's name, with as much of the path before it as tells them apart."""
+    """Return each folder's name, with enough of its path to be unique."""
     parts = [root.resolve().parts for root in roots]
     length = next(n for n in range(1, max(map(len, parts)) + 1) if len({part[-n:] for part in parts}) == len(parts))
     return ["/".join(part[-length:]) for part in parts]
 
 
 def _is_confidential(path: Path) -> bool:
-    """Whether a file lies in a folder named confidential, links followed."""
+    """Return whether a file is in a folder named confidential, after resolving links."""
     return "confidential" in path.resolve().parent.parts
 
 
 def _make_folder(folder: Path) -> None:
-    """The folder, and those above it that are missing; a confidential one that is made is its owner's alone.
+    """Make a folder and its missing parents. A new confidential folder is accessible to its owner only.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: a folder cannot be made.
     """
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         for place in reversed(missing):
             place.mkdir(mode=0o700 if place.name == "confidential" else 0o777)
     except OSError as error:
-        raise CheckpointError(f"compare: {folder} ({error.strerror}); expected a place for the page. Choose another --out.") from None
+        raise CheckpointError(f"compare: {folder} ({error.strerror}); expected a writable folder. Choose another --out.") from None

@@ -1,4 +1,4 @@
-"""One run as a comparison sees it: settings, epsilon from its ledger, its losses and its scores, and whether these may be shown."""
+"""The data of one run for a comparison: settings, epsilon from its ledger, losses and scores, and whether they may be shown."""
 
 import json
 from collections.abc import Sequence
@@ -25,43 +25,43 @@ from dpvision.runs.lineage import runs_on, shaped_in_confidence
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """What the page knows of one run."""
+    """The data of one run on the page."""
 
     name: str
-    """Of its folder; with the folder above where two have the same."""
+    """Name of its folder, with the parent folder if two runs have the same name."""
     config: RunConfig
     about: dict[str, Any]
     num_parameters: int
-    """Of the whole model, the decoder included, as the papers count."""
+    """Of the whole model including the decoder, as in the papers."""
     start: str
     """"warm start" or "random start"."""
     steps: int | None
-    """Charged in the ledger; None where no ledger is at hand."""
+    """Steps charged in the ledger, or None without a ledger."""
     planned_epsilon: float | None
-    """Of all planned steps, and of the runs before this one on the same store that its weights come from. This and the epsilons below are
-    a person's where people are declared, else an image's."""
+    """Epsilon of all planned steps together with the earlier runs on the same store behind the weights. This and the epsilons below are
+    per person if people are declared, otherwise per image."""
     epsilon: float | None
-    """Of this run and of those before it on the same store that its weights come from, from the ledger; None without a guarantee or a
+    """Epsilon of the charged steps together with the earlier runs on the same store behind the weights; None without a guarantee or a
     ledger."""
     this_run_epsilon: float | None
-    """Of this run alone."""
+    """Epsilon of this run alone."""
     step_N: np.ndarray
     loss_N: np.ndarray
     scores: tuple[dict[str, Any], ...]
 
     @property
     def is_head(self) -> bool:
-        """A head on frozen features: it has no losses, and its start is its encoder."""
+        """Whether the run is a head on frozen features, which has no losses and starts from its encoder."""
         return isinstance(self.config.model, HeadConfig)
 
     @property
     def gradient_N(self) -> np.ndarray:
-        """Sample-gradients computed up to each step: expected, for the realised batch sizes are secret and do not differ by much."""
+        """Expected number of sample-gradients up to each step, float64 (N,). Realised batch sizes are secret."""
         return self.step_N * self.config.privacy.expected_batch_size * self.config.data.views
 
     @property
     def cost(self) -> str:
-        """Epsilon as a reader looks for it in a legend."""
+        """Epsilon spent, as text for legends."""
         if self.config.privacy.guarantee != "dp":
             return "simulated" if self.config.privacy.guarantee == "simulated" else "no guarantee"
         if self.epsilon is None or self.this_run_epsilon is None:
@@ -74,18 +74,18 @@ class ComparedRun:
 
     @property
     def planned_cost(self) -> str:
-        """The epsilon that was asked for or follows from the settings, in two digits: runs of one plan have the same."""
+        """Planned epsilon as text with two digits; equal for runs with the same plan."""
         person = "" if self.config.privacy.num_units is None else " per person"
         return "no guarantee" if self.planned_epsilon is None else f"ε {self.planned_epsilon:.2g}{person}"
 
     @property
     def label(self) -> str:
-        """Name, size and epsilon."""
+        """Name, size and epsilon, as text."""
         return f"{self.name}: {size_text(self.num_parameters)}, {self.cost}"
 
 
 def made_of_public_images(root: Path) -> bool:
-    """Whether a run's store is public, not cleared of private twins, and whatever shaped the weights it started from public or guaranteed.
+    """Return whether a run's store is public and was not cleared of private twins, and its parents are public or have a guarantee.
 
     Raises:
         CheckpointError: there is no run, or its newest manifest cannot be read.
@@ -94,19 +94,20 @@ def made_of_public_images(root: Path) -> bool:
     if about["results_visibility"] != "public":
         return False
     if not list_checkpoints(base):
-        return config.init_from is None  # a lineage that is not written down yet is not known to be public
+        return config.init_from is None  # without a checkpoint the parent's lineage is unknown
     return not shaped_in_confidence(read_manifest(find_checkpoint(base))["lineage"])
 
 
 def read_compared(root: Path, name: str, *, public_scores_only: bool = False) -> ComparedRun:
-    """What the page needs of one run.
+    """Read the data of one run for the page.
 
     Args:
-        name: as the page prints it.
-        public_scores_only: leave scores on private images out.
+        name: the run's name on the page.
+        public_scores_only: whether to leave out scores on private images.
 
     Raises:
-        CheckpointError: there is no run, no loss has been logged, or a file cannot be read. PrivacyError: its ledger was altered.
+        CheckpointError: there is no run, no loss has been logged, or a file cannot be read.
+        PrivacyError: its ledger was altered.
     """
     base, config, about = read_run(root)
     step_N, loss_N = read_losses(root / "confidential" / "metrics.jsonl")
@@ -132,7 +133,7 @@ def read_compared(root: Path, name: str, *, public_scores_only: bool = False) ->
 
 
 def read_losses(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and losses of a metrics.jsonl, float64 (N,), ascending; NaN for a batch without records. Lines cut by a crash are left out."""
+    """Read steps (ascending) and losses from a metrics.jsonl, float64 (N,). The loss of an empty batch is NaN; torn lines are skipped."""
     found: dict[int, float] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -161,13 +162,13 @@ def _planned_epsilon(base: Path, ledger: LedgerContents | None) -> float | None:
 
 
 def _epsilon(runs: Sequence[tuple[DPPlan, int]]) -> float | None:
-    """Of all runs together, for whom the last one's guarantee is; None where there is no accounting for people."""
+    """Return the total epsilon per person if the last run declares people, otherwise per record; None if it cannot be computed."""
     parts = parts_of(runs)
     return total_epsilon(parts)[0] if runs[-1][0].num_units is None else unit_epsilon(parts)
 
 
 def _ledger(base: Path, config: RunConfig, about: dict[str, Any]) -> LedgerContents | None:
-    """The truth beside the store where it is at hand, else the run folder's copy, else nothing."""
+    """Return the store's ledger of the run if it can be read, else the run folder's copy, else None."""
     try:
         ledgers = None if config.data.store is None else StoreLedgers.of(Path(config.data.store))
     except DataError:

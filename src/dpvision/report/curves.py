@@ -1,6 +1,6 @@
-"""Several runs on one plot: losses over the run, smoothed with the raw values faint behind, and scores against the size of the model.
+"""Plots of several runs: smoothed losses over the raw values, and scores against model size.
 
-The paper's figures 3, 4 and 7 (training loss) and 5 (score against number of parameters), for one's own runs.
+Like figures 3, 4 and 7 (training loss) and 5 (score against number of parameters) of the ViP paper.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from dpvision.report.figures import INK, MUTED, SERIES, svg_axes, thousands
 
 DASHES = {"warm start": "-", "random start": (0, (4, 1.6)), "untrained": (0, (1, 1.6))}
-"""How the kinds of start are drawn, in every figure."""
+"""Line style by kind of start."""
 _WIDE = (10.2, 4.3)
 _PANEL = (4.7, 3.1)
 _MOST_POINTS = 600
@@ -42,9 +42,9 @@ class Point:
     """One run's score."""
 
     series: str
-    """Points of one series are joined by a line when their sizes differ."""
+    """Points of one series are joined by a line if their sizes differ."""
     color: int | None
-    """Index into ``figures.SERIES``; if None, grey, for what stands beside."""
+    """Index into ``figures.SERIES``; if None, grey, for baselines."""
     start: str
     num_parameters: int
     value: float
@@ -53,15 +53,15 @@ class Point:
 
 
 def smoothing_window(num: int) -> int:
-    """Number of values that a smoothed one is averaged from, in a run of ``num``: a twenty-fifth of them, odd, at least 3."""
+    """Return the smoothing window for ``num`` values: a twenty-fifth of them, odd, at least 3."""
     return max(3, 2 * int(num * _WINDOW_SHARE / 2) + 1)
 
 
 def smoothed(values_N: np.ndarray, window: int) -> np.ndarray:
-    """Running mean over ``window`` values around each, float64 (N,).
+    """Return the centred running mean over ``window`` values, float64 (N,).
 
-    Near the start the window shrinks to what lies on both sides, for a loss that falls steeply would be pulled down; at the end it takes
-    what there is before. Values that are NaN are left out; where a window has no other, the result is NaN.
+    Near the start the window shrinks symmetrically, so that a steeply falling loss is not pulled down; at the end it is cut off on the
+    right. NaN values are left out; a window of NaN only gives NaN.
 
     Args:
         window: odd.
@@ -77,19 +77,19 @@ def smoothed(values_N: np.ndarray, window: int) -> np.ndarray:
 
 
 def end_value(values_N: np.ndarray) -> tuple[float, float, int]:
-    """Mean and standard deviation of the last tenth of the values that are known, and how many these are; NaN without any."""
+    """Return the mean and standard deviation of the last tenth of the finite values, and their number; NaN if there are none."""
     known = values_N[np.isfinite(values_N)]
     last = known[-max(1, len(known) // 10) :]
     return (float(last.mean()), float(last.std()), len(last)) if len(last) else (float("nan"), float("nan"), 0)
 
 
 def curves_figure(curves: Sequence[Curve], *, xlabel: str, ylabel: str = "loss") -> str:
-    """Losses of several runs as SVG, each with its name at its end.
+    """Plot losses of several runs as SVG, each curve labelled at its end.
 
-    The vertical axis spans what is measured after the first twentieth of each run; what lies above it leaves the frame.
+    The vertical axis spans the values after the first twentieth of each run; higher ones are cut off.
 
     Args:
-        curves: at least one with a known loss; runs of one colour are told apart by their starts.
+        curves: at least one has a finite loss; runs of one colour differ in line style by their starts.
     """
     ends = [(curve, end_value(curve.loss_N)[0]) for curve in curves]
     alt = f"{ylabel.capitalize()} against {xlabel}, at the end: " + "; ".join(f"{curve.label} {end:.4g}" for curve, end in ends)
@@ -112,12 +112,12 @@ def curves_figure(curves: Sequence[Curve], *, xlabel: str, ylabel: str = "loss")
 
 
 def scaling_figure(points: Sequence[Point], chance: float, pictures: str) -> str:
-    """Scores against the number of parameters as SVG: a line for each series, with 95% intervals.
+    """Plot scores against the number of parameters as SVG: a line per series, with 95% intervals.
 
     Args:
         points: scores as shares in [0, 1], of one protocol.
-        chance: score of blind guessing.
-        pictures: what was scored, for those who cannot see the figure.
+        chance: score of guessing.
+        pictures: description of the test data, for the alt text.
     """
     said = "; ".join(f"{p.series}, {size_text(p.num_parameters)}: {p.value:.1%}" for p in points)
     with svg_axes(f"Score against number of parameters on {pictures}. {said}; chance {chance:.1%}.", _PANEL) as (ax, svg):
@@ -130,7 +130,7 @@ def scaling_figure(points: Sequence[Point], chance: float, pictures: str) -> str
         tips = []
         for place, (name, some) in enumerate(series.items()):
             color = MUTED if some[0].color is None else SERIES[some[0].color]
-            shift = 1.012 ** (place - (len(series) - 1) / 2)  # side by side, for the intervals to be seen
+            shift = 1.012 ** (place - (len(series) - 1) / 2)  # side by side, so that intervals do not overlap
             x = [p.num_parameters * shift for p in some]
             style = DASHES[some[0].start] if len({p.num_parameters for p in some}) == len(some) else "none"
             ax.plot(x, [p.value for p in some], color=color, linestyle=style, marker="o", markersize=5)
@@ -151,9 +151,9 @@ def scaling_figure(points: Sequence[Point], chance: float, pictures: str) -> str
 
 
 def spread_apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places as near as possible to the wanted ones, in the same order, at least ``gap`` apart and within [low, high] if they fit.
+    """Return positions closest to the wanted ones (least squares) at least ``gap`` apart, within [low, high] if they fit.
 
-    Least squares under the order's constraints, by pooling neighbours that would overlap; the result is in the order of ``wanted``.
+    Isotonic regression by pooling neighbours that would overlap. The result is in the order of ``wanted``.
     """
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     blocks: list[list[float]] = []  # sum of (wanted - offset), number
@@ -172,7 +172,7 @@ def spread_apart(wanted: Sequence[float], gap: float, low: float, high: float) -
 
 
 def _name_ends(ax: Axes, tips: Sequence[tuple[float, float, str, str]]) -> None:
-    """Names right of the frame, at the height where each line ends and clear of each other; a thin line leads there from a dot."""
+    """Label each line's end to the right of the frame, without overlaps, with a thin line from a dot."""
     low, high = ax.get_ylim()
     height_pt = ax.figure.get_size_inches()[1] * 72 * 0.8  # type: ignore[union-attr]
     gap = _LINE_PT / height_pt * (high - low)
@@ -200,7 +200,7 @@ def _name_ends(ax: Axes, tips: Sequence[tuple[float, float, str, str]]) -> None:
 
 
 def _roomy(sizes: Sequence[int]) -> set[int]:
-    """Sizes whose numbers do not touch on a logarithmic axis: the last, and from the first on those that leave room."""
+    """Return the sizes whose labels do not overlap on a logarithmic axis: the last, and others from the first on that fit."""
     room = 0.19 * np.log(1.25 * sizes[-1] / sizes[0])
     kept = [sizes[0]]
     for size in sizes[1:-1]:
@@ -210,7 +210,7 @@ def _roomy(sizes: Sequence[int]) -> set[int]:
 
 
 def _limits(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Bottom and top of the frame: what is measured after the start of each run, and the start too where it is not far above."""
+    """Return the limits of the vertical axis: the values after the start of each run, and the start too if it is not far above."""
     later = np.concatenate([curve.loss_N[int(len(curve.loss_N) * _START_SHARE) :] for curve in curves])
     everything = np.concatenate([curve.loss_N for curve in curves])
     if not np.isfinite(later).any():
@@ -222,5 +222,5 @@ def _limits(curves: Sequence[Curve]) -> tuple[float, float]:
 
 
 def size_text(num_parameters: int) -> str:
-    """A number of parameters as people say it: 99.0 M, 64 k."""
+    """Format a number of parameters: 99.0 M, 64 k."""
     return f"{num_parameters / 1e6:,.1f} M" if num_parameters >= 1e6 else f"{num_parameters / 1e3:,.0f} k"

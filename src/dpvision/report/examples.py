@@ -1,4 +1,4 @@
-"""A sheet of classified images: what a person looks at before a table of accuracies.
+"""A sheet of classified images.
 
 Legend: B images, C channels, H height, W width.
 """
@@ -19,7 +19,7 @@ def save_examples(path: Path, image_BHWC: np.ndarray, predicted_B: Sequence[str]
     """Write a PNG of images with the predicted class, and the true one where it differs.
 
     Args:
-        image_BHWC: uint8 RGB images that may leave: public ones, classified with released weights.
+        image_BHWC: uint8 RGB images that may be released: public ones, classified with released weights.
     """
     rows = -(-len(image_BHWC) // _COLUMNS)
     figure = Figure(figsize=(1.5 * _COLUMNS, 2.1 * rows), dpi=100)

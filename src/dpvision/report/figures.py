@@ -1,4 +1,4 @@
-"""Figures of the report in one style: SVG text to put into a page, whose colours follow the page's light or dark theme."""
+"""Figures of the report as SVG, whose colours follow the page's light or dark theme."""
 
 import io
 import re
@@ -15,14 +15,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dpvision.report.numbers import round_up
 
-# Stand-ins that are replaced by the page's CSS variables in the SVG, so that one figure serves both themes.
+# Placeholders that are replaced by CSS variables in the SVG, so that one figure works in both themes.
 INK, MUTED, GRID, ACCENT, SECOND = "#010203", "#010204", "#010205", "#010206", "#010207"
 SERIES = tuple(f"#0103{i:02d}" for i in range(1, 7))
-"""Lines of equal standing: apart from each other for colour-blind readers too, on light and on dark (page.css)."""
+"""Colours of series, distinguishable for colour-blind readers on light and dark (page.css)."""
 _THEME = {INK: "--ink", MUTED: "--muted", GRID: "--line", ACCENT: "--accent", SECOND: "--second"}
 _THEME |= {color: f"--series-{i}" for i, color in enumerate(SERIES, 1)}
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: selectable, read aloud, in the page's own font
+    "svg.fonttype": "none",  # keep text as text: selectable, accessible, in the page's font
     "font.family": "DejaVu Sans",
     "font.size": 10.5,
     "text.color": INK,
@@ -50,12 +50,12 @@ _MOST_POINTS = 400
 
 
 def epsilon_figure(points: Sequence[tuple[int, float]], executed: int, target: float | None) -> str:
-    """Epsilon against steps as SVG.
+    """Plot epsilon against steps as SVG.
 
     Args:
         points: (steps, epsilon) from (0, 0) to all planned steps, ascending.
-        executed: steps charged in the ledger; what is beyond is drawn as planned.
-        target: epsilon that was asked for, if one was.
+        executed: steps charged in the ledger; later steps are drawn as planned.
+        target: target epsilon, or None.
     """
     steps, epsilon = np.array(points, dtype=np.float64).T
     spent = float(np.interp(executed, steps, epsilon))
@@ -88,7 +88,7 @@ def epsilon_figure(points: Sequence[tuple[int, float]], executed: int, target: f
 
 
 def profile_figure(profile: Sequence[Sequence[float]], epsilon: float, delta: float) -> str:
-    """The privacy profile as SVG: every pair (epsilon, delta) that holds, with the stated one marked."""
+    """Plot the privacy profile as SVG: every pair (epsilon, delta) that holds, with the stated one marked."""
     x, y = np.array(profile, dtype=np.float64).T
     ends = f"delta falls from {y[0]:.2f} at epsilon 0 to {y[-1]:.0e} at epsilon {x[-1]:.1f}"
     alt = f"Privacy profile: {ends}; stated is {round_up(epsilon, 2)} at {delta:.1e}."
@@ -108,12 +108,12 @@ def bars_figure(
     chances: Sequence[float],
     pictures: str = "public images",
 ) -> str:
-    """Scores as SVG: horizontal bars with intervals, in groups, and in each a line where blind guessing stands.
+    """Plot scores as SVG: horizontal bars with intervals, in groups, each with a line at chance.
 
     Args:
-        groups: (title, bars), a bar being (label, value, low, high, whether it is what the figure is about), shares in [0, 1].
-        chances: score of blind guessing in each group.
-        pictures: what they were measured on, for those who cannot see the figure.
+        groups: (title, bars). A bar is (label, value, low, high, whether to highlight it), with shares in [0, 1].
+        chances: score of guessing in each group.
+        pictures: description of the test data, for the alt text.
     """
     said = [
         f"{title}: {', '.join(f'{name} {value:.1%}' for name, value, *_ in bars)}; chance {chance:.1%}"
@@ -149,14 +149,14 @@ def series_figure(
     log: bool = False,
     limits: tuple[float, float] | None = None,
 ) -> str:
-    """One or two series over a run as SVG, averaged to at most 400 points.
+    """Plot one or two series over a run as SVG, averaged to at most 400 points.
 
     Args:
         x: float64 (N,), e.g. steps.
-        series: name -> float64 (N,), NaN where nothing was measured.
+        series: values by name, float64 (N,), NaN for missing values.
         reference: name and value of a constant to compare with.
-        log: logarithmic vertical axis.
-        limits: of the vertical axis; None for what the series need.
+        log: whether the vertical axis is logarithmic.
+        limits: of the vertical axis; if None, fitted to the series.
     """
     alt = "; ".join(
         f"{ylabel}, {name}: from {_first(v):.4g} to {_first(v[::-1]):.4g}, median {_median(v):.4g}" for name, v in series.items()
@@ -182,14 +182,14 @@ def series_figure(
 
 @contextmanager
 def svg_axes(alt: str, size: tuple[float, float] = _SIZE) -> Iterator[tuple[Axes, list[str]]]:
-    """Axes in the report's style to draw on; when the block ends, the list holds the SVG.
+    """Yield axes in the report's style, and a list that contains the SVG after the block.
 
     Args:
-        alt: what the figure shows, for those who cannot see it.
-        size: width and height in inches, a text of 10.5 points being the measure.
+        alt: alt text of the figure.
+        size: width and height in inches, for text of 10.5 points.
     """
     svg: list[str] = []
-    # The salt keeps ids (clip paths, markers) of several figures in one page apart.
+    # The salt makes ids (clip paths, markers) unique among the figures of a page.
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": alt}):
         figure = Figure(figsize=size, layout="constrained")  # without pyplot: no display, no global state
         yield figure.subplots(), svg
@@ -199,10 +199,10 @@ def svg_axes(alt: str, size: tuple[float, float] = _SIZE) -> Iterator[tuple[Axes
 
 
 def _for_page(text: str, alt: str) -> str:
-    """The svg element alone: theme variables for colours, no fixed size, described for those who cannot see it."""
+    """Return the svg element alone, with theme variables for colours, no fixed size, and the alt text."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' id="[a-zA-Z0-9.]+_[0-9]+"', "", text)  # names of parts, the same in every figure; clip paths and markers keep theirs
+    text = re.sub(r' id="[a-zA-Z0-9.]+_[0-9]+"', "", text)  # ids that repeat in every figure; clip paths and markers keep theirs
     for color, variable in _THEME.items():
         text = text.replace(color, f"var({variable})")
     text = re.sub(r"'DejaVu Sans'(, [^;\"]*)?", "var(--sans)", text)
@@ -228,5 +228,5 @@ def _first(values: np.ndarray) -> float:
 
 
 def thousands(x: float, position: Any = None) -> str:
-    """A tick's number with commas."""
+    """Format a tick's number with commas."""
     return f"{x:,.6g}"

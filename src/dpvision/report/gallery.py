@@ -1,5 +1,4 @@
-"""Images with what people and captioners say of them: some drawn at random, some from those that the captioner does best (DP-Cap's
-figures 7 and 8).
+"""Images with reference and generated captions: random ones, and random ones among the captioner's best (DP-Cap's figures 7 and 8).
 
 Images are not chosen by hand: their order follows from a hash of their ids.
 
@@ -38,12 +37,12 @@ _PNG_UP_TO_PX = 64
 
 @dataclass(frozen=True)
 class Saying:
-    """What one captioner said."""
+    """One captioner's caption of an image."""
 
     name: str
     text: str
     cider: float
-    """CIDEr-D, 0 to 10, with the weights of all candidates."""
+    """CIDEr-D, 0 to 10, with TF-IDF weights from all candidates."""
 
 
 @dataclass(frozen=True)
@@ -59,24 +58,24 @@ class Row:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Images of one store and what is said of them. Made by ``make_gallery``."""
+    """Images of one store with their captions. Made by ``make_gallery``."""
 
     store: str
     """Name of its folder."""
     visibility: Literal["private", "public"]
-    """"public" when the store's images and all captioners' words may be shown to anybody."""
+    """"public" if the store's images and all captioners' captions may be released."""
     means: dict[str, float]
-    """Mean CIDEr-D over the candidates, by captioner; the run's own first."""
+    """Mean CIDEr-D over the candidates, by captioner; this run's first."""
     chance: float
-    """That of the run's own captions, each given to the next image."""
+    """Mean CIDEr-D of this run's captions assigned to other images."""
     open_names: frozenset[str]
-    """Captioners whose words about public images may leave."""
+    """Captioners whose captions of public images may be released."""
     num_candidates: int
     random: tuple[Row, ...]
     best: tuple[Row, ...]
 
     def public_part(self) -> "Gallery | None":
-        """What of it may stand in report.html: nothing where the images are private, else without captioners that must not leave."""
+        """Return the part for report.html: None if the images are private, else without captioners that may not be released."""
         if self.visibility == "public":
             return self
         if not self.open_names:
@@ -90,23 +89,24 @@ class Gallery:
 
 
 def gallery_of_run(run: str | Path, store_dir: str | Path, beside: Sequence[str | Path] = (), *, count: int = 8) -> Gallery:
-    """The gallery of a run's captioner on a store, with those of other runs beside it, by greedy captions.
+    """Return the gallery of a run's captioner, and of other runs' captioners, on a store, with greedy captions.
 
-    Words of a run beside it may leave only when all of its images are public: the statement of this run does not speak for another's.
+    Captions of another run may be released only if all its images are public, because this run's statement does not cover it.
 
     Args:
         beside: run folders of other captioners.
         count: images of each kind.
 
     Raises:
-        ConfigError: a run is no captioner, or is named twice. CheckpointError: there is no checkpoint, or it lacks its tokenizer.
+        ConfigError: a run is not a captioner, or is given twice.
+        CheckpointError: there is no checkpoint, or it lacks its tokenizer.
         DataError: fewer than two images with captions could be read.
     """
     runs = {OWN: Path(run)}
     for other in map(Path, beside):
         name = other.name if other.name not in runs else f"{other.parent.name}/{other.name}"
         if name in runs or other.resolve() in [known.resolve() for known in runs.values()]:
-            raise ConfigError(f"gallery: {other} is named twice; expected each run once. Leave one out.")
+            raise ConfigError(f"gallery: {other} is given twice; expected each run once. Drop one --beside.")
         runs[name] = other
     captioners = {name: open_captioner(path) for name, path in runs.items()}
     open_names = {name for name, path in runs.items() if not captioners[name].confidential and (name == OWN or made_of_public_images(path))}
@@ -121,24 +121,26 @@ def make_gallery(
     count: int = 8,
     score: Callable[[Sequence[str], Sequence[Sequence[str]]], np.ndarray] = cider_d,
 ) -> Gallery:
-    """As ``gallery_of_run``, of open captioners; the first is the run's own, whose best captions are shown.
+    """Return the gallery of open captioners. The first is this run's, whose best captions are shown.
 
-    The best are drawn from the tenth of the candidates whose captions have the highest score, as in the paper's figure 8.
+    The best are drawn from the tenth of the candidates whose captions score highest, as in the paper's figure 8.
 
     Args:
-        open_names: captioners whose words about public images may leave.
-        score: (captions, references of each) -> float64 (N,).
+        open_names: captioners whose captions of public images may be released.
+        score: function of captions and their references that returns float64 (N,).
     """
     rows = _candidates(store)
     said = {name: say_captions(ready, store, rows, GenerateSettings(), "squash") for name, ready in captioners.items()}
     own = next(iter(captioners))
     rows = np.array([row for row in rows.tolist() if all(row in by_row for by_row in said.values())], dtype=np.int64)
     if len(rows) < 2:
-        raise DataError(f"gallery: {store.path}: {len(rows)} images with captions could be read; expected two. Name a store with captions.")
+        raise DataError(
+            f"gallery: {store.path}: {len(rows)} images with captions could be read; expected two. Give --gallery a store with captions."
+        )
     references = store.captions_many(rows)
     scores = {name: score([by_row[row] for row in rows.tolist()], references) for name, by_row in said.items()}
     own_texts = [said[own][row] for row in rows.tolist()]
-    # Several other images for each: one pairing can by luck bring like images together.
+    # Several other images for each: a single pairing can match similar images by chance.
     moves = range(1, min(len(own_texts), 9))
     chance = float(np.mean([score([*own_texts[k:], *own_texts[:k]], references).mean() for k in moves or (0,)]))
 
@@ -149,7 +151,7 @@ def make_gallery(
 
     num_best = max(1, round(BEST_SHARE * len(rows)))
     best = np.argsort(-scores[own], kind="stable")[:num_best]
-    # Drawn anew: in the order of the random ones, those that are shown there already would come first.
+    # A separate order: the random one would repeat the images already shown.
     best = best[_drawn_order(store, rows[best], "gallery, best")]
     public = store.results_visibility == "public"
     return Gallery(
@@ -165,22 +167,22 @@ def make_gallery(
 
 
 def _candidates(store: Store) -> np.ndarray:
-    """Rows with captions, int64, at most NUM_CANDIDATES, in an order that is drawn by the images' ids."""
+    """Return at most NUM_CANDIDATES rows with captions, int64, in a random order given by the images' ids."""
     row_N = np.arange(store.num_records)
     row_N = row_N[store.has_captions(row_N)]
     return row_N[_drawn_order(store, row_N, "gallery")][:NUM_CANDIDATES]
 
 
 def _drawn_order(store: Store, row_N: np.ndarray, stream: str) -> np.ndarray:
-    """A random order of rows, as their places, int64 (N,)."""
+    """Return a random permutation of the rows, int64 (N,)."""
     return np.argsort(StepKey(0, 0).uniform_numpy(store.index["id"][row_N], stream, 1)[:, 0], kind="stable")
 
 
 def _picture(data: bytes) -> str:
-    """The whole image, at most 224 px along its longer side, as a data: URI."""
+    """Return the whole image, at most 224 px along its longer side, as a data: URI."""
     try:
         image = Image.fromarray(decode(data))
-    except BadImage as error:  # it was read a moment ago
+    except BadImage as error:  # unexpected: it has just been read
         raise DataError(f"gallery: {error}") from None
     image.thumbnail((_LARGEST_PX, _LARGEST_PX), Image.Resampling.LANCZOS)
     small, file = max(image.size) <= _PNG_UP_TO_PX, io.BytesIO()

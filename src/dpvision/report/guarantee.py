@@ -1,4 +1,4 @@
-"""The figures of a guarantee: of one store, for everything that the released weights have seen of it, at one delta."""
+"""The figures of a guarantee: for one store, over all runs on it behind the released weights, at one delta."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ _FPRS = (0.001, 0.01)
 
 
 def figures_of(parts: tuple[Part, ...], *, fixed: bool) -> dict[str, Any]:
-    """Every figure of one store; a figure is None where ``reasons`` says why.
+    """Return every figure of one store. A figure may be None; ``reasons`` then gives the reason.
 
     Args:
-        parts: runs on the store, of ``composition.parts_of``; one or more.
+        parts: one or more runs on the store, from ``composition.parts_of``.
         fixed: whether all settings were fixed before the first run.
     """
     found, whole = total(parts, fixed=fixed), curve(parts, _FPRS, fixed=fixed)
@@ -44,10 +44,10 @@ def _attack(of: Curve) -> dict[str, float]:
 
 
 def guarantee_of(plan: DPPlan, steps: int, inherited: list[dict[str, Any]], store_id: str, *, fixed: bool) -> dict[str, Any]:
-    """The guarantee of a run for its own store, with the runs on that store that its weights come from.
+    """Return the guarantee of a run for its own store, including the earlier runs on that store behind its weights.
 
     Args:
-        steps: charged in the ledger.
+        steps: number of steps charged in the ledger.
         inherited: lineage of the weights that the run started from.
     """
     behind, spent = runs_on(inherited, store_id), plan.spent(steps)
@@ -69,6 +69,6 @@ def guarantee_of(plan: DPPlan, steps: int, inherited: list[dict[str, Any]], stor
 
 
 def other_stores(lineage: list[dict[str, Any]], own_store: str | None, *, fixed: bool) -> list[dict[str, Any]]:
-    """Figures of each private store that the weights have seen besides ``own_store``."""
+    """Return the figures of each private store in the lineage other than ``own_store``."""
     seen = [(store_id, runs_on(lineage, store_id)) for store_id in private_stores(lineage) if store_id != own_store]
     return [{"store_id": store_id, **figures_of(parts, fixed=fixed)} for store_id, parts in seen if parts]

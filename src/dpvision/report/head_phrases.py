@@ -1,4 +1,4 @@
-"""The statement's sentences about a head on frozen features, where they differ from those about a network that was trained."""
+"""The statement's sentences about a head on frozen features, where they differ from a trained network's."""
 
 from typing import Any
 
@@ -6,26 +6,26 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.report.phrases import CLIPPED
 
 HEADS = (
-    "The head is what this run releases: it was fitted to the private images under this guarantee, and scores measured with it on public "
-    "images cost nothing more. The encoder below it was not changed."
+    "This run releases a head: it was trained on the private images under this guarantee, and scores measured with it on public images "
+    "cost no further privacy. Its encoder was not changed."
 )
 
 
 def is_head(config: dict[str, Any]) -> bool:
-    """Whether a run's config is of a head."""
+    """Return whether a run's config is of a head."""
     return config["model"].get("kind") == "head"
 
 
 def released(plan: DPPlan) -> str:
-    """What may be released."""
+    """Return what may be released."""
     what = "The head (weight and bias), settings, ledger, public scores, this statement, report.html."
     if plan.guarantee != "dp":
-        return f"{what} All of them may hold whatever the images show."
-    return f"{what} They are computed from noisy sums alone, from public data, or from neither. Features of the images stay with the store."
+        return f"{what} Any of them may reveal the content of the images."
+    return f"{what} They depend on the private images only through noisy sums. Features of the images stay with the store."
 
 
 def clipping(plan: DPPlan) -> str:
-    """What bounds a record's influence."""
+    """Return what bounds a record's influence."""
     if plan.max_grad_norm is None:
         return "None."
     factor = CLIPPED[plan.clipping]
@@ -36,22 +36,23 @@ def clipping(plan: DPPlan) -> str:
 
 
 def preprocessing(config: dict[str, Any]) -> list[str]:
-    """What was derived from the data before the first release."""
+    """Return what was derived from the data before the first release."""
     model = config["model"]
     public = "The encoder's mean over procedural textures, which contain no private data, was subtracted from every feature."
     centre = f" {public}" if model["centre"] == "textures" else ""
-    chosen = f" Which head was decided by declared numbers alone: {model['reason']}." if model.get("reason") else ""
+    chosen = f" The head was chosen from declared numbers alone: {model['reason']}." if model.get("reason") else ""
     return [
-        "Features: of one centre crop of each image, by an encoder that was not trained here; encoders whose features of an image "
-        "depend on other images are refused. Normalisation constants are the encoder's own."
+        "Features: of one centre crop of each image, by an encoder that this run did not train; encoders whose features of an image "
+        "depend on other images are refused. Normalisation constants are the encoder's."
         f"{centre}",
         f"Labels: {model['num_classes']} classes, declared{'; a record may have several' if model.get('multi_label') else ''}.{chosen}",
-        "Unreadable and oversized files were left out at import, each judged by itself. Identical files were merged into one record.",
+        "Unreadable and oversized files were left out at import, each independently of the others. Identical files were merged into one "
+        "record.",
     ]
 
 
 def settings(kept: dict[str, Any], encoder: dict[str, Any]) -> dict[str, Any]:
-    """Settings without paths of the operator's machine: the encoder by its public name and fingerprint."""
+    """Return settings without local paths; the encoder is given by its public name and fingerprint."""
     frozen = {key: value for key, value in kept["model"]["encoder"].items() if key != "spec"}
     frozen |= {"name": encoder["name"], "licence": encoder["licence"], "fingerprint": encoder["fingerprint"]}
     unused = {"labels"} if kept["model"]["candidates"] else {"labels", "candidates", "selection_runs", "selection_shape"}

@@ -1,4 +1,4 @@
-"""From values to a page: templates, the one style sheet, and a file that is replaced whole."""
+"""Render HTML pages from templates with one style sheet, and write them atomically."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from dpvision.report import numbers
 
 
 def setting_rows(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as (dotted name, text) pairs."""
+    """Flatten nested settings to (dotted name, text) pairs."""
     rows = []
     for key, value in values.items():
         if isinstance(value, dict):
@@ -30,7 +30,7 @@ def setting_rows(values: dict[str, Any], prefix: str = "") -> list[tuple[str, st
 
 
 def render(template: str, **values: Any) -> str:
-    """The page of a template of this folder; values are escaped unless they are Markup."""
+    """Render a template of this folder. Values are escaped unless they are Markup."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -39,10 +39,10 @@ def render(template: str, **values: Any) -> str:
 
 
 def write_page(path: Path, html: str) -> Path:
-    """Replace a page atomically; gives its path.
+    """Write a page atomically and return its path.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: the file cannot be written.
     """
     write_file(path, html.encode())
     return path

@@ -1,18 +1,18 @@
-"""What a lineage entry is, in a sentence: where weights come from and what protects that data."""
+"""Sentences about lineage entries: where weights come from and what protects that data."""
 
 from typing import Any
 
 from dpvision.report.numbers import round_up, short
 
 PROCEDURAL = "Apache-2.0 (procedural)"
-"""Licence of what dpvision draws itself: textures and scenes."""
+"""Licence of textures and scenes rendered by dpvision."""
 
 
 def entry_text(entry: dict[str, Any], *, own: bool) -> str:
-    """One sentence or two about an entry of the statement's lineage.
+    """Return one or two sentences about an entry of the statement's lineage.
 
     Args:
-        own: the entry of the run itself, the last one.
+        own: whether it is the last entry, the run's own.
     """
     store_id, guarantee = entry["store_id"], entry["guarantee"]
     kind, _, name = store_id.partition(":")
@@ -24,7 +24,7 @@ def entry_text(entry: dict[str, Any], *, own: bool) -> str:
             f"{short(guarantee['delta'])}, {guarantee['steps']:,} steps.{licence}"
         )
     if entry["visibility"] == "public" and entry["licence"] == PROCEDURAL and not entry["declared"]:
-        made = f"{name}, computed by dpvision from textures" if kind == "weights" else f"store {store_id[:12]}, drawn by dpvision"
+        made = f"{name}, computed by dpvision from textures" if kind == "weights" else f"store {store_id[:12]}, rendered by dpvision"
         return f"Procedural images: {made}; no private data, so no guarantee is needed.{licence}"
     if kind == "weights":
         return f"Published weights {name}.{licence}"

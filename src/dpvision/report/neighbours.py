@@ -1,6 +1,6 @@
-"""What an encoder takes for alike: a few images of a store, each with its nearest neighbours in feature space.
+"""A few images of a store, each with its nearest neighbours in an encoder's feature space.
 
-Legend: N candidates, Q queries, K neighbours, D feature dimensions, B images, H height, W width.
+Legend: N candidates, Q queries, K neighbours, D feature dimension, B images, H height, W width.
 """
 
 from dataclasses import dataclass
@@ -25,48 +25,49 @@ NUM_CANDIDATES = 500
 
 @dataclass(frozen=True)
 class Neighbours:
-    """A grid: a row for each query, a group of columns for each encoder. Images are data: URIs of PNG images."""
+    """A grid with a row per query and a group of columns per encoder. Images are data: URIs of PNG images."""
 
     names: tuple[str, ...]
-    """Of the encoders."""
+    """Names of the encoders."""
     rows: tuple[tuple[str, tuple[str, ...]], ...]
     """(query, strip of its k nearest by each encoder, nearest first)."""
     k: int
     num_candidates: int
-    """Images among which neighbours were looked for."""
+    """Number of images that were searched for neighbours."""
     same_class: tuple[float, ...] | None
-    """By encoder: share of the k nearest that are of the image's own class, over all candidates; None where not all have labels."""
+    """Share of the k nearest that have the image's class, by encoder, over all candidates; None if some have no label."""
     chance: float | None
-    """The same share for neighbours chosen blindly."""
+    """The same share for random neighbours."""
     pooling: str
 
 
 def neighbours_of_run(run: str | Path, store: Store, *, num_queries: int = 6, k: int = 6) -> Neighbours | None:
-    """Nearest neighbours by the features of a run's encoder, and by those of its architecture with initial random weights.
+    """Return nearest neighbours by a run's encoder, and by the same architecture with random weights.
 
     Args:
         run: run or checkpoint folder.
         store: its images will be in the result.
 
     Returns:
-        None where the store has too few images to compare, or the run is a head on an encoder that it did not train.
+        None if the store has too few images to compare, or the run is a head on an encoder that it did not train.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it was altered. DataError: no image could be read.
+        CheckpointError: there is no checkpoint, or it was altered.
+        DataError: no image could be read.
     """
     if is_head(load_checkpoint(run)):
-        return None  # its encoder is somebody else's
+        return None  # it did not train its encoder
     encoders = {"By the encoder": run_encoder(run), "By random weights": run_encoder(run, untrained=True)}
     return find_neighbours(encoders, store, num_queries=num_queries, k=k)
 
 
 def find_neighbours(encoders: dict[str, Encoder], store: Store, *, num_queries: int = 6, k: int = 6) -> Neighbours | None:
-    """Nearest neighbours by each of several encoders, among at most 500 images spread over ``store``.
+    """Return nearest neighbours by each of several encoders, among at most 500 images spread over ``store``.
 
-    Which candidates and queries depends on the number of images only.
+    The choice of candidates and queries depends only on the number of images.
 
     Args:
-        encoders: by the name that the grid prints; of one image size and one normalisation. Each one's default pooling is taken.
+        encoders: by name in the grid; with the same image size and normalisation. The default pooling of each is used.
 
     Returns, raises: as ``neighbours_of_run``.
     """
@@ -96,13 +97,13 @@ def find_neighbours(encoders: dict[str, Encoder], store: Store, *, num_queries: 
 
 
 def nearest_others(feature_ND: Tensor, k: int) -> Tensor:
-    """int64 (N, K): for each row the ``k`` < N other rows with the greatest cosine, greatest first."""
+    """Return for each row the ``k`` < N other rows with the greatest cosine, greatest first: int64 (N, K)."""
     unit_ND = F.normalize(feature_ND.float(), dim=1)
     cosine_NN = (unit_ND @ unit_ND.T).fill_diagonal_(-torch.inf)
     return cosine_NN.topk(k, dim=1).indices
 
 
 def _images(store: Store, rows: np.ndarray, encoder: Encoder) -> np.ndarray:
-    """uint8 (B, H, W, 3) of the rows, as the encoder sees them."""
+    """Return the rows' images as the encoder's input, uint8 (B, H, W, 3)."""
     parts = [x for x, _, _ in pictures(store, rows, encoder.image_size, encoder.data, batch_size=256, workers=1)]
     return pixels_of(torch.cat(parts), encoder.mean, encoder.std)

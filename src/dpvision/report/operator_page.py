@@ -1,4 +1,4 @@
-"""confidential/operator.html: what a run did with its private records, for those who may see them."""
+"""confidential/operator.html: training metrics and private results of a run, for its operator."""
 
 import json
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ from dpvision.runs.folder import read_run
 def make_operator_page(run_dir: str | Path, private_store: str | Path | None = None, *, gallery: Gallery | None = None) -> Path:
     """Write RUN/confidential/operator.html: losses, gradient norms, batch sizes, throughput, private scores and images.
 
-    Made for every run, also for those without a guarantee.
+    Made for every run, even without a guarantee.
 
     Args:
         run_dir: run folder.
-        private_store: store whose images are reconstructed and compared on the page; None for no images.
+        private_store: store whose images are reconstructed and compared on the page; if None, no images.
         gallery: images with their captions.
 
     Raises:
@@ -95,12 +95,12 @@ def _summary(metrics: list[dict[str, Any]], plan: DPPlan) -> dict[str, str]:
 
 
 def _column(metrics: list[dict[str, Any]], name: str) -> np.ndarray:
-    """float64 values of one metric, NaN where it was not measured."""
+    """Return the values of one metric, float64, NaN if not measured."""
     return np.array([line[name] if line[name] is not None else np.nan for line in metrics], dtype=np.float64)
 
 
 def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Lines of metrics.jsonl; those that a crash cut short are left out."""
+    """Yield the entries of metrics.jsonl, without torn lines."""
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             yield json.loads(line)

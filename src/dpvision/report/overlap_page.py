@@ -1,4 +1,4 @@
-"""Matches of ``data overlap`` side by side, for the operator: is the image on the left the one on the right?"""
+"""Matches of ``data overlap`` side by side, for the operator to check."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ _WORDS = {
     "bytes": ("Identical files", "{:.0f}"),
     "pixels": ("Identical pixels in other files", "{:.0f}"),
     "perceptual": ("Near perceptual hashes", "{:.0f} of 64 bits differ"),
-    "features": ("Alike to the encoder", "1 - cosine {:.3f}"),
+    "features": ("Near features", "1 - cosine {:.3f}"),
 }
 
 
@@ -32,10 +32,10 @@ class Pair:
 
 
 def write_overlap_page(path: Path, public: Store, private: Store, found: Matches, methods: list[str], *, most: int = 60) -> Path:
-    """Write the page; confidential, as it shows private images.
+    """Write the page, which is confidential because it shows private images.
 
     Args:
-        most: pairs of each kind that are shown, spread evenly from the nearest to the farthest.
+        most: maximum number of pairs shown per kind, spread evenly from the nearest to the farthest.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -58,7 +58,7 @@ def _pair(public: Store, private: Store, found: Matches, m: int, distance: str) 
 
 
 def _tile(data: bytes) -> np.ndarray:
-    """The whole image in a square, grey around it; grey all over where it cannot be read (identical bytes may be no image)."""
+    """Return the whole image padded with grey to a square; all grey if unreadable (identical bytes need not be an image)."""
     try:
         image = Image.fromarray(decode(data))
     except BadImage:

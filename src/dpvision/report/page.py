@@ -1,4 +1,4 @@
-"""report.html: what a run guarantees, for people; it may leave together with statement.json."""
+"""report.html: a run's guarantee as a page; it may be released together with statement.json."""
 
 import math
 from pathlib import Path
@@ -32,13 +32,13 @@ def make_report(
     tuning: Tuning = "not_covered",
     gallery: Gallery | None = None,
 ) -> Path:
-    """Write RUN/statement.json and RUN/report.html, one page without scripts or requests to anywhere; gives the page's path.
+    """Write RUN/statement.json and RUN/report.html, a page without scripts or network requests, and return the page's path.
 
     Args:
         run_dir: run folder.
-        public_store: public store whose images are reconstructed and compared on the page; None for no images.
+        public_store: public store whose images are reconstructed and compared on the page; if None, no images.
         store_dir, tuning: as in ``statement.make_statement``.
-        gallery: images with their captions, the public part (``Gallery.public_part``).
+        gallery: public part (``Gallery.public_part``) of a gallery of captioned images.
 
     Raises:
         PrivacyError: the run may not be reported (``make_statement``), or ``public_store`` or ``gallery`` is private.
@@ -54,10 +54,10 @@ def make_report(
             what = (
                 "is private" if store.visibility == "private" else "was cleared of private twins, so that its choice of images is private"
             )
-            raise PrivacyError(f"report: {public_store} {what}; expected a store imported with --public. Leave it out.")
+            raise PrivacyError(f"report: {public_store} {what}; expected a store imported with --public. Drop --public-store.")
         pictures, alike = reconstruct_some(root, store), neighbours_of_run(root, store)
     if gallery is not None and gallery.visibility != "public":
-        raise PrivacyError(f"report: the gallery of {gallery.store} is private; expected its public part. Leave it out.")
+        raise PrivacyError(f"report: the gallery of {gallery.store} is private; expected its public part. Drop --gallery.")
     write_json(root / "statement.json", statement)
     html = render(
         "report_page.html",
@@ -74,7 +74,7 @@ def make_report(
 
 
 def recompute_code(plan: DPPlan, statement: dict[str, Any]) -> str | None:
-    """A few lines of Python that compute the run's epsilon with dp-accounting alone; None without a guarantee."""
+    """Return a few lines of Python that compute the run's epsilon with dp-accounting alone, or None without a guarantee."""
     if statement["guarantee"] is None:
         return None
     steps, gaussian = statement["mechanism"]["steps_executed"], f"dp.GaussianDpEvent({plan.noise_multiplier!r})"
@@ -117,7 +117,7 @@ def _recompute_selection(plan: DPPlan, steps: int) -> list[str]:
 
 
 def _place_on_scale(statement: dict[str, Any]) -> float:
-    """Horizontal place of epsilon on the page's scale: a third each for 0.1 to 1, 1 to 10 and 10 to 100."""
+    """Return the horizontal position of epsilon on the page's scale: a third each for 0.1 to 1, 1 to 10 and 10 to 100."""
     guarantee = statement["guarantee"]
     if guarantee is None:
         return 0.0
@@ -126,7 +126,7 @@ def _place_on_scale(statement: dict[str, Any]) -> float:
 
 
 def _figures(evidence: Evidence, statement: dict[str, Any], tuning: Tuning, asked: float | None) -> dict[str, Markup | None]:
-    """SVG by name; None where there is nothing to draw."""
+    """Return the figures as SVG by name; None if there is nothing to draw."""
     drawn: dict[str, str | None] = dict.fromkeys(("epsilon", "profile", "scores"))
     guarantee = statement["guarantee"]
     if guarantee is not None:
@@ -142,7 +142,7 @@ def _figures(evidence: Evidence, statement: dict[str, Any], tuning: Tuning, aske
 
 
 def _score_groups(scores: list[dict[str, Any]]) -> tuple[list[tuple[str, list[tuple[str, float, float, float, bool]]]], list[float]]:
-    """Scores by test data and protocol, and the chance level of each group."""
+    """Return the scores grouped by test data and protocol, and the chance level of each group."""
     groups: dict[str, list[tuple[str, float, float, float, bool]]] = {}
     chances: dict[str, float] = {}
     for score in scores:

@@ -1,4 +1,4 @@
-"""The sentences of the statement, in plain English: facts that hold of every run, and those that follow from a plan."""
+"""The sentences of the statement: facts about every run, and facts that follow from a plan."""
 
 from typing import Any
 
@@ -11,31 +11,31 @@ from dpvision.report.numbers import count, factor, one_in, percent_up, round_up,
 from dpvision.report.schema import Tuning
 
 TRUST_MODEL = (
-    "Whoever runs the training is trusted with the images. The guarantee is towards everybody who receives what is released, also if "
-    "they see the weights after every single step. It presumes that nobody else learns the random keys of the run or which images a "
-    "step has drawn."
+    "Whoever runs the training is trusted with the images. The guarantee holds against everybody who receives what is released, even if "
+    "they see the weights after every single step. It assumes that they learn neither the random keys of the run nor which images a step "
+    "has drawn."
 )
-ADJACENCY = "Add or remove one: two sets of images are neighbours when one of them has one more than the other, and they agree otherwise."
+ADJACENCY = "Add or remove one: two sets of images are neighbours if one has one image more than the other and they are otherwise equal."
 DATASET_SIZE = (
-    "The number of images is a declared, public constant of the plan. The sampling rate and the divisor follow from it and never from "
-    "the number of images that the store holds, which is allowed to differ by up to 1% (in full batches: to be up to 1% smaller)."
+    "The number of images is a declared, public constant of the plan. The sampling rate and the divisor follow from it, never from the "
+    "number of images in the store, which may differ by up to 1% (in full batches: be up to 1% smaller)."
 )
 BAD_RECORDS = (
     "An image that cannot be decoded, or whose gradient is not finite, contributes exactly zero to its step. It is not replaced by "
-    "another, skips no step and stops nothing."
+    "another, and no step is skipped or stopped because of it."
 )
 HEADS = (
-    "Scores in this statement were measured on public images with heads that were fitted to public images: they cost no privacy. A "
-    "head fitted to private images needs a guarantee of its own, which this statement does not give."
+    "Scores in this statement were measured on public images with heads trained on public images: they cost no privacy. A head trained on "
+    "private images needs a guarantee of its own, which this statement does not give."
 )
-NO_AUDITS = "No attack was run against this model. The bounds on attacks in this statement are proven and do not rest on one."
+NO_AUDITS = "No attack was run against this model. The bounds on attacks in this statement are proven and do not rely on one."
 OTHER_RUNS_UNKNOWN = (
-    "Unknown: the store was out of reach when this statement was written. If other runs used the same images, what they cost comes on "
-    "top; `dpvision ledger STORE` adds it up."
+    "Unknown: the store was not available when this statement was written. If other runs used the same images, their cost adds to this; "
+    "`dpvision ledger STORE` computes the total."
 )
 COPIES_UNKNOWN = (
-    "What cannot be known: a second import of the same images, or a copy of the store that somebody made to use elsewhere, has ledgers of "
-    "its own, and what is charged there comes on top."
+    "Not included: a second import of the same images, or a copy of the store used elsewhere, has separate ledgers, and the cost charged "
+    "there adds to this."
 )
 TUNING: dict[Tuning, str] = {
     "none": "Declared by the operator: the settings were fixed before the first run on these images, and the checkpoint is the last one.",
@@ -44,49 +44,48 @@ TUNING: dict[Tuning, str] = {
         "images is covered by the total of those runs, not by the epsilon of the one that was chosen."
     ),
     "not_covered": (
-        "Not covered: it is not recorded how the settings and the checkpoint were chosen. If results on these images were looked at in "
-        "order to choose, that choice has a price that is not in epsilon."
+        "Not covered: it is not recorded how the settings and the checkpoint were chosen. If they were chosen by results on these images, "
+        "that choice has a privacy cost that epsilon does not include."
     ),
 }
 SELECTION = (
-    "Charged: among a public list of settings one was chosen by its score on these images, in a private selection. A secret random "
-    "number of runs was made, each with a setting drawn from the list and a score with noise of its own, and the best of them is what is "
-    "released; epsilon covers all of them and the choice. Of how everything else was chosen: "
+    "Charged: one setting of a public list was chosen by its score on these images, in a private selection. A secret random number of "
+    "runs was made, each with a setting drawn from the list and with a noisy score, and the best of them is released; epsilon covers all "
+    "of them and the choice. For all other settings: "
 )
-"""Comes before the operator's declaration about the rest."""
+"""Precedes the operator's declaration about the rest."""
 SIDE_CHANNELS = [
-    "Time: how long a step takes depends on how many images it drew. Times are kept out of what is released.",
+    "Time: the duration of a step depends on how many images it drew. Times are not released.",
     "Floating point: noise is added in finite precision, whose rounding an attacker could in theory exploit.",
-    "The machine: memory, disks, backups, and what was typed on its terminal.",
+    "The machine: memory, disks, backups, and its terminal.",
 ]
 
 SELECTION_TIME = (
-    "The number of runs of the selection: epsilon holds only while it stays unknown. Who could watch how long the command took, what the "
-    "machine drew, or compare the times of its files, learns about it."
+    "The number of runs of the selection: epsilon holds only while it stays secret. The duration of the command, the load of the machine "
+    "and the times of its files reveal something about it."
 )
 
 NO_PROFILE = "added epsilons give one pair (epsilon, delta), no profile"
 COMPOSITION: dict[Method, str] = {
-    "one run": "One run on this store shaped the weights.",
+    "one run": "The weights come from one run on this store.",
     "pld": "Their privacy loss distributions are composed: the settings of all of them were declared to be fixed beforehand.",
     "gaussian": "All of them are Gaussian mechanisms, composed in closed form: their settings were declared to be fixed beforehand.",
     "renyi": "Their Renyi divergences are added: the settings of all of them were declared to be fixed beforehand.",
     "filter": (
         "Their total is given by a Renyi filter (Feldman and Zrnic, arXiv 2008.11193), which allows for settings chosen after seeing "
-        "earlier results; it is proven for an owner who had set this total, or a larger one, as a cap beforehand."
+        "earlier results; it is proven if the owner had set this total, or a larger one, as a cap beforehand."
     ),
     "basic": "One of them has no Renyi accounting: their epsilons, each at an equal share of delta, are added.",
 }
 
 TWINS = (
-    "Whether an image that is public as well was among the private ones: a public store in the lineage was cleared of such images, and "
-    "what is missing from it tells. For an image without a public twin the guarantee holds in full: with and without it that store is the "
-    "same."
+    "Whether a public image was also among the private ones: a public store in the lineage was cleared of such images, and the images "
+    "missing from it reveal them. For an image without a public twin the guarantee holds in full, because it does not change that store."
 )
 
 
 def summary(plan: DPPlan, guarantee: dict[str, Any] | None) -> tuple[str, list[str]]:
-    """Headline and the paragraphs that explain it to somebody who has never heard of epsilon."""
+    """Return the headline, and paragraphs that explain it to a reader who does not know epsilon."""
     if guarantee is None:
         simulated = " It simulates a private run to find settings for it." if plan.guarantee == "simulated" else ""
         return "This run guarantees nothing.", [
@@ -98,22 +97,22 @@ def summary(plan: DPPlan, guarantee: dict[str, Any] | None) -> tuple[str, list[s
     seen = "the model after every step" if plan.selection is None else "the model that was chosen, with its score,"
     headline = f"Differential privacy with epsilon {round_up(epsilon, 2)} and delta {short(delta)} for each single image."
     return headline, [
-        f"Take any one of the {plan.dataset_size:,} images away, with everything that belongs to it. Whatever came out of this "
-        "training could have come out without it as well: the probability of any result changes by a factor of at most "
-        f"e^epsilon = {factor(epsilon)}, give or take delta, {one_in(delta)}.",
-        f"To see what that is worth, imagine the strongest attacker: one who knows all other images, sees {seen} "
-        "and only has to say whether one given image was used. If a tossed coin had decided it, no method whatever would tell which "
-        f"side came up more than {percent_up(attack['coin_accuracy'])} of the time; guessing is right 50% of the time.",
+        f"Remove any one of the {plan.dataset_size:,} images, with everything that belongs to it. Any result of this training could have "
+        "occurred without it as well: its probability changes by a factor of at most "
+        f"e^epsilon = {factor(epsilon)}, up to delta, {one_in(delta)}.",
+        f"For scale, take the strongest attacker: one who knows all other images, sees {seen} "
+        "and only has to decide whether one given image was used. If a fair coin had decided its use, no method would be right more than "
+        f"{percent_up(attack['coin_accuracy'])} of the time; guessing is right 50% of the time.",
         f"If the attacker may accuse only 1 in 100 of the images that were not used, at most {percent_up(attack['tpr_at_fpr_0.01'])} "
         f"of those that were used can be found; if only 1 in 1,000, at most {percent_up(attack['tpr_at_fpr_0.001'])}. Blind guessing "
         "would find 1% and 0.1%.",
-        f"These are limits for the worst case, proven and not measured; real attackers know less. {tier(epsilon)} What many images "
-        "have in common is learned on purpose and is not protected: the promise is about each one of them.",
+        f"These are proven worst-case limits, not measurements; real attackers know less. {tier(epsilon)} What many images have in common "
+        "is learned on purpose and is not protected: the guarantee is for each single image.",
     ]
 
 
 def tier(epsilon: float) -> str:
-    """How an epsilon is commonly judged."""
+    """Return how an epsilon is commonly judged."""
     verdict = (
         "strong"
         if epsilon <= 1
@@ -125,45 +124,45 @@ def tier(epsilon: float) -> str:
 
 
 def released(plan: DPPlan) -> str:
-    """What may be released."""
+    """Return what may be released."""
     what = "Checkpoints (weights, moving average, optimizer state), settings, ledger, public scores, this statement, report.html."
     if plan.guarantee != "dp":
-        return f"{what} All of them may hold whatever the images show."
-    return f"{what} They are computed from noisy sums alone, from public data, or from neither."
+        return f"{what} Any of them may reveal the content of the images."
+    return f"{what} They depend on the private images only through noisy sums."
 
 
 def not_covered(plan: DPPlan) -> list[str]:
-    """What the guarantee says nothing about."""
+    """Return what the guarantee does not cover."""
     if plan.guarantee != "dp":
         return ["Everything: no image of this run is protected."]
     said = [
-        "Everything under confidential/: losses, gradient norms, batch sizes, times, images. It must not leave.",
+        "Everything under confidential/: losses, gradient norms, batch sizes, times, images. It must not be released.",
         "Facts about the whole population that the model learns from many images together.",
-        "How the store was put together before the run: removing private images because of other private images (such as "
-        "near-duplicates) is not covered; judging each image by itself, or against a fixed public set, is free. The guarantee is for "
-        "the store as it was.",
-        "The same image, or images of the same person, in other data sets or under other run ledgers.",
+        "How the store was assembled before the run: removing private images because of other private images (such as "
+        "near-duplicates) is not covered; filtering each image independently, or against a fixed public set, is free. The guarantee is "
+        "for the store as it was.",
+        "The same image, or images of the same person, in other data sets or under other ledgers.",
     ]
     if plan.num_units is None:
-        said.append("Several different images of one person: the import did not name the person of each image.")
+        said.append("Several different images of one person: the import did not record the person of each image.")
     return said
 
 
 def unit(plan: DPPlan) -> str:
-    """Whom the guarantee is for."""
+    """Return the unit of the guarantee."""
     k = plan.max_records_per_unit
     record = "One record: an image with all its captions and labels. Files with identical image bytes are one record."
     if plan.num_units is None:
         return record
     return (
         f"One person, with all their images: {plan.num_units:,} people are declared, a public number. {record} At most {k} of a person "
-        "take part. epsilon is for one record; a person with more images than take part should read unit_epsilon alone, for taking one "
-        "image away lets another one in."
+        "take part. epsilon is for one record; for a person with more images than that only unit_epsilon applies, because removing one "
+        "image lets another take part."
     )
 
 
 def delta_rule(plan: DPPlan, num_parents: int) -> str:
-    """How delta was chosen."""
+    """Return how delta was chosen."""
     default = "1 / (2 N)" if plan.delta < MAX_DELTA else f"{MAX_DELTA:g}, the largest default"
     rule = default if plan.delta == default_delta(plan.population) else "set explicitly"
     whom = "images" if plan.num_units is None else "people"
@@ -172,36 +171,36 @@ def delta_rule(plan: DPPlan, num_parents: int) -> str:
 
 
 def composition(num_runs: int, method: Method) -> str:
-    """How the epsilons of the runs behind the weights were put together."""
-    return f"{count(num_runs, 'run')} on this store shaped the weights. {COMPOSITION[method]}" if num_runs > 1 else COMPOSITION[method]
+    """Return how the epsilons of the runs behind the weights were combined."""
+    return f"The weights come from {count(num_runs, 'run')} on this store. {COMPOSITION[method]}" if num_runs > 1 else COMPOSITION[method]
 
 
 def declared(by: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Who called weights without a lineage public; None where nothing had to be declared."""
+    """Return who declared weights without a lineage public, or None if nothing had to be declared."""
     if by is None:
         return None
-    who = "the operator" if by["by"] == "operator" else "the name under which a library keeps them"
-    return {**by, "text": f"Declared to be public by {who}: {by['name']}, from {by['source']}. That is not checked."}
+    who = "the operator" if by["by"] == "operator" else "their name in a library"
+    return {**by, "text": f"Declared to be public by {who}: {by['name']}, from {by['source']}. This was not verified."}
 
 
 def not_covered_of(lineage: list[dict[str, Any]]) -> list[str]:
-    """What the guarantee says nothing about, by the lineage of a statement."""
+    """Return what the guarantee does not cover because of a statement's lineage."""
     named = [entry["declared"]["name"] for entry in lineage if entry["declared"]]
     return [
-        *([f"Weights that were declared to be public ({', '.join(named)}): what shaped them is not checked."] if named else []),
+        *([f"Weights that were declared to be public ({', '.join(named)}): their training data was not verified."] if named else []),
         *([TWINS] if any(entry["deduplicated"] for entry in lineage) else []),
     ]
 
 
 def trust_model(plan: DPPlan) -> str:
-    """Who sees what."""
+    """Return the trust model: who may see what."""
     if plan.selection is None:
         return TRUST_MODEL
     return TRUST_MODEL.replace("the weights after every single step", "all steps of the run that was chosen, and nothing of the others")
 
 
 def deduplicated(record: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What was left out of a public store because a private one has it too (``data overlap --out``); None where nothing was looked for."""
+    """Return which private twins were left out of a public store (``data overlap --out``), or None if none were searched for."""
     if record is None:
         return None
     stores = ", ".join(store_id[:8] for store_id in record["against"])
@@ -210,18 +209,18 @@ def deduplicated(record: dict[str, Any] | None) -> dict[str, Any] | None:
         "methods": record["methods"],
         "text": (
             f"Public images that are also in store {stores} were left out before training on this store "
-            f"({'; '.join(record['methods'])}). How many is not said: it depends on the private images."
+            f"({'; '.join(record['methods'])}). Their number is not given because it depends on the private images."
         ),
     }
 
 
 def tuning(plan: DPPlan, declared: Tuning) -> str:
-    """How settings and checkpoint were chosen."""
+    """Return how settings and checkpoint were chosen."""
     return (SELECTION if plan.selection is not None else "") + TUNING[declared]
 
 
 def selection(plan: DPPlan) -> dict[str, Any] | None:
-    """The private selection that the steps are; None where they are steps."""
+    """Return the private selection that the run's one step is, or None for ordinary steps."""
     asked = plan.selection
     if asked is None:
         return None
@@ -233,22 +232,22 @@ def selection(plan: DPPlan) -> dict[str, Any] | None:
         "score_noise_multiplier": asked.score_noise_ratio * plan.noise_multiplier,
         "text": (
             f"The one step is a selection: a secret number of runs ({law}, mean {asked.mean_runs:g}), of {asked.steps:,} steps each, with "
-            "the noise, clipping and sampling said here, and a count of the records it is right about, to which each record adds at most 1."
+            "the noise, clipping and sampling given here, and a noisy count of correctly classified records, to which each adds at most 1."
         ),
     }
 
 
 def side_channels(plan: DPPlan) -> list[str]:
-    """What the guarantee leaves out of account."""
+    """Return the side channels that are out of scope."""
     return SIDE_CHANNELS if plan.selection is None else [SELECTION_TIME, *SIDE_CHANNELS]
 
 
 def accountant_method(plan: DPPlan) -> str:
-    """How epsilon was computed."""
+    """Return how epsilon was computed."""
     if plan.selection is not None:
         theorem = "6 (Poisson)" if plan.selection.shape is None else "2 (truncated negative binomial)"
         return (
-            f"Renyi: of one run, then theorem {theorem} of Papernot and Steinke (arXiv 2110.03620). No tighter accountant knows selections."
+            f"Renyi: of one run, then theorem {theorem} of Papernot and Steinke (arXiv 2110.03620). No tighter one exists for selections."
         )
     if plan.sampling == "full_batch" or plan.sample_rate == 1:
         return "Exact: all steps together are one Gaussian mechanism (Balle and Wang, arXiv 1805.06530)."
@@ -259,17 +258,17 @@ def accountant_method(plan: DPPlan) -> str:
 
 
 def sampling_assumed(plan: DPPlan) -> str:
-    """The sampling scheme that the accountant was told."""
+    """Return the sampling scheme that the accountant assumes."""
     q = f"probability {plan.sample_rate:.6g}"
     return {
         "poisson": f"Poisson: in each step each record is sampled independently, with {q}.",
-        "truncated_poisson": f"Truncated Poisson: each record sampled independently, with {q}; beyond {plan.max_batch_size} a random part.",
+        "truncated_poisson": f"Truncated Poisson: each record sampled independently, with {q}; a random {plan.max_batch_size} at most.",
         "full_batch": "Full batch: every record in every step.",
     }[plan.sampling]
 
 
 def sampling_executed(plan: DPPlan) -> str:
-    """The sampling scheme that was run."""
+    """Return the sampling scheme that was executed."""
     if plan.guarantee != "dp":
         return sampling_assumed(plan)
     drawn = {
@@ -278,109 +277,110 @@ def sampling_executed(plan: DPPlan) -> str:
         "truncated_poisson": "drawn by geometric gaps, then cut to a uniformly random subset where the cap was exceeded",
         "full_batch": "all records of the store",
     }[plan.sampling]
-    return f"The same object that is accounted for draws the batches: {drawn}. Keys are fresh from the operating system at every start."
+    return f"The object that draws the batches is the one accounted for: {drawn}. Keys are new from the operating system at every start."
 
 
 CLIPPED = {
     "hard": "scaled down to the clip norm if it is longer",
     "automatic": "divided by its norm plus 0.01 and multiplied by the clip norm, so that it is always shorter",
 }
-"""What becomes of a gradient, by ``DPPlan.clipping``."""
+"""How a gradient is clipped, by ``DPPlan.clipping``."""
 
 
 def clipping(plan: DPPlan) -> str:
-    """What bounds a record's influence."""
+    """Return what bounds a record's influence."""
     if plan.max_grad_norm is None:
         return "None."
     factor = CLIPPED[plan.clipping]
     return (
         f"Each record's whole gradient, all trained parameters together, is {factor} (norms in float32 or wider). Augmented views of a "
-        "record are averaged before."
+        "record are averaged first."
     )
 
 
 LARGEST_FOUND = 0.9950005
-"""Largest move of a sum by one record that the searches of tests/attacks found, in clip norms."""
+"""Largest change of a sum by one record found by the searches of tests/attacks, in clip norms."""
 
 
 def sensitivity(plan: DPPlan, config: dict[str, Any]) -> str:
-    """How far one record can move a step's sum, in the numbers that are computed; and whether that is proven (docs/clipping.md)."""
+    """Return how far one record can move a step's sum as computed, and whether that is proven (docs/clipping.md)."""
     if plan.max_grad_norm is None:
         return "Unbounded."
     moved = f"One record moves the sum of a step by at most {plan.max_grad_norm:g} in Euclidean norm"
     if config["model"].get("kind") == "head":
-        return f"{moved}, rounding included: contributions are clipped to 4 millionths less, and added up in float64."
+        return f"{moved}, including rounding: contributions are clipped to 4 millionths less and summed in float64."
     kept = f"gradients are clipped to {100 * RESERVE:g}% less"
     hardware = config["hardware"]
     proven = (hardware["precision"] == "float32" or hardware["device"] == "cpu") and config["model"]["encoder"].get("kind") == "vit"
     if not proven:
         return (
-            f"{moved}: measured, not proven, as far as rounding goes; {kept}, and the largest move found is {LARGEST_FOUND:.4f} times that."
+            f"{moved}, but for rounding this is measured, not proven; {kept}, and the largest move found is {LARGEST_FOUND:.4f} times that."
         )
     return (
-        f"{moved}, rounding included: {kept}, and what rounding adds is proven to be at most {100 * added_bound():.2f}% where a record's "
-        f"own gradient does not depend on the rows beside it. The largest move found is {LARGEST_FOUND:.4f} times the bound."
+        f"{moved}, including rounding: {kept}, and rounding is proven to add at most {100 * added_bound():.2f}% if a record's gradient "
+        f"does not depend on the other rows of the batch. The largest move found is {LARGEST_FOUND:.4f} times the bound."
     )
 
 
 def noise_generator(plan: DPPlan) -> str:
-    """Where the noise comes from, its precision, and what that leaves open."""
+    """Return the source of the noise, its precision, and its limits."""
     if plan.noise_multiplier == 0:
         return "No noise."
     return (
-        "ChaCha20, a cryptographic stream, with a 256-bit key of the operating system, new at every start; draws of batches and every "
-        "other secret random number come from it, too. Normal numbers by Box-Muller in float64, up to 9.49 standard deviations (a true "
-        "normal is beyond with probability 2e-21). Sum plus noise is rounded in float64 to a public grid, about a millionth of the noise's "
+        "ChaCha20, a cryptographic stream cipher, with a 256-bit key from the operating system, new at every start; it also gives the "
+        "draws of batches and every other secret random number. Normal numbers by Box-Muller in float64, up to 9.49 standard deviations "
+        "(exceeded with probability 2e-21). Sum plus noise is rounded in float64 to a public grid, about a millionth of the noise's "
         "standard deviation, then divided by the expected batch size. The grid is a mitigation of attacks on floating point, not a proof "
         "against them."
     )
 
 
 def ledger_source(from_store: bool) -> str:
-    """Which ledger the steps were counted in."""
+    """Return which ledger the steps were counted in."""
     if from_store:
-        return "Counted in the ledger beside the store, its chain of hashes verified; the run folder's copy agrees with it."
-    return "Counted in the run folder's copy of the ledger, its chain of hashes verified; the ledger beside the store was out of reach."
+        return "Counted in the store's ledger, its hash chain verified; the run folder's copy agrees with it."
+    return "Counted in the run folder's copy of the ledger, its hash chain verified; the store's ledger was not available."
 
 
 TOKENIZER = (
-    "Tokenizer: made from public or synthetic text, as its maker declared; the command that makes it refuses private stores. It lies with "
-    "the weights. Captions were repaired and cut at import, each by itself."
+    "Tokenizer: trained on text declared to be public or synthetic; the command that trains it refuses private stores. It is released with "
+    "the weights. Captions were cleaned and truncated at import, each independently."
 )
 
 
 def preprocessing(config: dict[str, Any]) -> list[str]:
-    """What was derived from the data before training."""
+    """Return what was derived from the data before training."""
     data = config["data"]
     told = config["model"].get("kind") == "captioner"
     public = tuple(data["mean"]) == IMAGENET_MEAN and tuple(data["std"]) == IMAGENET_STD
     return [
         "Normalisation constants: "
-        f"{'those of ImageNet, public' if public else 'set in the config, declared not to come from private pictures'}.",
-        "Unreadable and oversized files were left out at import, each judged by itself. Identical files were merged into one record.",
+        f"{'those of ImageNet, public' if public else 'set in the config, declared not to come from private images'}.",
+        "Unreadable and oversized files were left out at import, each independently of the others. Identical files were merged into one "
+        "record.",
         *([TOKENIZER] if told else []),
         f"Crops, flips{', the choice among captions' if told else ''} and masks depend on the seed, the step and the record's own id only.",
     ]
 
 
 def other_runs(account: StoreAccount, run_id: str) -> str:
-    """What all runs on the store have cost together."""
+    """Return the total cost of all runs on the store."""
     others = sum(run.run_id != run_id for run in account.runs)
     if account.unprotected:
         return (
-            f"{count(len(account.unprotected), 'run')} without a guarantee used the same images. Their results are confidential; if "
-            "they were released, or chosen by, no total would hold."
+            f"{count(len(account.unprotected), 'run')} without a guarantee used the same images. Their results are confidential; if they "
+            "were released, or used to choose settings, no total would hold."
         )
     unknown = COPIES_UNKNOWN if not account.moves else f"{COPIES_UNKNOWN} {_moved(account.moves)}"
     if not others:
-        return f"None is known: this is the only run in the ledgers beside the store. {unknown}"
+        return f"None is known: this is the only run in the store's ledgers. {unknown}"
     of_unit = account.unit_epsilon
     person = "" if of_unit is None else f"epsilon {round_up(of_unit, 2)} for a person with all their images, and "
     image = "" if of_unit is None else " for an image,"
     total = f"{person}epsilon {round_up(account.epsilon or 0.0, 2)}{image}"
     return (
-        f"{count(others, 'other run')} used the same images. All together cost {total} at delta {short(account.delta or 0.0)} if their "
-        f"settings were fixed beforehand; epsilon_filter is for settings chosen after seeing earlier runs. {unknown}"
+        f"{count(others, 'other run')} used the same images. Together they cost {total} at delta {short(account.delta or 0.0)} if their "
+        f"settings were fixed beforehand; epsilon_filter also allows settings chosen after seeing earlier runs. {unknown}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks of a statement against itself: its schema, its figures against one another, and epsilon computed once more.
+"""Checks of a statement by itself: its schema, the consistency of its figures, and epsilon by a second accountant.
 
 Epsilon is recomputed by ``privacy.second_accountant``, which shares no code with the accountant that stated it.
 """
@@ -14,15 +14,15 @@ from dpvision.report.numbers import round_up
 from dpvision.report.schema import problems, statement_schema
 
 TOLERANCE = 0.01
-"""How far a stated figure may lie below the recomputed one: both are upper bounds on one number."""
+"""How far a stated figure may be below the recomputed one: both are upper bounds on the same number."""
 _SLACK = 1e-6
 _COARSE = 0.10
-"""How far it may lie above: the grids of the unit's figure and of small epsilons are coarse."""
+"""How far it may be above: the grids for the unit's epsilon and for small epsilons are coarse."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table."""
+    """The result of one check."""
 
     name: str
     status: Literal["ok", "failed", "not checked"]
@@ -30,28 +30,28 @@ class Check:
 
 
 def ok(name: str, detail: str) -> Check:
-    """The check passed."""
+    """Return a passed check."""
     return Check(name, "ok", detail)
 
 
 def failed(name: str, detail: str) -> Check:
-    """The statement, or what it rests on, is not what it claims to be."""
+    """Return a failed check: the statement, or a file behind it, contradicts its claim."""
     return Check(name, "failed", detail)
 
 
 def not_checked(name: str, why: str) -> Check:
-    """Nothing is known either way."""
+    """Return a check that could not be made."""
     return Check(name, "not checked", why)
 
 
 def compared(name: str, pairs: Iterable[tuple[str, Any, Any]], passed: str) -> Check:
-    """One check of several equalities: (what, as stated, as found)."""
+    """Return one check of several equalities, given as (name, stated, found)."""
     wrong = [f"{what}: {stated!r} stated, {found!r} found" for what, stated, found in pairs if not _same(stated, found)]
     return failed(name, "; ".join(wrong)) if wrong else ok(name, passed)
 
 
 def check_schema(statement: Any) -> Check:
-    """Every field is there, of the right type, and no other."""
+    """Check that every field is there, with the right type, and no other field."""
     found = problems(statement, statement_schema())
     if found:
         return failed("schema", "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else ""))
@@ -59,7 +59,7 @@ def check_schema(statement: Any) -> Check:
 
 
 def check_figures(statement: dict[str, Any]) -> Check:
-    """Figures that follow from one another agree, and the headline is the guarantee's."""
+    """Check that the figures are consistent with one another and with the headline."""
     mechanism, history, guarantee = statement["mechanism"], statement["history"], statement["guarantee"]
     own = history["lineage"][-1]
     size = statement["scope"]["dataset_size"]["value"]
@@ -95,7 +95,7 @@ def check_figures(statement: dict[str, Any]) -> Check:
 
 
 def check_epsilons(statement: dict[str, Any]) -> list[Check]:
-    """Epsilon of this run and of all runs behind the weights, per record, without amplification and per person."""
+    """Check epsilon of this run and of all runs behind the weights, per record, without amplification and per person."""
     guarantee = statement["guarantee"]
     if guarantee is None:
         return [not_checked("epsilon", "the statement gives no guarantee")]
@@ -119,7 +119,7 @@ def check_epsilons(statement: dict[str, Any]) -> list[Check]:
 
 
 def _parts(statement: dict[str, Any]) -> list[tuple[dict[str, Any], int]]:
-    """Plans and steps of the runs on the statement's own store, this one last."""
+    """Return plans and steps of the runs on the statement's own store, this one last."""
     *before, own = statement["history"]["lineage"]
     return [*_parts_on(before, own["store_id"]), (own["guarantee"]["plan"], statement["mechanism"]["steps_executed"])]
 

@@ -1,4 +1,4 @@
-"""What a masked autoencoder makes of images it sees a quarter of, before and after a run: strips of images for a page.
+"""Reconstructions of masked images by a masked autoencoder, before and after a run, as strips for a page.
 
 Legend: B images, L patches, C channels, H height, W width.
 """
@@ -22,7 +22,7 @@ from dpvision.report.strips import pixels_of, strip_of
 
 WARM_START = "the warm start"
 INITIAL = "random initial weights"
-LOST_START = "random initial weights (the warm start it had is not at hand)"
+LOST_START = "random initial weights (its warm start is not available)"
 
 
 @dataclass(frozen=True)
@@ -30,33 +30,33 @@ class Reconstructions:
     """Strips of the same images, as data: URIs of PNG images."""
 
     seen: str
-    """The patches that the models were shown; the others are transparent."""
+    """The visible patches; hidden ones are transparent."""
     fills: dict[str, str]
-    """By the name of a model: the same, with its guess in place of what was hidden. In the order of training."""
+    """By model, in the order of training: the same with its predictions in the hidden patches."""
     original: str
     count: int
     mask_ratio: float
     borrowed: bool = False
-    """The model predicts normalised pixels: brightness and contrast of each hidden patch are the original's."""
+    """Whether brightness and contrast of each hidden patch are the original's, because the model predicts normalised pixels."""
 
     @property
     def filled(self) -> str:
-        """The guess of the last model."""
+        """Strip with the predictions of the last model."""
         return list(self.fills.values())[-1]
 
 
 def reconstruct_some(run: str | Path, store: Store, count: int = 8) -> Reconstructions | None:
-    """Images of ``store``, masked, and filled in by what the run started from and by what it ended with.
+    """Return masked images of ``store`` as reconstructed by the run's initial and final weights.
 
-    "Before" is the checkpoint that ``init_from`` names, where it is still the one that the run's lineage tells of; otherwise the weights
-    that the seed initialises. The name of the strip says which.
+    "Before" is the checkpoint of ``init_from`` if it still matches the run's lineage, otherwise the weights initialised by the seed. The
+    strip's name says which.
 
     Args:
         run: run or checkpoint folder.
         store: its images will be in the result.
 
     Returns:
-        None where the run's model does not fill in images.
+        None if the run's model does not reconstruct pixels.
 
     Raises:
         CheckpointError: there is no checkpoint, or it was altered.
@@ -72,17 +72,18 @@ def reconstruct_some(run: str | Path, store: Store, count: int = 8) -> Reconstru
 
 
 def reconstruct(models: Mapping[str, Checkpoint | None], config: RunConfig, store: Store, count: int = 8) -> Reconstructions:
-    """The same masked images as each of several models fills them in.
+    """Return the same masked images as reconstructed by each of several models.
 
-    Which images, and their masks, depends on the store's size, the images' ids and the config's seed only.
+    The choice of images and their masks depend only on the store's size, the images' ids and the config's seed.
 
     Args:
-        models: one or more; name of a row -> checkpoint, or None for the weights that the config's seed initialises.
-        config: of the masked autoencoder that all of them are.
+        models: one or more checkpoints by row name; None stands for the weights initialised by the config's seed.
+        config: of the masked autoencoder, shared by all models.
         store: ``count`` images spread over it will be in the result.
 
     Raises:
-        ConfigError: the config is not of a masked autoencoder. CheckpointError: a checkpoint is of another architecture.
+        ConfigError: the config is not of a masked autoencoder.
+        CheckpointError: a checkpoint is of another architecture.
         DataError: no image could be read.
     """
     if not isinstance(config.model, MAEConfig):
@@ -91,7 +92,9 @@ def reconstruct(models: Mapping[str, Checkpoint | None], config: RunConfig, stor
     rows = np.unique(np.linspace(0, store.num_records - 1, count).astype(np.int64))
     found = next(pictures(store, rows, config.model.encoder.image_size, config.data, batch_size=len(rows), workers=1), None)
     if found is None:
-        raise DataError(f"report: none of {len(rows)} images of {store.path} could be read; expected images. Import the source again.")
+        raise DataError(
+            f"report: none of {len(rows)} images of {store.path} could be read; expected readable ones. Import the source again."
+        )
     x_BCHW, row_B, _ = found
     record_id_B = torch.from_numpy(store.index["id"][row_B.numpy()].astype(np.int64))
     fills = {}
@@ -116,16 +119,16 @@ def _model(config: RunConfig, checkpoint: Checkpoint | None) -> mae.MAE:
             model.load_state_dict(checkpoint.model)
         except RuntimeError:
             raise CheckpointError(
-                f"reconstructions: {checkpoint.path} is of another architecture than {config.recipe}'s; expected the same. Leave it out."
+                f"reconstructions: {checkpoint.path} has another architecture than {config.recipe}; expected the same. Use a run of it."
             ) from None
     return model.eval()
 
 
 def _parent(checkpoint: Checkpoint, config: RunConfig) -> Checkpoint | None:
-    """The checkpoint that the run started from, None if it is gone or no longer the one of the run's lineage.
+    """Return the checkpoint that the run started from, or None if it is gone or does not match the run's lineage.
 
-    The lineage also keeps out weights that nobody checked when this run began: what is shown of a store must come from nothing more
-    private than the run itself.
+    The lineage also excludes weights that were not checked when this run began: images shown must come from nothing more private than
+    the run itself.
     """
     assert config.init_from is not None
     try:

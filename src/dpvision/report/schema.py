@@ -1,4 +1,4 @@
-"""The schema of the statement, which ships with the package, and a check against it for the keywords of JSON Schema that it uses."""
+"""The statement's JSON schema, and a validator for the keywords that it uses."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from importlib import resources
 from typing import Any, Literal
 
 Tuning = Literal["none", "public", "not_covered"]
-"""How settings and checkpoint were chosen, as ``history.tuning`` of the statement has it."""
+"""How settings and checkpoint were chosen (``history.tuning`` in the statement)."""
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float), "null": type(None),
@@ -20,15 +20,15 @@ _KNOWN = {
 
 @cache
 def statement_schema() -> dict[str, Any]:
-    """The schema of statement.json; docs/statement.schema.json is the same file."""
+    """Return the schema of statement.json; docs/statement.schema.json is the same file."""
     return json.loads(resources.files("dpvision.report").joinpath("statement.schema.json").read_text())
 
 
 def problems(value: Any, schema: dict[str, Any], where: str = "statement") -> list[str]:
-    """Where ``value`` departs from ``schema``: one line each; empty where it fits.
+    """Return one line per violation of ``schema`` by ``value``; empty if there are none.
 
     Raises:
-        NotImplementedError: the schema uses a keyword that this check does not know.
+        NotImplementedError: the schema uses an unsupported keyword.
     """
     if unknown := schema.keys() - _KNOWN:
         raise NotImplementedError(

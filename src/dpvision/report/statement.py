@@ -26,17 +26,17 @@ from dpvision.weights import lineage_digest
 
 FORMAT = "dpvision-statement-1"
 _NOT_SETTINGS = {"recipe", "privacy", "init_from", "public_weights"}
-"""Said elsewhere in the statement, or a path of the operator's machine."""
+"""Config entries left out: they are elsewhere in the statement, or are local paths."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What a statement rests on, read and checked against each other."""
+    """The files behind a statement, read and checked against each other."""
 
     manifest: dict[str, Any]
     ledger: LedgerContents
     from_store: bool
-    """Whether ``ledger`` is the truth beside the store, or the run folder's copy."""
+    """Whether ``ledger`` is the store's, or the run folder's copy."""
     store_dir: Path | None
     scores: list[dict[str, Any]]
 
@@ -50,16 +50,16 @@ class Evidence:
 
 
 def make_statement(run_dir: str | Path, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered") -> dict[str, Any]:
-    """The statement of a run, ready for JSON (schema: docs/statement.schema.json).
+    """Return the statement of a run, ready for JSON (schema: docs/statement.schema.json).
 
-    Epsilon is that of the steps charged in the ledger, under the ledger's own plan; steps charged after the checkpoint count too.
-    A run without a guarantee on a public store gets a statement whose first words say that it guarantees nothing.
+    Epsilon is computed from the steps charged in the ledger, under the ledger's plan, including steps charged after the checkpoint.
+    For a run without a guarantee on a public store, the statement says first that it guarantees nothing.
 
     Args:
         run_dir: run folder with at least one checkpoint.
-        store_dir: the store trained on; None for the path in the run's config, if it is still there. With the store the ledger
-            beside it is read and the other runs on it are added up; without it, the run folder's copy.
-        tuning: what the operator declares about how settings and checkpoint were chosen.
+        store_dir: the store trained on; if None, the path in the run's config if it still exists. With the store, its ledger is read and
+            other runs on it are added up; without it, the run folder's copy is read.
+        tuning: the operator's declaration of how settings and checkpoint were chosen.
 
     Raises:
         PrivacyError: a run without a guarantee on a private store, a tainted parent, a ledger that was altered or does not lead to
@@ -70,7 +70,7 @@ def make_statement(run_dir: str | Path, *, store_dir: str | Path | None = None, 
 
 
 def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str, Any]:
-    """The statement that the evidence supports; ``make_statement`` reads the evidence first."""
+    """Return the statement for given evidence (see ``make_statement``)."""
     plan, steps, manifest = evidence.plan, evidence.ledger.steps, evidence.manifest
     fixed = tuning == "none"
     inherited, store_id = evidence.ledger.lineage, evidence.ledger.store_id
@@ -140,7 +140,7 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
 
 
 def write_statement(run_dir: str | Path, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered") -> Path:
-    """Write ``make_statement`` to RUN/statement.json, and give its path. Raises as it does."""
+    """Write ``make_statement``'s result to RUN/statement.json and return the path. Raises as it does."""
     statement = make_statement(run_dir, store_dir=store_dir, tuning=tuning)
     path = Path(run_dir) / "statement.json"
     write_json(path, statement)
@@ -148,7 +148,7 @@ def write_statement(run_dir: str | Path, *, store_dir: str | Path | None = None,
 
 
 def read_evidence(root: Path, store_dir: Path | None = None) -> Evidence:
-    """Ledger, manifest and public scores of a run that may be reported, checked against each other.
+    """Read ledger, manifest and public scores of a run that may be reported, and check them against each other.
 
     Raises:
         PrivacyError, CheckpointError: as ``make_statement``.
@@ -156,7 +156,7 @@ def read_evidence(root: Path, store_dir: Path | None = None) -> Evidence:
     base, config, about = read_run(root)
     if base != root or (about["guarantee"] != "dp" and about["store_visibility"] == "private"):
         raise _refused(root, "has no guarantee and was trained on a private store")
-    # Loads the tensors too, so that the hashes in the statement are those of the files that lie there now.
+    # Loads the tensors too, so that the hashes in the statement are those of the current files.
     checkpoint = load_checkpoint(root)
     manifest = checkpoint.manifest
     if manifest["run_id"] != about["run_id"] or not manifest["lineage"]:
@@ -190,16 +190,16 @@ def _public_scores(path: Path) -> list[dict[str, Any]]:
                 f"report: {path} holds a score of {score['name']!r} on a private store; expected public ones. Move it to "
                 "confidential/scores.json."
             )
-    # The encoder before what stands beside it.
+    # The run's encoder before the baselines.
     return sorted(scores, key=lambda s: (s["test_data"], s["protocol"].rpartition(", ")[0], not is_of_the_run(s["name"]), s["name"]))
 
 
 def _refused(root: Path, why: str) -> PrivacyError:
-    return PrivacyError(f"report: {root} {why}; expected a run with guarantee=dp, or public stores only. Keep it confidential.")
+    return PrivacyError(f"report: {root} {why}; expected a run with guarantee=dp, or public stores only. Do not release it.")
 
 
 def _check_parents(contents: LedgerContents, known: dict[str, LedgerContents]) -> None:
-    """Refuse a lineage that says less of a run on this store than the run's own ledger does."""
+    """Refuse a lineage that contradicts the store's ledgers about a run on this store."""
     for entry in contents.lineage:
         if entry["store_id"] != contents.store_id or entry["guarantee"] is None:
             continue
@@ -207,13 +207,13 @@ def _check_parents(contents: LedgerContents, known: dict[str, LedgerContents]) -
         plan = DPPlan.from_dict(entry["guarantee"].get("plan"))
         if parent is None or not parent.plan.same_mechanism(plan) or not parent.steps >= entry["guarantee"]["steps"]:
             raise PrivacyError(
-                f"report: lineage of {contents.path} names run {entry['run_id']} on this store otherwise than the store's ledgers do; "
-                "expected its plan and at most its charged steps. Restore the LEDGERS folder, or train again from the parent's checkpoint."
+                f"report: lineage of {contents.path} contradicts the store's ledger of run {entry['run_id']}; expected that run's plan and "
+                "at most its charged steps. Restore the LEDGERS folder, or train again from the parent's checkpoint."
             )
 
 
 def _reachable(path: str | None, store_id: str) -> Path | None:
-    """The store that the config names, if it is still that store."""
+    """Return the path of the config's store if it still is the store with this id, or None."""
     try:
         found = path is not None and StoreLedgers.of(Path(path)).store_id == store_id
     except DataError:
@@ -222,7 +222,7 @@ def _reachable(path: str | None, store_id: str) -> Path | None:
 
 
 def _ledger(copy: Path, about: dict[str, Any], store_dir: Path | None) -> LedgerContents:
-    """The truth beside the store when there is one, which the copy must lead to; else the copy."""
+    """Return the store's ledger if the store is given, which must continue the copy; otherwise the copy."""
     contents = read_ledger(copy)
     if store_dir is not None:
         ledgers = StoreLedgers.of(store_dir)
@@ -231,7 +231,7 @@ def _ledger(copy: Path, about: dict[str, Any], store_dir: Path | None) -> Ledger
         known = ledgers.read_all()
         truth = known.get(about["run_id"])
         if truth is None or not truth.continues(contents):
-            raise PrivacyError(f"report: {copy} does not agree with the ledger beside {store_dir}. Restore the LEDGERS folder.")
+            raise PrivacyError(f"report: {copy} does not agree with the ledger of {store_dir}. Restore the LEDGERS folder.")
         contents = truth
         _check_parents(contents, known)
     if (contents.run_id, contents.store_id) != (about["run_id"], about["store_id"]):
@@ -240,7 +240,7 @@ def _ledger(copy: Path, about: dict[str, Any], store_dir: Path | None) -> Ledger
 
 
 def _lineage(evidence: Evidence, guarantee: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Every store that the weights have seen, oldest first; this run's entry from the ledger, not from the manifest."""
+    """Return every store in the lineage of the weights, oldest first. This run's entry comes from the ledger, not the manifest."""
     own = {**evidence.manifest["lineage"][-1], "guarantee": None}
     if guarantee is not None:
         figures = {name: guarantee["this_run"][name] for name in ("epsilon", "delta", "epsilon_rdp")}
@@ -257,7 +257,7 @@ def _lineage(evidence: Evidence, guarantee: dict[str, Any] | None) -> list[dict[
 
 
 def _other_runs(evidence: Evidence) -> dict[str, Any]:
-    """All runs that the store knows of, this one included."""
+    """Return all runs in the store's ledgers, including this one."""
     if evidence.store_dir is None:
         return {"known": False, "text": phrases.OTHER_RUNS_UNKNOWN}
     account = store_account(evidence.store_dir)
@@ -284,7 +284,7 @@ def _other_runs(evidence: Evidence) -> dict[str, Any]:
 
 
 def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Model, data, optimizer, hardware and seed; no path of the operator's machine."""
+    """Return the settings of model, data, optimizer, hardware and seed, without local paths."""
     config = manifest["config"]
     kept = {key: value for key, value in config.items() if key not in _NOT_SETTINGS}
     kept = {**kept, "data": {key: value for key, value in config["data"].items() if key != "store"}}

@@ -1,4 +1,4 @@
-"""Rows of images for a page: normalised tensors to pixels, pixels to one image in a data: URI.
+"""Rows of images for a page: from normalised tensors to pixels, and from pixels to a data: URI.
 
 Legend: B images, C channels, H height, W width.
 """
@@ -16,16 +16,16 @@ _LARGEST_PX = 128
 
 
 def pixels_of(x_BCHW: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
-    """uint8 (B, H, W, 3) of normalised images."""
+    """Return the pixels of normalised images, uint8 (B, H, W, 3)."""
     mean_C11, std_C11 = (torch.tensor(values)[:, None, None] for values in (mean, std))
     return ((x_BCHW * std_C11 + mean_C11).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
 
 
 def strip_of(image_BHWC: np.ndarray) -> str:
-    """One row of images with transparent gaps between them, at most 128 px high, as a data: URI of a PNG.
+    """Return a row of images with transparent gaps, at most 128 px high, as a data: URI of a PNG.
 
     Args:
-        image_BHWC: uint8, C = 3, or 4 with the opacity.
+        image_BHWC: uint8, C = 3, or 4 with opacity.
     """
     B, H, W, C = image_BHWC.shape
     gap = max(2, round(W * _GAP))

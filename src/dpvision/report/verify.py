@@ -1,7 +1,7 @@
-"""``verify``: everything that a statement claims and that can be computed again, from the run's files and the store's ledgers.
+"""``verify``: recompute every claim of a statement that the run's files and the store's ledgers allow.
 
-Each check gives one line: ok, failed, or not checked with the reason. A file that is missing or damaged is a failed check; what is not at
-hand (no run, no store) is not checked. docs/verify.md explains every line.
+Each check is ok, failed, or not checked with the reason. A missing or damaged file fails its check; checks that need a run or store that
+was not given are not made. docs/verify.md explains every line.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from dpvision.runs.folder import read_run
 from dpvision.runs.versions import code_versions
 from dpvision.weights import lineage_digest, unpack
 
-NO_RUN = "no run at hand: give its folder with --run"
-NO_STORE = "no store at hand: give its folder with --store"
+NO_RUN = "no run given: give its folder with --run"
+NO_STORE = "no store given: give its folder with --store"
 
 
 def verify_statement(path: str | Path, run_dir: str | Path | None = None, store_dir: str | Path | None = None) -> list[Check]:
@@ -31,16 +31,16 @@ def verify_statement(path: str | Path, run_dir: str | Path | None = None, store_
 
     Args:
         path: statement.json.
-        run_dir: the run's folder, or what was released of it: run.json, config.json, ledger.jsonl and the checkpoint.
-        store_dir: the store that it was trained on, with its LEDGERS folder beside it.
+        run_dir: the run's folder, or its released files: run.json, config.json, ledger.jsonl and the checkpoint.
+        store_dir: the store that it was trained on, with the LEDGERS folder next to it.
 
     Raises:
-        DataError: the statement cannot be read, or there is no such folder.
+        DataError: the statement cannot be read, or a folder does not exist.
     """
     statement = _read(Path(path))
     for folder in (run_dir, store_dir):
         if folder is not None and not Path(folder).is_dir():
-            raise DataError(f"verify: {folder}; expected a folder. Correct the path, or leave it out.")
+            raise DataError(f"verify: {folder}: no such folder; expected a run or store. Check the path, or drop the option.")
     schema = check_schema(statement)
     if schema.status == "failed":
         return [schema, not_checked("everything else", "the statement does not fit its schema")]
@@ -67,11 +67,11 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(f"verify: {path}: {error}; expected a statement.json. Correct the path.") from None
+        raise DataError(f"verify: {path}: {error}; expected a statement.json. Make one with `dpvision report RUN`.") from None
 
 
 def _run(statement: dict[str, Any], root: Path) -> tuple[dict[str, Any] | None, list[Check]]:
-    """The run's own files: who it is, its weights, its config, the code that made it."""
+    """Check the run's files: its id, weights, config and code."""
     try:
         _, _, about = read_run(root)
     except DPVisionError as error:
@@ -85,7 +85,7 @@ def _run(statement: dict[str, Any], root: Path) -> tuple[dict[str, Any] | None, 
 
 
 def check_weights(statement: dict[str, Any], root: Path) -> tuple[Path | None, Check]:
-    """The checkpoint whose files have the hashes of the statement."""
+    """Find the checkpoint whose files have the statement's hashes."""
     stated = statement["hashes"]["weights"]
     try:
         folders = list_checkpoints(root) or [find_checkpoint(root)]
@@ -102,7 +102,7 @@ def check_weights(statement: dict[str, Any], root: Path) -> tuple[Path | None, C
 
 
 def check_manifest(statement: dict[str, Any], folder: Path) -> list[Check]:
-    """Config, steps and code of the checkpoint."""
+    """Check config, steps and code of the checkpoint."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -125,7 +125,7 @@ def check_manifest(statement: dict[str, Any], folder: Path) -> list[Check]:
 
 
 def check_ledger(statement: dict[str, Any], path: Path, about: dict[str, Any]) -> tuple[LedgerContents | None, list[Check]]:
-    """The run's copy of the ledger: an unbroken chain, of this run, under this plan, that reaches the line of the statement."""
+    """Check the run's copy of the ledger: an unbroken chain of this run and plan that contains the statement's line."""
     try:
         ledger = read_ledger(path)
     except PrivacyError as error:
@@ -144,7 +144,7 @@ def check_ledger(statement: dict[str, Any], path: Path, about: dict[str, Any]) -
 
 
 def _plan_pairs(statement: dict[str, Any], plan: DPPlan) -> list[tuple[str, Any, Any]]:
-    """What the statement says was executed, against the plan in the ledger."""
+    """Return pairs of the statement's mechanism and the plan in the ledger."""
     mechanism, scope = statement["mechanism"], statement["scope"]
     pairs = [
         ("guaranteed", statement["guaranteed"], plan.guarantee == "dp"),
@@ -165,7 +165,7 @@ def _plan_pairs(statement: dict[str, Any], plan: DPPlan) -> list[tuple[str, Any,
 
 
 def _reaches(name: str, statement: dict[str, Any], ledger: LedgerContents, otherwise: str) -> Check:
-    """Whether the ledger holds the line whose hash the statement has, after as many steps."""
+    """Check that the ledger has the line whose hash is in the statement, after the same number of steps."""
     line, steps = statement["hashes"]["ledger"], statement["mechanism"]["steps_executed"]
     found = ledger.steps if line == ledger.digest else ledger.heads.get(line)
     if found is None:
@@ -179,7 +179,7 @@ def _reaches(name: str, statement: dict[str, Any], ledger: LedgerContents, other
 
 
 def check_lineage(statement: dict[str, Any], root: Path, ledger: LedgerContents | None) -> Check:
-    """What shaped the weights, in four places: the ledger's header, the manifest, the weights files, the statement."""
+    """Check that the lineage is the same in the ledger's header, the manifest, the weights files and the statement."""
     if ledger is None:
         return not_checked("lineage", "the ledger, whose first line it is bound to, cannot be read")
     stated = statement["history"]["lineage"]
@@ -212,7 +212,7 @@ def check_lineage(statement: dict[str, Any], root: Path, ledger: LedgerContents 
 
 
 def check_scores(statement: dict[str, Any], root: Path) -> Check:
-    """Scores are those of the run's public file. They are not measured again."""
+    """Check that the scores are in the run's public file. They are not measured again."""
     try:
         found = read_scores(root / "scores.json")
     except DPVisionError as error:
@@ -224,7 +224,7 @@ def check_scores(statement: dict[str, Any], root: Path) -> Check:
 
 
 def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | None) -> Check:
-    """The statement against the one that the same code writes from the same files: every sentence, and the figures not checked so far."""
+    """Compare every field with the statement that the same code writes from the same files."""
     name = "written again"
     try:
         evidence = read_evidence(root, store_dir)
@@ -258,12 +258,12 @@ def _differences(stated: Any, found: Any, where: str) -> list[str]:
 
 
 def check_store(statement: dict[str, Any], store_dir: Path, copy: LedgerContents | None) -> list[Check]:
-    """The ledgers beside the store: all of them verified and as the store remembers them; this run's, and the others."""
+    """Check all ledgers of the store against the store's own record of them, this run's ledger, and the other runs."""
     store_id, run_id = statement["history"]["lineage"][-1]["store_id"], statement["run_id"]
     try:
         ledgers = StoreLedgers.of(store_dir)
         if ledgers.store_id != store_id:
-            return [failed("store", f"{store_dir} is store {ledgers.store_id[:8]}, the statement is about {store_id[:8]}")]
+            return [failed("store", f"{store_dir} is store {ledgers.store_id[:8]}, the statement is for {store_id[:8]}")]
         truth = ledgers.read_all().get(run_id)
     except DPVisionError as error:
         return [failed("store", str(error))]
@@ -281,7 +281,7 @@ def check_store(statement: dict[str, Any], store_dir: Path, copy: LedgerContents
 
 
 def check_other_runs(statement: dict[str, Any], store_dir: Path) -> Check:
-    """The runs that the statement names are on the store, with as many steps; and whether the store has others."""
+    """Check that the runs in the statement are on the store with at least their stated steps, and whether the store has others."""
     others = statement["history"]["other_runs"]
     if not others["known"]:
         return not_checked("other runs", "the statement says that it does not know them; `dpvision ledger STORE` lists them")

@@ -1,7 +1,7 @@
-"""What is in a scene: objects, their attributes, where they lie, how they are lit; drawn from an integer, before any pixel.
+"""The layout of a scene, drawn from an integer: objects, their attributes and positions, and the light.
 
-Lengths are fractions of the picture's side, x to the right, y downwards. Only integers, + - * / and the square root are
-used (no sine, no library generator), all of which IEEE 754 rounds exactly: the same integer gives the same bits everywhere.
+Lengths are fractions of the image's side, x to the right, y downwards. Only integers, + - * / and the square root are
+used (no sine, no library generator), which IEEE 754 rounds exactly: the same integer gives the same bits everywhere.
 """
 
 import math
@@ -21,11 +21,11 @@ BACKGROUNDS = ("pale", "dark")
 RELATIONS = ("left of", "right of", "above", "below")
 
 RADIUS = {"small": (0.085, 0.115), "large": (0.15, 0.2)}
-"""Range of the radius for each size word: what is small is smaller than anything large."""
+"""Range of the radius for each size word; the ranges do not overlap."""
 RELATION_MARGIN = 0.15
 """A relation's coordinate differs by at least this much, and by at least as much as the other coordinate."""
 MAIN_MARGIN = 1.08
-"""The largest object's radius is at least this many times the next one's, so that the scene's label can be seen."""
+"""The largest object's radius is at least this many times the next one's, so that the scene's label is visible."""
 
 # Centres closer than the first would leave a pair without a clear relation: 0.22 / sqrt(2) > RELATION_MARGIN. Centres closer
 # than the second fraction of the radii's sum would let one object hide more than a small part of another.
@@ -37,7 +37,7 @@ _LIGHT_TOWARDS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "top": (0.0, -1.0), 
 
 
 class Draws:
-    """Random numbers of one scene: splitmix64 (Steele, Lea and Flood, 2014) started at the hash of an integer."""
+    """Random numbers of one scene: splitmix64 (Steele, Lea and Flood, 2014) seeded with the hash of an integer."""
 
     def __init__(self, seed: int) -> None:
         self._state = 0x5CE4E5  # a constant of this module, so that other users of splitmix64 do not share the stream
@@ -45,22 +45,22 @@ class Draws:
         self._state = self.bits()
 
     def bits(self) -> int:
-        """Integer, uniform on [0, 2^64)."""
+        """Return an integer, uniform on [0, 2^64)."""
         self._state = z = (self._state + 0x9E3779B97F4A7C15) & _MASK
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
         return z ^ (z >> 31)
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
-        """Uniform on [low, high)."""
+        """Return a number, uniform on [low, high)."""
         return low + (high - low) * ((self.bits() >> 11) * 2.0**-53)
 
     def choice(self, options: Sequence[T]) -> T:
-        """One of the options, all equally likely."""
+        """Return one of the options, all equally likely."""
         return options[(self.bits() * len(options)) >> 64]
 
     def shuffled(self, options: Sequence[T]) -> list[T]:
-        """All options, in an order drawn uniformly (Fisher and Yates)."""
+        """Return the options in a uniformly random order (Fisher and Yates)."""
         items = list(options)
         for last in range(len(items) - 1, 0, -1):
             other = (self.bits() * (last + 1)) >> 64
@@ -68,7 +68,7 @@ class Draws:
         return items
 
     def direction(self, towards: tuple[float, float], spread: float) -> tuple[float, float]:
-        """Unit vector ``towards`` turned by an angle whose half tangent is uniform on (-spread, spread): no sine is needed."""
+        """Return the vector ``towards`` (length 1) turned by an angle with half tangent uniform on (-spread, spread): no sine is needed."""
         t = self.uniform(-spread, spread)
         cos, sin = (1 - t * t) / (1 + t * t), 2 * t / (1 + t * t)
         x, y = towards
@@ -77,14 +77,14 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class SceneObject:
-    """One shape. ``x``, ``y`` (centre) and ``radius`` are fractions of the picture's side; y grows downwards."""
+    """One shape. ``x``, ``y`` (centre) and ``radius`` are fractions of the image's side; y grows downwards."""
 
     shape: str
     """One of SHAPES."""
     colour: str
     """One of COLOURS."""
     size: str
-    """One of SIZES; what it means is in RADIUS."""
+    """One of SIZES, with ranges in RADIUS."""
     texture: str
     """One of TEXTURES."""
     x: float
@@ -100,7 +100,7 @@ class SceneObject:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A scene before it is drawn; later objects lie in front of earlier ones."""
+    """A scene before rendering; later objects are in front of earlier ones."""
 
     objects: tuple[SceneObject, ...]
     relations: tuple[tuple[int, str, int], ...]
@@ -111,12 +111,12 @@ class Layout:
     light: str
     """One of LIGHTS: the side from which the light comes."""
     towards_light: tuple[float, float]
-    """Unit vector in the picture plane."""
+    """Vector of length 1 in the image plane."""
     shadow: bool
 
 
 def draw_layout(draws: Draws) -> Layout:
-    """Layout of a scene; every attribute is uniform on its vocabulary and independent of the others."""
+    """Draw the layout of a scene; every attribute is uniform on its vocabulary and independent of the others."""
     num = 1 + draws.choice(range(len(COUNTS)))
     kinds: list[tuple[str, str]] = []
     while len(kinds) < num:  # colour and shape together name an object, so no two objects share both
@@ -154,7 +154,7 @@ def draw_layout(draws: Draws) -> Layout:
 
 
 def relation(a: SceneObject, b: SceneObject) -> str:
-    """The relation of RELATIONS that ``a`` has to ``b``, along the coordinate in which they differ most."""
+    """Return the relation of ``a`` to ``b``, one of RELATIONS, along the coordinate in which they differ most."""
     dx, dy = b.x - a.x, b.y - a.y
     if abs(dx) >= abs(dy):
         return "left of" if dx > 0 else "right of"
@@ -174,7 +174,7 @@ def _draw_radii(draws: Draws, sizes: list[str]) -> list[float]:
 
 
 def _draw_centres(draws: Draws, radii: list[float]) -> list[tuple[float, float]]:
-    """Uniform on the arrangements that keep the distances: the whole arrangement is drawn again when one pair is too close."""
+    """Draw centres uniformly among arrangements that keep the distances, by rejection of whole arrangements."""
     while True:
         centres: list[tuple[float, float]] = []
         for radius in radii:

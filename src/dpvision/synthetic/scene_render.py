@@ -1,9 +1,9 @@
-"""Pixels of a scene: signed distances on the pixels near each shape, anti-aliased over one pixel, lit from one side.
+"""Render scenes: signed distances on the pixels near each shape, anti-aliased over one pixel, lit from one side.
 
 The distance functions follow Inigo Quilez (iquilezles.org/articles/distfunctions2d); a distance is negative inside. All
 arithmetic is elementwise + - * / sqrt, floor, min and max in float32, without reductions, so that it is the same everywhere.
 
-Legend: C channels, H height, W width of the whole picture; h, w of the box around one object.
+Legend: C channels, H height, W width of the whole image; h, w of the box around one object.
 """
 
 import math
@@ -27,15 +27,15 @@ _RGB = {
 }
 _LIGHT_COLOURS = ("yellow", "cyan", "pink", "white", "orange")
 _BACKGROUND = {"pale": (0.70, 0.70, 0.69), "dark": (0.31, 0.32, 0.35)}
-_REACH = 1.12  # half side of the box around an object, in radii: every shape lies within it
+_REACH = 1.12  # half side of the box that contains an object, in radii
 _SHADOW_OFFSET, _SHADOW_SOFTNESS, _SHADOW_STRENGTH = 0.3, 0.28, 0.45
 
 
 def render(layout: Layout, size_px: int) -> np.ndarray:
-    """Picture of the layout, uint8 of shape (size_px, size_px, 3)."""
+    """Render the layout as an image, uint8 (size_px, size_px, 3)."""
     axis = _axis(size_px)
     lx, ly = layout.towards_light
-    # Brightest on the lit side: the gradient runs over the whole picture.
+    # Brightest on the lit side: the gradient runs over the whole image.
     glow_HW = (axis - 0.5)[None, :] * (0.3 * lx) + ((axis - 0.5) * (0.3 * ly))[:, None]
     base = [b + t for b, t in zip(_BACKGROUND[layout.background], layout.background_tint, strict=True)]
     image_CHW = (glow_HW + 1) * _column(base)
@@ -48,7 +48,7 @@ def render(layout: Layout, size_px: int) -> np.ndarray:
 
 
 def coverage(obj: SceneObject, size_px: int) -> np.ndarray:
-    """How much of each pixel the object covers when nothing hides it: float32 of shape (size_px, size_px) in [0, 1]."""
+    """Return the fraction of each pixel that the unoccluded object covers, float32 (size_px, size_px) in [0, 1]."""
     full_HW = np.zeros((size_px, size_px), np.float32)
     rows, columns = _box(obj, size_px)
     axis = _axis(size_px)
@@ -76,13 +76,13 @@ def _box(obj: SceneObject, size_px: int) -> tuple[slice, slice]:
 
 
 def _turned(obj: SceneObject, dx_w: np.ndarray, dy_h: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates in the object's own frame, v upwards, each of shape (h, w)."""
+    """Return coordinates in the object's frame, v upwards, each of shape (h, w)."""
     cos, sin = obj.turn
     return dx_w * cos + (dy_h * sin)[:, None], dx_w * sin - (dy_h * cos)[:, None]
 
 
 def _smooth_step(inside: np.ndarray, size_px: int) -> np.ndarray:
-    """Share of a pixel that is covered, from the distance inside the edge: a ramp one pixel wide."""
+    """Return the covered fraction of a pixel from the distance inside the edge, by a ramp one pixel wide."""
     inside = inside * size_px
     inside += 0.5
     return np.clip(inside, 0, 1, out=inside)
@@ -105,7 +105,7 @@ def _paint(image_CHW: np.ndarray, obj: SceneObject, axis: np.ndarray, layout: La
     if obj.texture == "solid":
         colour_Chw = first * shade_hw
     else:
-        # The second tone is a darker or lighter kin of the first, so that the object keeps its colour word.
+        # The second tone is a darker or lighter version of the first, so that the object keeps its colour word.
         second = first * 0.42 if obj.colour in _LIGHT_COLOURS else first + (0.97 - first) * 0.6
         colour_Chw = (first + (second - first) * _pattern(obj, u_hw, v_hw, size_px)) * shade_hw
     target_Chw = image_CHW[:, rows, columns]
@@ -117,7 +117,7 @@ def _paint(image_CHW: np.ndarray, obj: SceneObject, axis: np.ndarray, layout: La
 def _cast_shadow(
     image_CHW: np.ndarray, obj: SceneObject, distance_hw: np.ndarray, top: int, left: int, towards_light: tuple[float, float]
 ) -> None:
-    """Darken what lies behind the object, moved away from the light by whole pixels (the distances are reused)."""
+    """Darken the image behind the object, shifted away from the light by whole pixels (so that distances are reused)."""
     size_px = image_CHW.shape[1]
     reach = _SHADOW_OFFSET * obj.radius * size_px
     top += math.floor(0.5 - towards_light[1] * reach)
@@ -131,12 +131,12 @@ def _cast_shadow(
 
 
 def _pattern(obj: SceneObject, u_hw: np.ndarray, v_hw: np.ndarray, size_px: int) -> np.ndarray:
-    """Weight of the second tone, (h, w) in [0, 1]. A period has 3.8 pixels or more in a picture of 48."""
+    """Return the weight of the second tone, (h, w) in [0, 1]. A period is at least 3.8 pixels in an image of 48."""
     period = max(0.6 * obj.radius, 0.08)
     sharpness = period * size_px  # a ramp of one pixel, as at the edge of a shape
     across_hw = _wave(v_hw, period, obj.phase[0])
     if obj.texture == "striped":
-        return np.clip((across_hw - 0.29) * sharpness + 0.5, 0, 1)  # 0.21 of 0.5: the object's own colour has the larger part
+        return np.clip((across_hw - 0.29) * sharpness + 0.5, 0, 1)  # 0.21 of 0.5: the object's colour keeps the larger part
     along_hw = _wave(u_hw, period, obj.phase[1])
     if obj.texture == "dotted":
         return np.clip((0.31 - np.sqrt(across_hw * across_hw + along_hw * along_hw)) * sharpness + 0.5, 0, 1)
@@ -144,7 +144,7 @@ def _pattern(obj: SceneObject, u_hw: np.ndarray, v_hw: np.ndarray, size_px: int)
 
 
 def _wave(x: np.ndarray, period: float, phase: float) -> np.ndarray:
-    """Triangle wave between 0 and 0.5: the distance to the nearest multiple of the period, in periods."""
+    """Return a triangle wave between 0 and 0.5: the distance to the nearest multiple of the period, in periods."""
     turns = x / period + phase
     turns -= np.floor(turns + 0.5)
     return np.abs(turns, out=turns)

@@ -1,7 +1,7 @@
-"""The sentence of a scene: every claim it makes is true of the layout, and every object it names is told from the others.
+"""Captions of scenes: every claim is true of the layout, and every object named is identified uniquely.
 
-Colour and shape are always said and are unique in a scene; size and texture are said or left out. An object that was named
-before is taken up again as "the red disc".
+Colour and shape are always mentioned and are unique in a scene; size and texture are optional. An object that was already named
+is referred to as "the red disc".
 """
 
 from dpvision.synthetic.scene_layout import Draws, Layout, SceneObject
@@ -16,7 +16,7 @@ LIGHT_PHRASES = {"left": "from the left", "right": "from the right", "top": "fro
 
 
 def make_caption(layout: Layout, draws: Draws) -> str:
-    """Lower-case English sentence (or noun phrase, as captions are) about the layout."""
+    """Return a lower-case English caption (a sentence or a noun phrase) of the layout."""
     order = draws.shuffled(range(len(layout.objects)))
     phrases = {i: _with_article(_describe(layout.objects[i], draws)) for i in order}
     between = {(i, j): draws.choice(RELATION_PHRASES[relation]) for i, relation, j in layout.relations}
@@ -82,7 +82,7 @@ def _list_of(phrases: list[str]) -> str:
 
 
 def _place(obj: SceneObject) -> str:
-    """Where in the picture, when it is clear; else nothing."""
+    """Return the object's position in the image as text, or "" if it is not clear."""
     column = "left" if obj.x < 0.38 else "right" if obj.x > 0.62 else "middle" if 0.42 < obj.x < 0.58 else ""
     row = "top" if obj.y < 0.38 else "bottom" if obj.y > 0.62 else "middle" if 0.42 < obj.y < 0.58 else ""
     if not column or not row:

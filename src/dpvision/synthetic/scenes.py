@@ -1,10 +1,10 @@
-"""Captioned scenes: endless pictures of one to four coloured shapes with a true sentence each, from an integer.
+"""Captioned scenes: an unlimited number of images of one to four coloured shapes, each with a true caption, from an integer.
 
     >>> scene = make_scene(7)
     >>> scene.image.shape
     (48, 48, 3)
 
-The layout and the sentence are the same at every size; a picture of another size shows the same scene.
+Layout and caption do not depend on the image size.
 """
 
 from dataclasses import dataclass
@@ -39,20 +39,20 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "light": LIGHTS,
     "background": BACKGROUNDS,
 }
-"""Vocabulary of each attribute of ``Scene.attributes``; each value is as likely as the others, so chance is 1 / len.
+"""Vocabulary of each attribute of ``Scene.attributes``; all values are equally likely, so chance is 1 / len.
 
-The size word is not among them: the largest of several objects is mostly "large". It is in ``SceneObject.size``."""
+The size word is not included, because the largest of several objects is mostly "large". It is in ``SceneObject.size``."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture, its sentence, and what is in it."""
+    """An image, its caption, and its contents."""
 
     image: np.ndarray
     """uint8 of shape (H, W, 3)."""
     caption: str
     objects: tuple[SceneObject, ...]
-    """One to four, no two of the same colour and shape; later ones lie in front."""
+    """One to four, no two of the same colour and shape; later ones are in front."""
     relations: tuple[tuple[int, str, int], ...]
     """(i, relation, j) reads "object i is `relation` object j": exactly one of RELATIONS for each ordered pair."""
     light: str
@@ -70,7 +70,7 @@ class Scene:
 
     @property
     def attributes(self) -> dict[str, int]:
-        """Indices into ATTRIBUTES: of the largest object (shape, colour, texture) and of the scene (count, light, background)."""
+        """Indices into ATTRIBUTES, for the largest object (shape, colour, texture) and the scene (count, light, background)."""
         main = self.main
         words = {
             "shape": main.shape,
@@ -84,11 +84,11 @@ class Scene:
 
 
 def make_scene(i: int, size_px: int = 48) -> Scene:
-    """Scene number ``i``: a pure function of the integer, the same bits on every machine with IEEE 754 arithmetic.
+    """Return scene number ``i``: a pure function of the integer, bit-identical on every machine with IEEE 754 arithmetic.
 
     Args:
         i: number of the scene, 0 to 2^63 - 1.
-        size_px: side of the square picture, 16 to 4096 pixels (textures can be told apart from 32 up).
+        size_px: side of the square image, 16 to 4096 pixels (textures are distinguishable from 32).
 
     Raises:
         ConfigError: ``i`` or ``size_px`` is out of range.

@@ -1,4 +1,4 @@
-"""The raw material of procedural textures: periodic scalar fields and closed contours, made once from fixed seeds with NumPy.
+"""The bank of periodic scalar fields and closed contours for procedural textures, computed once from fixed seeds with NumPy.
 
 Legend: M fields, S side of a field, Q contours, A angles of a contour.
 """
@@ -17,10 +17,10 @@ _SEED = 20_261_121
 
 @functools.cache
 def fields_MSS() -> np.ndarray:
-    """Float32 (NUM_FIELDS, FIELD_SIDE, FIELD_SIDE), each periodic, of mean 0 and variance 1, clipped to +-3.
+    """Return the fields, float32 (NUM_FIELDS, FIELD_SIDE, FIELD_SIDE), each periodic, of mean 0 and variance 1, clipped to +-3.
 
     Seventeen kinds in turn: random fields of several spectra, oriented ones, ridges, cells, mosaics, spots and labyrinths, stripes, marble,
-    contour lines, bricks, pebbles. Which numbers each takes is drawn from a fixed seed.
+    contour lines, bricks, pebbles. Their parameters are drawn from a fixed seed.
     """
     rng = np.random.Generator(np.random.PCG64(_SEED))
     made = [_KINDS[m % len(_KINDS)](rng) for m in range(NUM_FIELDS)]
@@ -30,7 +30,7 @@ def fields_MSS() -> np.ndarray:
 
 @functools.cache
 def contours_QA() -> np.ndarray:
-    """Float32 (NUM_CONTOURS, NUM_ANGLES): radius of a closed contour at equal angles from -pi, its largest value 1.
+    """Return the contours, float32 (NUM_CONTOURS, NUM_ANGLES): radius of a closed contour at equal angles from -pi, at most 1.
 
     A quarter each: smooth blobs, polygons (rounded and not), superellipses, and rugged outlines with power-law detail.
     """
@@ -41,10 +41,10 @@ def contours_QA() -> np.ndarray:
 
 
 def random_field(rng: np.random.Generator, slope: float, *, low: float = 1.0, stretch: float = 1.0, angle: float = 0.0) -> np.ndarray:
-    """Periodic Gaussian field (S, S) whose amplitude falls as frequency^-slope above ``low`` cycles.
+    """Return a periodic Gaussian field (S, S) whose amplitude falls as frequency^-slope above ``low`` cycles.
 
     Args:
-        stretch: 1 for isotropic; larger ones draw the pattern out along ``angle`` (radians).
+        stretch: 1 for isotropic; larger values stretch the pattern along ``angle`` (radians).
     """
     row, column = _frequencies()
     along = np.cos(angle) * column + np.sin(angle) * row
@@ -57,7 +57,7 @@ def random_field(rng: np.random.Generator, slope: float, *, low: float = 1.0, st
 
 
 def _band_field(rng: np.random.Generator, centre: float, width: float, *, spread: float = np.pi, angle: float = 0.0) -> np.ndarray:
-    """Periodic Gaussian field of frequencies near ``centre`` cycles; ``spread`` < pi keeps directions near ``angle`` only."""
+    """Return a periodic Gaussian field of frequencies near ``centre`` cycles; ``spread`` < pi keeps only directions near ``angle``."""
     row, column = _frequencies()
     radius = np.hypot(row, column)
     turn = np.angle(np.exp(2j * (np.arctan2(row, column) - angle))) / 2
@@ -68,7 +68,7 @@ def _band_field(rng: np.random.Generator, centre: float, width: float, *, spread
 
 
 def _cells(rng: np.random.Generator, num: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Distance to the nearest and to the second nearest of ``num`` random points on the torus, and the nearest one's number."""
+    """Return distances to the nearest and second nearest of ``num`` random points on the torus, and the nearest point's index."""
     points = rng.random((num, 2)) * FIELD_SIDE
     grid = np.arange(FIELD_SIDE)
     nearest = np.full((FIELD_SIDE, FIELD_SIDE), np.inf)
@@ -83,7 +83,7 @@ def _cells(rng: np.random.Generator, num: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _warped(field: np.ndarray, rng: np.random.Generator, strength: float) -> np.ndarray:
-    """The field read at places that a smooth random field has moved, ``strength`` pixels on average."""
+    """Return the field sampled at positions displaced by a smooth random field, ``strength`` pixels on average."""
     grid = np.arange(FIELD_SIDE)
     move = [random_field(rng, 2.5) * strength for _ in range(2)]
     row, column = (grid[:, None] + move[0]).round().astype(int), (grid[None] + move[1]).round().astype(int)
@@ -91,7 +91,7 @@ def _warped(field: np.ndarray, rng: np.random.Generator, strength: float) -> np.
 
 
 def _phase(rng: np.random.Generator, most: int) -> np.ndarray:
-    """Phase 2 pi (p x + q y) of a periodic plane wave, with up to ``most`` periods along each side."""
+    """Return the phase 2 pi (p x + q y) of a periodic plane wave with at most ``most`` periods per side."""
     p, q = 0, 0
     while p == q == 0:
         p, q = rng.integers(-most, most + 1, 2)
@@ -170,7 +170,7 @@ def _bricks(rng: np.random.Generator) -> np.ndarray:
 
 
 def _pebbles(rng: np.random.Generator) -> np.ndarray:
-    """Discs of power-law radii over each other, each of one value."""
+    """Return overlapping discs of power-law radii, each with a constant value."""
     grid = np.arange(FIELD_SIDE)
     field = np.zeros((FIELD_SIDE, FIELD_SIDE))
     for _ in range(250):
@@ -199,7 +199,7 @@ def _blob(angle: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _polygon(angle: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The star-shaped hull of random corners around the centre: triangle to octagon, of unequal sides."""
+    """Return a star-shaped polygon with random corners around the centre: triangle to octagon, with unequal sides."""
     corners = int(rng.integers(3, 9))
     turn = np.sort(np.arange(corners) + rng.uniform(-0.3, 0.3, corners)) * 2 * np.pi / corners + rng.uniform(0, 2 * np.pi)
     reach = rng.uniform(0.7, 1.0, corners)

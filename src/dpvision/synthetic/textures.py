@@ -1,18 +1,18 @@
-"""Procedural textures: endless pictures of shaded, textured things that hide each other, each a pure function of two integers.
+"""Procedural textures: images of shaded, textured objects that occlude each other, each a pure function of two integers.
 
     >>> textures(torch.arange(2), 32).shape
     torch.Size([2, 3, 32, 32])
 
-A *program* (an integer) fixes a little world: eight to twenty-four things, back to front, each with an outline (a closed contour roughened
-by a field, or a half-plane), a surface (a field of the bank, turned, stretched, tilted in perspective and warped), colours from the world's
-palette that run in waves over the surface, light, and a shadow on what lies behind; and how sharp the lens is. An *instance* (another
-integer) fixes the look at it: place, zoom, turn, mirror, exposure. Sizes of things follow a power law and fields have falling spectra, as
-in photographs (docs/textures.md).
+A *program* (an integer) determines a world: eight to twenty-four objects, back to front, each with an outline (a closed contour roughened
+by a field, or a half-plane), a surface (a field of the bank, rotated, stretched, tilted in perspective and warped), colours from the
+world's palette that vary in waves over the surface, light, and a shadow on the objects behind; and the sharpness of the lens. An
+*instance* (another integer) determines the view: position, zoom, rotation, mirroring, exposure. Object sizes follow a power law and fields
+have decaying spectra, as in photographs (docs/textures.md).
 
-Everything is one sequence of tensor operations without branches, so that on a GPU it compiles to fused kernels, and a picture's
-pixels do not depend on which others are made with it. Own design and own code: no program, picture or weight of anybody is used.
+Everything is one sequence of tensor operations without branches, so that it compiles to fused kernels on a GPU, and an image's pixels do
+not depend on the rest of its batch. No third-party programs, images or weights are used.
 
-Legend: N pictures, K things, P parameters, H height, W width, C channels.
+Legend: N images, K objects, P parameters, H height, W width, C channels.
 """
 
 import functools
@@ -31,12 +31,12 @@ VERSION = 2
 NUM_THINGS = 24
 _LEAST_THINGS = 8
 _LEVELS = 5
-_CPU_PIXELS = 1 << 16  # pictures are made in parts of about this many pixels: small enough for a cache, large enough for a call's overhead
+_CPU_PIXELS = 1 << 16  # pixels per part: small enough for the cache, large enough to amortise a call's overhead
 _GPU_PIXELS = 1 << 22
 Material = tuple[Tensor, Tensor, Tensor]
-"""All fields of the bank at all levels in one vector, each level half the side of the one before; where each level starts; all contours."""
+"""All fields of the bank at all levels in one vector (each level has half the previous side), the levels' offsets, all contours."""
 Canvas = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Planes (N, H, W): how far the world is bent (x, y), world coordinates of the pixels (x, y), and the picture so far (red, green, blue)."""
+"""Planes (N, H, W): displacement fields (x, y), world coordinates of the pixels (x, y), and the image so far (red, green, blue)."""
 _BLUE_YELLOW, _RED_GREEN = (0.41, 0.41, -0.82), (0.71, -0.71, 0.0)
 
 
@@ -48,14 +48,14 @@ def textures(
     device: str | torch.device = "cpu",
     compiled: bool | None = None,
 ) -> Tensor:
-    """Pictures of the given programs, uint8 (N, 3, size_px, size_px) on ``device``.
+    """Render the given programs, uint8 (N, 3, size_px, size_px) on ``device``.
 
     Args:
-        program_N: int64, any values; each is a world of its own.
-        size_px: side in pixels, 8 to 1024. The same world is shown at every size.
-        instance_N: int64, the look at it; if None, the straight look, the same for all.
-        compiled: fuse the work with torch.compile: a minute or less at the first call of a size, then several times as fast. If None, on a
-            GPU, not on a CPU. A pixel may then differ by one level (of 255), rarely.
+        program_N: int64, any values; each gives another world.
+        size_px: side in pixels, 8 to 1024. A program shows the same world at every size.
+        instance_N: int64, the views; if None, the canonical view for all.
+        compiled: whether to fuse kernels with torch.compile: up to a minute at the first call of a size, then several times as fast. If
+            None, only on a GPU. Rarely, a pixel then differs by one level (of 255).
 
     Raises:
         ConfigError: ``size_px`` is out of range, or the integers are not int64 of one shape.
@@ -71,7 +71,7 @@ def textures(
     fused = device.type != "cpu" if compiled is None else compiled
     program_N, instance = program_N.to(device), instance.to(device)
     out = torch.empty(len(program_N), 3, size_px, size_px, dtype=torch.uint8, device=device)
-    # Worlds of few things first, so that a part need not go through things that none of its worlds has: a third of the time.
+    # Worlds with few objects first, so that a part skips objects that none of its worlds has: this saves a third of the time.
     things_N = _count_things(program_N)
     pixels = _CPU_PIXELS if device.type == "cpu" else _GPU_PIXELS
     for here in things_N.argsort().split(max(1, pixels // size_px**2)):
@@ -92,9 +92,9 @@ def _picture(
     most_things: int,
     steps: tuple[Callable[..., Canvas], Callable[..., Canvas], Callable[..., Tensor]],
 ) -> Tensor:
-    """The pictures of drawn parameters: everything per pixel, and nothing else.
+    """Render images from drawn parameters: all per-pixel work.
 
-    A thing that a world does not have leaves every bit as it was.
+    An object that a world does not have changes no bit.
     """
     begin, paint, develop = steps
     canvas = begin(look, material, size_px)
@@ -104,7 +104,7 @@ def _picture(
 
 
 def _fused_image(world: dict[str, Tensor], look: dict[str, Tensor], size_px: int, most_things: int) -> Tensor:
-    """``_picture`` through three compiled programs per size: a part that is not full is filled up, so that none is compiled twice."""
+    """Run ``_picture`` with three compiled programs per size; parts are padded to full size, so that each is compiled once."""
     device = look["cos"].device
     num, full = len(look["cos"]), max(1, (_CPU_PIXELS if device.type == "cpu" else _GPU_PIXELS) // size_px**2)
     if num < full:
@@ -115,9 +115,9 @@ def _fused_image(world: dict[str, Tensor], look: dict[str, Tensor], size_px: int
 
 @functools.cache
 def _compiled_steps() -> tuple[Callable[..., Canvas], Callable[..., Canvas], Callable[..., Tensor]]:
-    """The steps of ``_picture`` as fused kernels: eagerly, memory traffic of some hundred passes over the picture decides the time.
+    """Return the steps of ``_picture`` as fused kernels: eagerly, the memory traffic of some hundred passes over the image dominates.
 
-    One thing is compiled, not all of them in a row, which takes a compiler many times as long.
+    One object is compiled, not the whole sequence, which would take the compiler many times as long.
     """
     return torch.compile(_begin, dynamic=False), torch.compile(_paint, dynamic=False), torch.compile(_develop, dynamic=False)
 
@@ -127,12 +127,12 @@ def _start(program_N: Tensor) -> Tensor:
 
 
 def _count_things(program_N: Tensor) -> Tensor:
-    """How many things each world has, _LEAST_THINGS to NUM_THINGS."""
+    """Return the number of objects of each world, _LEAST_THINGS to NUM_THINGS."""
     return (_LEAST_THINGS + (NUM_THINGS + 1 - _LEAST_THINGS) * uniform_torch(_start(program_N), 1)[:, 0]).long()
 
 
 def _draw_world(program_N: Tensor) -> dict[str, Tensor]:
-    """Parameters (N, K, 1, 1) of the things of each world."""
+    """Draw the parameters, (N, K, 1, 1), of the objects of each world."""
     start_N = _start(program_N)
     own_N = uniform_torch(start_N, 32)
     thing_NK = mix_torch(start_N[:, None] + torch.arange(101, 101 + NUM_THINGS, device=program_N.device) * signed(GOLDEN))
@@ -153,12 +153,12 @@ def _draw_world(program_N: Tensor) -> dict[str, Tensor]:
     back = torch.zeros(NUM_THINGS, device=program_N.device, dtype=torch.bool)
     back[0] = True
     present = torch.arange(NUM_THINGS, device=program_N.device) < _count_things(program_N)[:, None]
-    # Sizes fall as a power law (dead leaves). In some worlds things gather around one place, as the parts of an object do.
+    # Sizes follow a power law (dead leaves). In some worlds objects cluster around one point, like the parts of an object.
     power = between(of_world(1), 0.3, 0.8)
     radius = (0.16 * (1 - 0.98 * u[0]) ** -power).clamp(max=1.4) * log_between(of_world(2), 0.8, 1.8)
     gathered = u[38] < 0.5 * of_world(19)
     plane = (u[1] < 0.15) & ~back
-    # Palette: four colours of the world, grey in most worlds and bright in a few; a thing mixes two of them.
+    # Palette: four colours of the world, grey in most worlds and bright in a few; an object mixes two of them.
     saturation = 0.035 + 0.35 * of_world(3) ** 2
     pick, other, share = (4 * u[2]).floor().long(), (4 * u[3]).floor().long(), 0.35 * u[4]
     light_4, yellow_4, red_4 = own_N[:, 4:8], own_N[:, 8:12], own_N[:, 12:16]
@@ -174,7 +174,7 @@ def _draw_world(program_N: Tensor) -> dict[str, Tensor]:
     stretch = log_between(u[10], 0.45, 1.0)
     scale = log_between(u[11], 0.2, 1.2)
     surface_stretch = log_between(u[12], 0.6, 1.7)
-    # Patterns are strong, or absent (a tenth of the surfaces): where targets are normalised per patch, faint noise counts as edges do.
+    # Patterns are strong, or absent (a tenth of the surfaces): with targets normalised per patch, faint noise counts as much as edges.
     patterned = (u[37] >= 0.1).float()
     contrast, colourful = patterned * log_between(u[13], 0.08, 0.35), patterned * 0.6 * saturation * u[43]
     world = {
@@ -194,7 +194,7 @@ def _draw_world(program_N: Tensor) -> dict[str, Tensor]:
         "tilt_x": 0.35 * (u[22] - 0.5), "tilt_y": 0.35 * (u[23] - 0.5) + torch.where(plane, 0.3, 0.0),
         "warp": 0.25 * u[25] ** 2,
         "gain": log_between(u[28], 0.6, 3),
-        # Colour is a wave over the field: a gentle one shades, a steep one gives every cell or pebble of the field a colour of its own.
+        # Colour is a wave over the field: a gentle one shades, a steep one gives every cell or pebble of the field a different colour.
         "contrast": contrast,
         "wave_yellow": 1.5 * circle * u[39] ** 2, "phase_yellow": circle * u[40], "contrast_yellow": 4 * colourful * normal(u[29], u[30]),
         "wave_red": 1.5 * circle * u[41] ** 2, "phase_red": circle * u[42], "contrast_red": 3 * colourful * normal(u[31], u[32]),
@@ -206,7 +206,7 @@ def _draw_world(program_N: Tensor) -> dict[str, Tensor]:
 
 
 def _draw_look(program_N: Tensor, instance_N: Tensor, straight: bool) -> dict[str, Tensor]:
-    """Parameters (N, 1, 1) of the look at each world."""
+    """Draw the parameters, (N, 1, 1), of the view of each world."""
     both_N = mix_torch(mix_torch(program_N ^ signed(0xA54F_F53A_5F1D_36F1)) + instance_N * signed(GOLDEN))
     u = uniform_torch(both_N, 12)[..., None, None].unbind(1)
     own = uniform_torch(mix_torch(program_N ^ signed(0x510E_527F_ADE6_82D1)), 10)[..., None, None].unbind(1)
@@ -225,7 +225,7 @@ def _draw_look(program_N: Tensor, instance_N: Tensor, straight: bool) -> dict[st
 
 
 def _places(look: dict[str, Tensor], size_px: int) -> tuple[Tensor, Tensor]:
-    """World coordinates (N, H, W) of the pixels: the straight look sees the square from -1 to 1."""
+    """Return world coordinates (N, H, W) of the pixels; the canonical view covers the square from -1 to 1."""
     device = look["cos"].device
     line = (torch.arange(size_px, device=device, dtype=torch.float32) + 0.5) * (2 / size_px) - 1
     px, py = line[None, None, :] * look["mirror"], line[None, :, None]
@@ -233,16 +233,16 @@ def _places(look: dict[str, Tensor], size_px: int) -> tuple[Tensor, Tensor]:
 
 
 def _begin(look: dict[str, Tensor], material: Material, size_px: int) -> Canvas:
-    """Where the pixels lie, how the world bends there, and black."""
+    """Return the initial canvas: displacements, pixel coordinates, and black."""
     x, y = _places(look, size_px)
     black = torch.zeros_like(x)
     return (*_wander(material, look, x, y, size_px), x, y, black, black, black)
 
 
 def _paint(canvas: Canvas, t: dict[str, Tensor], look: dict[str, Tensor], material: Material, size_px: int) -> Canvas:
-    """The picture so far with one more thing ``t`` in front of it."""
+    """Return the canvas with one more object ``t`` in front."""
     bend_x, bend_y, x, y, red, green, blue = canvas
-    # The thing's own coordinates, and the surface's.
+    # Coordinates of the object and of its surface.
     dx, dy = x - t["x"], y - t["y"]
     along, across = t["cos"] * dx + t["sin"] * dy, t["cos"] * dy - t["sin"] * dx
     pixel = 2 / size_px * look["zoom"]  # side of a pixel in the world
@@ -252,7 +252,7 @@ def _paint(canvas: Canvas, t: dict[str, Tensor], look: dict[str, Tensor], materi
     v = (t["field_sin"] * sx + t["field_cos"] * sy) * t["field_across"] + t["field_y"]
     field = _read_field(material, t["field"], u, v, t["scale"] * pixel)
     field = (t["gain"] * field).tanh()
-    # Outline: distance past the edge over the radius, below zero inside.
+    # Outline: distance beyond the edge over the radius, negative inside.
     reach = _read_contour(material, t["contour"], torch.atan2(across / t["stretch"], along))
     from_centre = (along * along + (across / t["stretch"]).square() + 1e-12).sqrt()
     rho = from_centre / (t["radius"] * reach)
@@ -260,7 +260,7 @@ def _paint(canvas: Canvas, t: dict[str, Tensor], look: dict[str, Tensor], materi
     distance = beyond * t["radius"]
     edge = t["softness"] + 0.5 * pixel
     cover = torch.maximum((0.5 - distance / (2 * edge)).clamp(0, 1) * t["present"], t["back"])
-    # Light: a slope over the thing, and a bulge for round ones.
+    # Light: a slope over the object, and a bulge for round ones.
     qx, qy = (dx / t["radius"]).clamp(-1.5, 1.5), (dy / t["radius"]).clamp(-1.5, 1.5)
     bulge = (1 - (rho * rho).clamp(max=1)).sqrt() - 0.6
     light = 1 + t["shade"] * (t["light_x"] * qx + t["light_y"] * qy + t["round"] * bulge)
@@ -278,7 +278,7 @@ def _paint(canvas: Canvas, t: dict[str, Tensor], look: dict[str, Tensor], materi
 
 
 def _develop(canvas: Canvas, look: dict[str, Tensor], size_px: int) -> Tensor:
-    """Exposure: light that falls off over the picture, a contrast and a middle of the picture's own, a lens, a tint; then uint8."""
+    """Expose the canvas: light fall-off, per-image contrast and mean, lens blur and tint; then convert to uint8."""
     image_NCHW = torch.stack(canvas[4:], dim=1)
     line = (torch.arange(size_px, device=image_NCHW.device, dtype=torch.float32) + 0.5) * (2 / size_px) - 1
     fall = 1 + look["fall_x"] * line[None, None, :] + look["fall_y"] * line[None, :, None]
@@ -286,10 +286,10 @@ def _develop(canvas: Canvas, look: dict[str, Tensor], size_px: int) -> Tensor:
     grey_NHW = image_NCHW.mean(dim=1)
     mean_N = _mean(grey_NHW)[:, None, None]
     std_N = _mean((grey_NHW - mean_N).square()).sqrt()[:, None, None]
-    # Flat worlds are brought up, at most fourfold, so that no picture is empty.
+    # Raise the contrast of flat worlds, at most fourfold, so that no image is empty.
     gain = (look["spread"] / (std_N + 1e-3)).clamp(0.6, 4)
     image_NCHW = look["middle"][:, None] + gain[:, None] * (image_NCHW - mean_N[:, None])
-    # A bright colour keeps its pattern: no channel lies, as a whole, where it would be cut off.
+    # Keep each channel's mean away from the clipping limits, so that bright colours keep their pattern.
     mean_NC11 = _mean(image_NCHW)[..., None, None]
     image_NCHW = image_NCHW + (mean_NC11.clamp(0.15, 0.85) - mean_NC11)
     blur = look["blur"][:, None]
@@ -302,22 +302,22 @@ def _develop(canvas: Canvas, look: dict[str, Tensor], size_px: int) -> Tensor:
 
 
 def _mean(x_NHW: Tensor) -> Tensor:
-    """Mean over the last two axes, row by row: one sum over a large picture would be cut up among threads, and its last bit with it."""
+    """Return the mean over the last two axes, row by row: threads would split one sum over a large image and change its last bit."""
     return x_NHW.mean(dim=-1).mean(dim=-1)
 
 
 def _wander(material: Material, look: dict[str, Tensor], x: Tensor, y: Tensor, size_px: int) -> tuple[Tensor, Tensor]:
-    """Two fields (N, H, W) of the world that bend its outlines and surfaces; one of eight of the bank, each of another kind."""
+    """Return two fields (N, H, W) that displace a world's outlines and surfaces, from one of eight fields of the bank."""
     u, v, texels = 0.35 * x + look["bend_x"], 0.35 * y + look["bend_y"], 0.7 / size_px * look["zoom"]
     bend_x = _read_field(material, look["bend_field"], u, v, texels)
     return bend_x, _read_field(material, look["bend_field"], v + 0.37, u + 0.71, texels)
 
 
 def _read_field(material: Material, number: Tensor, u: Tensor, v: Tensor, texels: Tensor) -> Tensor:
-    """A field of the bank at (u, v), in periods; bilinear, from the level whose texels are one to two pixels large.
+    """Sample a field of the bank bilinearly at (u, v), in periods, from the level whose texels are one to two pixels large.
 
     Args:
-        number: (N, 1, 1), which field.
+        number: (N, 1, 1), index of the field.
         texels: periods per pixel, (N, 1, 1).
     """
     bank, starts, _ = material
@@ -336,7 +336,7 @@ def _read_field(material: Material, number: Tensor, u: Tensor, v: Tensor, texels
 
 
 def _read_contour(material: Material, number: Tensor, angle: Tensor) -> Tensor:
-    """Radius of a contour of the bank at an angle in [-pi, pi]; linear between the stored ones."""
+    """Return the radius of a contour of the bank at an angle in [-pi, pi], linearly interpolated."""
     contours = material[2]
     place = (angle + math.pi) * (NUM_ANGLES / (2 * math.pi))
     below = place.floor()

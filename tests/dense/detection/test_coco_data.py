@@ -117,7 +117,7 @@ def test_a_wrong_file_is_one_clear_error(tmp_path: Path, case: str) -> None:
 
 def test_files_that_cannot_be_read_are_said(tmp_path: Path) -> None:
     file, images = write_shapes(tmp_path, 3)
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         load_coco(file, tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"nothing\.json"):
         load_coco(tmp_path / "nothing.json", images)
@@ -138,7 +138,7 @@ def test_missing_images_stop_it_or_are_counted(tmp_path: Path) -> None:
     assert len(coco.pictures) == 2 and coco.notes == ("1 images whose file is missing left out",)
     for left in images.iterdir():
         left.unlink()
-    with pytest.raises(DataError, match="Correct the folder of images"):
+    with pytest.raises(DataError, match="Check the folder of images"):
         load_coco(file, images, allow_missing=True)
 
 

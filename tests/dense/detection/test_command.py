@@ -106,7 +106,7 @@ def test_private_images_and_weights_without_a_guarantee_stay_confidential(
     run, bare = write_run(tmp_path / "run"), write_run(tmp_path / "bare", guarantee=False)
     assert "expected a folder called confidential" in said(capsys, [run, *argv_of(data), *SMALL, "--out", str(tmp_path / "o.json")], 2)
     for flag, place in (("--picture", "o.png"), ("--work", "work")):
-        assert "what private images shaped" in said(capsys, [run, *argv_of(data), *SMALL, flag, str(tmp_path / place)], 2)
+        assert "depends on private images" in said(capsys, [run, *argv_of(data), *SMALL, flag, str(tmp_path / place)], 2)
     assert "not printed where others may read" in said(capsys, [run, *argv_of(data), *SMALL])
     said(capsys, [bare, *argv_of(data), *SMALL, "--public"])
     for root in (run, bare):
@@ -145,15 +145,15 @@ def test_wrong_inputs_are_one_clear_error(data: dict[str, Path], tmp_path: Path,
         (["pixels", *argv_of(data), *SMALL], "pixels is no plain vision transformer of ours"),
         ([str(tmp_path / "nowhere"), *argv_of(data), *SMALL], "nowhere"),
         ([run, *argv_of(data, train=tmp_path / "broken.json"), *SMALL], "not JSON"),
-        ([run, *argv_of(data, train_images=tmp_path / "nowhere"), *SMALL], "is no folder"),
+        ([run, *argv_of(data, train_images=tmp_path / "nowhere"), *SMALL], "is not a folder"),
         ([run, *argv_of(data, test_images=data["test"].parent), *SMALL[:0]], "warmup_steps=250"),
-        ([run, *argv_of(data, test=few), *SMALL], "expected the same numbers and names"),
+        ([run, *argv_of(data, test=few), *SMALL], "expected the same ids and names"),
         ([run, *argv_of(data, test=data["train"], test_images=data["train-images"]), *SMALL], "4 images are trained on and scored"),
         ([*good, "--detection.image-size", "40"], "expected a multiple of 16. Use 32"),
         ([*good, "--detection.jitter", "0", "1"], "expected 0 < low <= high"),
         ([*good, "--detection.warmup-steps", "9"], "expected fewer than the steps"),
         ([*good, "--public", "--picture", str(tmp_path / "a.txt")], "ends in .png"),
-        ([*good, "--public", "--out", str(tmp_path / "no" / "a.json")], "expected a folder that exists"),
+        ([*good, "--public", "--out", str(tmp_path / "no" / "a.json")], "expected an existing folder"),
     ):
         err = said(capsys, argv, 2)
         assert message in err and "Traceback" not in err, (message, err)

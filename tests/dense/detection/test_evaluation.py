@@ -201,7 +201,7 @@ def test_another_training_is_not_gone_on_with(tmp_path: Path, wrong: dict) -> No
     )
     train_detector(made(settings), encoder, train, replace(settings, epochs=1), HARDWARE, work=tmp_path / "work")
     other = replace(settings, epochs=1, **wrong)
-    with pytest.raises(CheckpointError, match="Name another work folder"):
+    with pytest.raises(CheckpointError, match="Choose another --work"):
         train_detector(made(other), encoder, train, other, HARDWARE, work=tmp_path / "work")
 
 

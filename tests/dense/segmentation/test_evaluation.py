@@ -239,7 +239,7 @@ def test_what_cannot_be_trained_is_said_before_the_first_step() -> None:
     assert checked_fit(encoder, replace(SETTINGS, norm="group"), replace(HARDWARE, physical_batch_size=1), 8, ALONE) == 120
     with pytest.raises(ConfigError, match="warmup_steps=1500"):
         checked_fit(encoder, replace(SETTINGS, warmup_steps=1500), HARDWARE, 8, ALONE)
-    with pytest.raises(ConfigError, match="no plain vision transformer"):
+    with pytest.raises(ConfigError, match="not a plain vision transformer"):
         checked_fit(fixed_encoder("hog", 32), SETTINGS, HARDWARE, 8, ALONE)
 
 

@@ -108,7 +108,7 @@ def test_every_fault_is_one_clear_error(tmp_path: Path) -> None:
     ).replace("001.jpeg and 001.jpg", "001.jpg and 001.jpeg")
     assert "masks=" in opened(lambda root: [p.unlink() for p in (root / "masks").iterdir()])
     assert "pictures=" in opened(lambda root: [p.unlink() for p in (root / "images").iterdir()])
-    assert "is no folder" in opened(lambda root: (root / "masks").rename(root / "other"))
+    assert "is not a folder" in opened(lambda root: (root / "masks").rename(root / "other"))
     assert "no pixel of 3 masks counts" in opened(
         lambda root: [Image.fromarray(np.zeros_like(ids)).save(p) for p in (root / "masks").iterdir()]
     )

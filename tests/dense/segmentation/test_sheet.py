@@ -35,5 +35,5 @@ def test_the_sheet_has_a_cell_for_image_truth_and_every_answer(tmp_path: Path) -
     assert (cells[1] == cells[2]).all() and np.abs(cells[1] - cells[3]).mean() > 30 and np.abs(cells[0] - cells[1]).mean() > 30
     save_sheet(Image.fromarray(made.astype(np.uint8)), tmp_path / "sheet.png")
     assert Image.open(tmp_path / "sheet.png").size == made.shape[1::-1] and len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(DataError, match="expected a writable place"):
+    with pytest.raises(DataError, match="expected a writable path"):
         save_sheet(Image.fromarray(made.astype(np.uint8)), tmp_path / "none" / "sheet.png")

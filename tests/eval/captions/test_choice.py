@@ -51,7 +51,7 @@ def test_dealt_out_asks_every_item_about_another_image_that_has_items() -> None:
     dealt = test.dealt_out()
     assert [c.picture for c in dealt.choices] == [1, 1, 1, 2, 2, 2, 0, 0, 0]
     assert [c.captions for c in dealt.choices] == [c.captions for c in test.choices]
-    with pytest.raises(DataError, match="expected two or more for the control"):
+    with pytest.raises(DataError, match="expected two or more for the baseline"):
         _test(1).dealt_out()
 
 

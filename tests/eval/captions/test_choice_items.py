@@ -90,7 +90,7 @@ def test_aro_with_one_file_is_one_test(aro: Path) -> None:
         ([_relation(0) | {"bbox_x": float("nan")}], "expected bbox_x"),
         ([_relation(0) | {"relation_name": None}], "relation_name=None"),
         ([_relation(0, image="2.jpg"), _relation(1)], "1 images are missing, the first is .*2.jpg.*--allow-missing"),
-        ([_relation(0, image="2.jpg")], "Correct the folder of images"),
+        ([_relation(0, image="2.jpg")], "Check the folder of images"),
     ],
 )
 def test_what_is_not_aros_file_is_refused(aro: Path, content: object, said: str) -> None:
@@ -144,7 +144,7 @@ def test_what_is_not_sugarcrepe_is_refused(tmp_path: Path) -> None:
     _picture(tmp_path / "pictures" / f"{1:012d}.jpg")
     good = {"subset": "swap_obj", "filename": f"{1:012d}.jpg", "caption": "a", "negative_caption": "b"}
     for name, content, said in [
-        ("a.json", {"0": good}, "no list, and its name is no subset"),
+        ("a.json", {"0": good}, "not a list, and its name is not a subset"),
         ("a.json", [good | {"subset": "swap"}], "item 0: subset='swap'; expected one of add_att"),
         ("a.json", [good | {"negative_caption": ""}], "negative_caption=''"),
         ("a.json", ["text"], "subset=None"),
@@ -156,7 +156,7 @@ def test_what_is_not_sugarcrepe_is_refused(tmp_path: Path) -> None:
             sugarcrepe_test(tmp_path / name, tmp_path / "pictures")
     with pytest.raises(DataError, match=r"has none of add_att"):
         sugarcrepe_test(tmp_path / "pictures", tmp_path / "pictures")
-    with pytest.raises(DataError, match="is no folder; expected the images"):
+    with pytest.raises(DataError, match="is not a folder; expected the folder"):
         sugarcrepe_test(tmp_path / "a.json", tmp_path / "nowhere")
     with pytest.raises(DataError, match="expected the benchmark's file"):
         sugarcrepe_test(tmp_path / "none.json", tmp_path / "pictures")

@@ -186,7 +186,7 @@ def test_bad_labels_get_clear_errors(tmp_path: Path, store: Store) -> None:
         (lambda: checked_methods(["tree"]), ConfigError, "method='tree'; expected trie or loss"),
         (lambda: checked_methods([]), ConfigError, "expected trie or loss"),
         (lambda: ZeroShotSettings(limit=0), ConfigError, "limit=0; expected at least 1"),
-        (lambda: prompted(SHAPES, "  "), ConfigError, "expected words that come before the label"),
+        (lambda: prompted(SHAPES, "  "), ConfigError, "expected text before the label"),
         (lambda: zero_shot_scores([open_made()], bare, SHAPES), DataError, "has no labels"),
         (lambda: zero_shot_scores([open_made()], store, two), DataError, "expected 0 to 1, the classes of two"),
         (
@@ -195,7 +195,7 @@ def test_bad_labels_get_clear_errors(tmp_path: Path, store: Store) -> None:
         ),
         (  # NFKC folds the ligature: the tokenizer reads both as "fig"
             lambda: zero_shot_scores([open_made()], store, LabelSet("figs", (*SHAPES.classes, ("fig",), ("ﬁg",)))),
-            DataError, "class 8 .fig. and class 9 .ﬁg. are the same tokens",
+            DataError, "class 8 .fig. and class 9 .ﬁg. have the same tokens",
         ),
     ]  # fmt: skip
     for call, error, words in cases:

@@ -53,7 +53,7 @@ def test_missing_average_is_refused(make_run: MakeRun) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["tensors"]["ema.safetensors"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"no averaged weights.*Leave ema out"):
+    with pytest.raises(CheckpointError, match=r"no averaged weights.*Drop --ema"):
         load(run, ema=True)
 
 

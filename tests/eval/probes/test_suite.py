@@ -126,7 +126,7 @@ def test_unfit_stores_are_refused(make_run: MakeRun, train_store: Store, tmp_pat
         evaluate(run, _store(tmp_path / "one", ["a"] * 30), workers=1)
     with pytest.raises(DataError, match=r"classes of the stores differ"):
         evaluate(run, train_store, _store(tmp_path / "other", ["a", "b"] * 10), workers=1)
-    with pytest.raises(DataError, match=r"shares records.*Give one store only"):
+    with pytest.raises(DataError, match=r"shares records.*Give only --train"):
         evaluate(run, train_store, train_store, workers=1)
     with pytest.raises(DataError, match=r"has 1 labelled records; expected more"):
         evaluate(run, _store(tmp_path / "tiny", ["a"]), workers=1)
@@ -182,7 +182,7 @@ def test_damaged_scores_and_missing_runs_are_refused(make_run: MakeRun, tmp_path
         (run / "scores.json").write_text(text)
         with pytest.raises(CheckpointError, match="cannot be read"):
             write_scores(run, [SCORE], train_data="a", test_data="b")
-    with pytest.raises(CheckpointError, match="holds no run"):
+    with pytest.raises(CheckpointError, match="is not a run"):
         write_scores(tmp_path / "nowhere", [SCORE], train_data="a", test_data="b")
 
 
@@ -231,7 +231,7 @@ def test_a_declared_metric_is_used_and_an_asked_one_wins(make_run: MakeRun, trai
 def test_what_an_encoder_cannot_go_through_is_said_before_the_work(make_run: MakeRun, train_store: Store, test_store: Store) -> None:
     said: list[str] = []
     for spec, protocol, words in [
-        ("pixels", "fine_tune", r"nothing to train.*few_shot_probe"),
+        ("pixels", "fine_tune", r"no trainable weights.*few_shot_probe"),
         ("pixels", "linear_cls", r"no class token.*linear_lars"),
         ("pixels", "own_head", r"'pixels' has no head.*--protocols linear"),
     ]:

@@ -1,4 +1,4 @@
-"""Images with objects as COCO's own files have them: boxes, polygons and run-length masks, checked as they are read.
+"""Read images with objects from COCO's files (boxes, polygons and run-length masks), and check them.
 
 Needs faster-coco-eval (``pip install dpvision[dense]``) for masks.
 
@@ -27,15 +27,15 @@ class CocoObject:
     """One object of an image."""
 
     box: Box
-    """Inside the image."""
+    """Clipped to the image."""
     label: int
-    """Its class: a place in ``CocoSet.classes``."""
+    """Class, an index into ``CocoSet.classes``."""
     outline: Any
-    """Polygons, a tuple of float32 arrays x1, y1, x2, y2, ...; a run-length mask, COCO's dict; if None, it has a box only."""
+    """Polygons (a tuple of float32 arrays x1, y1, x2, y2, ...), a run-length mask (COCO's dict), or None for a box only."""
     area: float
-    """Square pixels of the mask, or of the box of an object without: it decides between small, medium and large."""
+    """Area in square pixels of the mask, or of the box if there is no mask; it determines small, medium or large."""
     crowd: bool
-    """A group: not learned from, and in the test neither found nor missed."""
+    """Whether it is a group, which is not trained on and is ignored in the test."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,19 @@ class CocoImage:
 
     @property
     def learned(self) -> tuple[CocoObject, ...]:
-        """Objects that are no crowds."""
+        """Objects without crowds."""
         return tuple(o for o in self.objects if not o.crowd)
 
     @property
     def has_masks(self) -> bool:
-        """Whether every object has a mask: the image can then count for AP of masks."""
+        """Whether every object has a mask, so that the image counts for AP of masks."""
         return all(o.outline is not None for o in self.objects)
 
     def read(self) -> np.ndarray:
-        """Upright pixels, uint8 (H, W, 3).
+        """Return the upright pixels, uint8 (H, W, 3).
 
         Raises:
-            DataError: the file cannot be read, or has another size than the annotations say.
+            DataError: the file cannot be read, or its size differs from the annotations.
         """
         try:
             pixels = decode(self.path.read_bytes())
@@ -71,18 +71,18 @@ class CocoImage:
         except BadImage as error:
             raise DataError(f"{_WHERE}: {self.path}: {error}") from None
         if pixels.shape[:2] != (self.height, self.width):
-            got, said = f"{pixels.shape[1]} x {pixels.shape[0]} px", f"{self.width} x {self.height}, as its annotations say"
-            raise DataError(f"{_WHERE}: {self.path}: {got}; expected {said}. Take the images that the file was made for.")
+            got, said = f"{pixels.shape[1]} x {pixels.shape[0]} px", f"{self.width} x {self.height}, as in its annotations"
+            raise DataError(f"{_WHERE}: {self.path}: {got}; expected {said}. Use the images that the annotations are for.")
         return pixels
 
     def mask(self, thing: CocoObject) -> np.ndarray | None:
-        """An object's mask, uint8 0 or 1 of shape (H, W); None where it has a box only."""
+        """Return an object's mask, uint8 0 or 1 (H, W), or None if it has only a box."""
         if thing.outline is None:
             return None
         return mask_tools().decode(self.runs(thing))
 
     def runs(self, thing: CocoObject) -> dict[str, Any]:
-        """An object's mask as COCO's compressed run-length code; the object has to have one."""
+        """Return an object's mask as COCO's compressed run-length code; the object must have a mask."""
         tools = mask_tools()
         if isinstance(thing.outline, dict):
             given = thing.outline
@@ -96,10 +96,10 @@ class CocoSet:
 
     name: str
     classes: tuple[tuple[int, str], ...]
-    """COCO's number and name of each class, by number; labels are places in it."""
+    """COCO's id and name of each class, sorted by id; labels are indices into it."""
     pictures: tuple[CocoImage, ...]
     notes: tuple[str, ...]
-    """What was left out or changed, and how often."""
+    """Counts of what was left out or changed."""
 
     @property
     def num_objects(self) -> int:
@@ -107,27 +107,28 @@ class CocoSet:
 
 
 def mask_tools() -> ModuleType:
-    """faster-coco-eval's functions of masks. Raises ConfigError where it is not installed."""
+    """Return faster-coco-eval's mask functions. Raises ConfigError if it is not installed."""
     try:
         from faster_coco_eval.core import mask
     except ImportError:
-        raise ConfigError(f"{_WHERE}: faster-coco-eval is not installed; expected it. Say: pip install dpvision[dense].") from None
+        raise ConfigError(f"{_WHERE}: faster-coco-eval is not installed; detection needs it. Run: pip install dpvision[dense]") from None
     return mask
 
 
 def load_coco(annotations: Path, images: Path, *, allow_missing: bool = False) -> CocoSet:
-    """Read a file of instances and find its images; no pixel is read yet.
+    """Read a file of instances and find its images, without reading pixels.
 
-    Left out and counted in ``notes``: boxes without area or wholly outside their image; polygons of fewer than three points (the object
-    keeps its box). Boxes that stand out are cut. With ``allow_missing`` images whose file is not there are left out too.
+    Left out and counted in ``notes``: boxes without area or outside their image; polygons of fewer than three points (the object keeps
+    its box). Boxes that exceed the image are clipped. With ``allow_missing``, missing images are left out too.
 
     Args:
         annotations: COCO's ``instances_*.json``.
-        images: the folder of the images, or the one above it.
+        images: the folder of the images, or its parent.
 
     Raises:
-        DataError: a file that cannot be read or is not COCO's; no categories or images; an annotation of an unknown image or
-            category; a box or a mask that is none; a missing image. ConfigError: faster-coco-eval is not installed.
+        DataError: a file is unreadable or not COCO's; no categories or images; an annotation of an unknown image or category; an
+            invalid box or mask; a missing image.
+        ConfigError: faster-coco-eval is not installed.
     """
     mask_tools()
     given = read_json(annotations, _WHERE)
@@ -135,13 +136,13 @@ def load_coco(annotations: Path, images: Path, *, allow_missing: bool = False) -
     for name in ("categories", "images", "annotations"):
         part = given.get(name) if isinstance(given, dict) else None
         if not isinstance(part, list) or not all(isinstance(entry, dict) for entry in part):
-            raise DataError(f"{_WHERE}: {annotations}: no list {name!r}; expected COCO's instances_*.json. Correct the path.")
+            raise DataError(f"{_WHERE}: {annotations}: no list {name!r}; expected COCO's instances_*.json. Check the path.")
         lists.append(part)
     categories, entries, marks = lists
     classes = _classes(categories, annotations)
     label_of = {number: label for label, (number, _) in enumerate(classes)}
     if not entries:
-        raise DataError(f"{_WHERE}: {annotations}: no images; expected some. Correct the path.")
+        raise DataError(f"{_WHERE}: {annotations}: no images; expected some. Check the path.")
     counts: Counter[str] = Counter()
     sizes = {_number(e, "id", annotations): (_number(e, "height", annotations), _number(e, "width", annotations)) for e in entries}
     if len(sizes) < len(entries) or not all(h >= 1 and w >= 1 for h, w in sizes.values()):
@@ -161,25 +162,25 @@ def load_coco(annotations: Path, images: Path, *, allow_missing: bool = False) -
 
 
 def check_apart(train: CocoSet, test: CocoSet) -> None:
-    """Raise DataError unless both files have the same classes under the same numbers, and no image in common."""
+    """Raise DataError unless both files have the same classes and ids, and no image in common."""
     if train.classes != test.classes:
         apart = sorted(set(train.classes) ^ set(test.classes))
         shown = ", ".join(f"{number} {name!r}" for number, name in apart[:4])
         raise DataError(
-            f"{_WHERE}: {train.name} has {len(train.classes)} classes, {test.name} {len(test.classes)}, apart in {shown}; expected the "
-            "same numbers and names. Take files of one data set."
+            f"{_WHERE}: {train.name} has {len(train.classes)} classes, {test.name} {len(test.classes)}, different in {shown}; expected the "
+            "same ids and names. Use files of one data set."
         )
     shared = {picture.path.resolve() for picture in train.pictures} & {picture.path.resolve() for picture in test.pictures}
     if shared:
-        got = f"{len(shared):,} images are trained on and scored, the first is {min(shared).name}"
-        raise DataError(f"{_WHERE}: {got}; expected other images in the test. Name another file, or divide it.")
+        got = f"{len(shared):,} images are in both training and test, the first is {min(shared).name}"
+        raise DataError(f"{_WHERE}: {got}; expected disjoint sets. Use another file, or split it.")
 
 
 def _classes(categories: list[dict], where: Path) -> tuple[tuple[int, str], ...]:
     found = tuple(sorted((_number(category, "id", where), str(category.get("name"))) for category in categories))
     if not found or len({number for number, _ in found}) < len(found):
         what = "no categories" if not found else "categories with the same id"
-        raise DataError(f"{_WHERE}: {where}: {what}; expected COCO's instances_*.json. Correct the path.")
+        raise DataError(f"{_WHERE}: {where}: {what}; expected COCO's instances_*.json. Check the path.")
     return found
 
 
@@ -250,7 +251,7 @@ def _pictures(
         else:
             missing.append(name)
     if missing and (not pictures or not allow_missing):
-        say = "Correct the folder of images." if not pictures else "Restore them, or leave them out with --allow-missing."
+        say = "Check the folder of images." if not pictures else "Restore them, or leave them out with --allow-missing."
         got = f"{len(missing):,} of {len(entries):,} images of {annotations.name} are not in {images}, the first is {missing[0]}"
         raise DataError(f"{_WHERE}: {got}; expected all. {say}")
     if missing:

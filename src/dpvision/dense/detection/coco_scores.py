@@ -1,8 +1,8 @@
 """COCO's average precision of boxes and masks, by faster-coco-eval, with intervals over the test images.
 
-AP is the mean over classes and over IoU 0.50, 0.55, ..., 0.95 of the interpolated precision at 101 recalls, 100 detections an image;
-AP50 and AP75 are those at one IoU. Small objects have less than 32^2 square pixels, large ones more than 96^2, of the images as they are
-at hand: on a resized copy of a data set these are other objects than on the original. Crowds are neither found nor missed.
+AP is the mean over classes and over IoU 0.50, 0.55, ..., 0.95 of the interpolated precision at 101 recalls, with 100 detections per
+image; AP50 and AP75 are at one IoU. Small objects have less than 32^2 square pixels, large ones more than 96^2, in the given images: a
+resized copy of a data set has different small and large objects. Crowds are ignored.
 
 Legend: N detections, E matchings (class, size, image), B resamples.
 """
@@ -24,14 +24,14 @@ _SIZES = ("all", "small", "medium", "large")
 
 @dataclass(frozen=True)
 class Found:
-    """What a detector answers for one image."""
+    """A detector's output for one image."""
 
     box_N4: np.ndarray
     """float: left, top, right, bottom in px of the image."""
     label_N: np.ndarray
-    """int, places in ``CocoSet.classes``."""
+    """int, indices into ``CocoSet.classes``."""
     score_N: np.ndarray
-    """Higher is surer."""
+    """Confidence."""
     runs: tuple[dict[str, Any], ...]
     """Masks, COCO's compressed run-length codes."""
 
@@ -52,14 +52,14 @@ class Precision:
 def average_precisions(
     test: CocoSet, found: Sequence[Found], kind: Kind, *, resamples: int = 200, progress: Say | None = None
 ) -> list[Precision]:
-    """COCO's six average precisions; sizes of which the test has no object are left out.
+    """Return COCO's six average precisions, without sizes of which the test has no object.
 
-    For masks only the images count whose objects all have masks; without any the list is empty.
+    For masks, only images whose objects all have masks count; if there are none, the list is empty.
 
     Args:
-        found: one entry for each image of ``test``.
-        resamples: of the test images, with replacement, for the 95% interval (percentiles); 0: the interval is the value itself. One
-            takes about two seconds on COCO's 5,000 images.
+        found: one entry per image of ``test``.
+        resamples: number of bootstrap resamples of the test images for the 95% interval (percentiles); with 0 the interval is the value.
+            A resample takes about two seconds on COCO's 5,000 images.
 
     Raises:
         ConfigError: faster-coco-eval is not installed.
@@ -76,7 +76,7 @@ def average_precisions(
     judge.evaluate()
     judge.accumulate()
     values = _measures(judge.eval["precision"])
-    # One matching for each class, size and image, in this order: images drawn twice stand there twice.
+    # One matching per class, size and image, in this order; images drawn twice occur twice.
     matching_E = judge._evalImgs_cpp
     place_KAI = np.arange(len(matching_E)).reshape(len(test.classes), len(_SIZES), len(places))
     rng = np.random.Generator(np.random.PCG64(0))
@@ -90,7 +90,7 @@ def average_precisions(
     made = []
     for name, value in values.items():
         if not math.isnan(value):
-            # A resample without objects of a size measures nothing.
+            # A resample without objects of a size has no value.
             some = [v for v in drawn[name] if not math.isnan(v)] or [value]
             low, high = (float(np.percentile(some, q)) for q in (2.5, 97.5))
             measure, _, size = name.partition(" ")
@@ -99,7 +99,7 @@ def average_precisions(
 
 
 def _measures(precision: Any) -> dict[str, float]:
-    """From precisions (10 IoU, 101 recalls, classes, 4 sizes, 3 numbers of detections), -1 where a class has no object."""
+    """Return the measures from precisions (10 IoU, 101 recalls, classes, 4 sizes, 3 detection limits), -1 for classes without objects."""
     at_TRKA = np.asarray(precision)[..., -1]
 
     def mean(part: np.ndarray) -> float:

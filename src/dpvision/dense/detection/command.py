@@ -1,4 +1,4 @@
-"""``dpvision evaluate detection``: how good is a detector that starts from an encoder?"""
+"""``dpvision evaluate detection``: train a detector on an encoder and score it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,46 +37,46 @@ def evaluate_detection(
     show_confidential: bool = False,
     json: bool = False,
 ) -> None:
-    """Train Mask R-CNN on each encoder, as ViTDet does, and score its boxes and masks: COCO's AP box and AP mask.
+    """Train Mask R-CNN on each encoder as in ViTDet, and score its boxes and masks by COCO's AP.
 
     An ENCODER is a run of a vision transformer, random:RUN (its architecture, untrained), vip:FILE or mae:FILE.
 
       dpvision evaluate detection vip:vip_base.pth --train instances_train2017.json --train-images train2017 --test instances_val2017.json
         --test-images val2017 --public --work work/vip --out scores.json
 
-    The defaults are ViTDet-Base's (Table 4 of the ViP paper): 100 epochs of batch 64 at 1024 px, work for many GPUs. Say --dry-run first:
-    it reads all images, counts, and says how long a step takes here. Smaller:
+    The defaults are ViTDet-Base's (Table 4 of the ViP paper): 100 epochs of batch 64 at 1024 px, which need many GPUs. Run --dry-run
+    first: it reads and counts all images, and times a step on this machine. A smaller setting:
 
       --detection.epochs 12 --detection.image-size 512 --detection.batch-size 16 --hardware.physical-batch-size 4
 
-    Stopped, a training with --work goes on where it was. On eight GPUs: torchrun --nproc-per-node 8 -m dpvision evaluate detection ...
-    This is training without privacy, on images that need none: it says how good the encoder is. docs/detection.md has the settings.
+    With --work, a stopped training resumes. On eight GPUs: torchrun --nproc-per-node 8 -m dpvision evaluate detection ...
+    The training is not private and measures the encoder on images that need no protection. docs/detection.md has the settings.
 
     Args:
-        encoders: What to score; each gets a detector of its own.
-        train: COCO's annotations of the images to learn from (instances_*.json).
-        train_images: Folder of these images.
-        test: Annotations of the images to score on, with the same classes.
-        test_images: Folder of these images.
-        public: The images need no protection (COCO's do not). Else scores and images go under confidential/.
-        work: Folder for the training's state, a folder in it for each encoder. Of private images under confidential too.
-        out: Write all scores here too. Scores of private images need a path with a folder called confidential in it.
-        picture: Draw some test images here (PNG), truth beside answers; of several encoders, NAME-1.png, NAME-2.png, ...
-        allow_missing: Leave out images whose file is missing, and say how many.
-        recompute: Compute the encoder's blocks again in the backward pass: less memory, a third more time.
+        encoders: Encoders to score; each gets its own detector.
+        train: COCO's annotations of the training images (instances_*.json).
+        train_images: Folder of the training images.
+        test: Annotations of the test images, with the same classes.
+        test_images: Folder of the test images.
+        public: The images need no protection (as COCO's). Otherwise scores and images go under confidential/.
+        work: Folder for checkpoints, with a subfolder per encoder; for private images it must be under confidential/.
+        out: Also write all scores here. Scores on private images need a folder named confidential in the path.
+        picture: Draw some test images here (PNG), with truth and predictions; for several encoders, NAME-1.png, NAME-2.png, ...
+        allow_missing: Leave out images whose file is missing, and print their number.
+        recompute: Recompute the encoder's blocks in the backward pass: less memory, a third more time.
         dry_run: Read everything, count, time a step, and train nothing.
         ema: Use the averaged weights of runs.
-        detection: What is learned and how.
-        hardware: Where and how fast; changes no result beyond rounding and which regions are drawn.
-        show_confidential: Print scores on private images also where the output is no terminal, as in a job's log.
+        detection: Settings of the detector and its training.
+        hardware: Hardware settings, which change results only by rounding and by the regions sampled.
+        show_confidential: Print scores on private images even if the output is not a terminal, such as a job's log.
         json: Print JSON, with private scores too.
     """
     if not encoders:
-        raise ConfigError("evaluate: no encoder; expected one or more. E.g. dpvision evaluate detection vip:FILE --train FILE ...")
+        raise ConfigError("evaluate: no encoder; expected one or more. For example: dpvision evaluate detection vip:FILE --train FILE ...")
     for flag, path in (("--train", train), ("--train-images", train_images), ("--test", test), ("--test-images", test_images)):
         if path is None:
             raise ConfigError(
-                f"evaluate: no {flag}; expected COCO's annotations and images to learn from and to score on. Name it, as in "
+                f"evaluate: no {flag}; expected COCO's annotations and images for training and test. Give it as in "
                 "`dpvision evaluate detection --help`."
             )
     assert train is not None and train_images is not None and test is not None and test_images is not None
@@ -89,7 +89,7 @@ def evaluate_detection(
     from dpvision.runs.lineage import image_files
     from dpvision.train.distributed import join, leave
 
-    # Each is opened before the first is trained: a name that is wrong is said at once, and so is a place that is.
+    # Open every encoder and check the output paths before the first is trained, to fail fast.
     images = image_files(train.name, public=public)
     opened = [trained_on(open_encoder(spec, ema=ema and is_run(spec)), images) for spec in encoders]
     private = not public or any(encoder.confidential for encoder in opened)

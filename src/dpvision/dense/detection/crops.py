@@ -1,7 +1,7 @@
-"""Images and their objects as squares of a fixed side: large-scale jitter in training, the longer side fitted in the test.
+"""Fit images and their objects into squares of a fixed side: large-scale jitter in training, the longer side fitted in the test.
 
-Large-scale jitter (Ghiasi et al. 2021; ViTDet): the image, mirrored or not, is resized so that it fits into a square of side u S, u
-uniform in ``jitter``; of what is larger than S a random part is kept, what is smaller lies at the top left, the rest is the mean colour.
+Large-scale jitter (Ghiasi et al. 2021; ViTDet): the image, randomly mirrored, is resized to fit into a square of side u S, with u
+uniform in ``jitter``. A larger image is randomly cropped to S; a smaller one is placed at the top left and padded with the mean colour.
 
 Legend: N objects, C channels, S side of the square, H height, W width (px).
 """
@@ -22,7 +22,7 @@ Colour = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where an image of (height, width) lies in its square."""
+    """Placement of a resized image in its square."""
 
     height: int
     """Of the resized image, px."""
@@ -31,11 +31,11 @@ class Placement:
     """First row of the resized image that is kept."""
     left: int
     mirrored: bool
-    """Left and right exchanged, after the cut."""
+    """Whether left and right are swapped, after the crop."""
 
 
 class DetectionExample(NamedTuple):
-    """One image for the detector, with what there is to find."""
+    """One image for the detector, with its objects."""
 
     x_CSS: Tensor
     """float32 in [0, 1], not yet normalised."""
@@ -44,19 +44,19 @@ class DetectionExample(NamedTuple):
     label_N: Tensor
     """int64, the class counted from 1: 0 is the background."""
     mask_NSS: Tensor
-    """uint8; zeros for objects that have a box only."""
+    """uint8; zeros for objects that have only a box."""
     has_mask_N: Tensor
     """bool."""
 
 
 def fitted(height: int, width: int, side: int) -> Placement:
-    """The whole image, its longer side as long as the square's."""
+    """Place the whole image with its longer side equal to the square's."""
     scale = side / max(height, width)
     return Placement(max(1, round(height * scale)), max(1, round(width * scale)), 0, 0, False)
 
 
 def jittered(picture: CocoImage, key: StepKey, side: int, jitter: tuple[float, float]) -> Placement:
-    """Large-scale jitter of this image under ``key``: a function of the key and the image's id alone."""
+    """Place the image by large-scale jitter, a function of ``key`` and the image's id alone."""
     scale_u, top_u, left_u, flip_u = key.uniform_numpy(np.array([picture.id]), "large-scale jitter", 4)[0].tolist()
     target = max(1.0, side * (jitter[0] + (jitter[1] - jitter[0]) * scale_u))
     scale = target / max(picture.height, picture.width)
@@ -66,7 +66,7 @@ def jittered(picture: CocoImage, key: StepKey, side: int, jitter: tuple[float, f
 
 
 def square(pixels_HWC: np.ndarray, place: Placement, side: int, mean: Colour) -> Tensor:
-    """The placed image, float32 (3, S, S) in [0, 1], around it ``mean``."""
+    """Return the placed image, float32 (3, S, S) in [0, 1], padded with ``mean``."""
     x_CSS = torch.tensor(mean, dtype=torch.float32)[:, None, None].expand(3, side, side).clone()
     part = _resized(Image.fromarray(pixels_HWC), place, side)
     x_CSS[:, : part.shape[0], : part.shape[1]] = torch.from_numpy(part).permute(2, 0, 1).float() / 255
@@ -74,9 +74,9 @@ def square(pixels_HWC: np.ndarray, place: Placement, side: int, mean: Colour) ->
 
 
 def example(picture: CocoImage, pixels_HWC: np.ndarray, place: Placement, side: int, mean: tuple[float, float, float]) -> DetectionExample:
-    """The placed image and its objects (no crowds). Boxes of objects with masks are drawn anew around what is left of the mask.
+    """Return the placed image and its objects, without crowds. Boxes of objects with masks are recomputed from the cropped mask.
 
-    Objects of which less than a pixel is left, in either direction, are gone.
+    Objects with less than a pixel left in either direction are dropped.
     """
     boxes, labels, masks, has_mask = [], [], [], []
     for thing in picture.learned:
@@ -106,10 +106,10 @@ def _kept(place: Placement, side: int) -> tuple[int, int]:
 
 
 def _resized(image: Image.Image, place: Placement, side: int) -> np.ndarray:
-    """The part of the image that is kept, resized in one go: uint8 (H, W) or (H, W, C)."""
+    """Return the kept part of the image, cropped and resized in one step: uint8 (H, W) or (H, W, C)."""
     (rows, columns), down, across = _kept(place, side), image.height / place.height, image.width / place.width
     box = (place.left * across, place.top * down, (place.left + columns) * across, (place.top + rows) * down)
-    # Rounding may put the last edge a hair outside, which Pillow refuses.
+    # Rounding may move the last edge slightly outside, which Pillow refuses.
     box = (box[0], box[1], min(box[2], float(image.width)), min(box[3], float(image.height)))
     part = np.array(image.resize((columns, rows), Image.Resampling.BILINEAR, box=box))
     return np.ascontiguousarray(part[:, ::-1]) if place.mirrored else part

@@ -1,10 +1,10 @@
 """Mask R-CNN with ViTDet's heads on the simple feature pyramid, from torchvision's parts (He et al. 2017; Li et al. 2022).
 
 Proposals: two 3 x 3 convolutions. Boxes: four 3 x 3 convolutions and one linear layer of 1,024. Masks: four 3 x 3 convolutions and a
-deconvolution to 28 x 28. A LayerNorm over the channels follows each convolution of the box and mask heads. Three anchors a place (1:2, 1:1,
-2:1), their side eight strides.
+deconvolution to 28 x 28. A LayerNorm over the channels follows each convolution of the box and mask heads. Three anchors per position
+(1:2, 1:1, 2:1) with a side of eight strides.
 
-Images are squares, padded before they come here, so that scales are exact.
+Inputs are already padded squares, so that scales are exact.
 
 Legend: B images, N objects or detections, C channels, S side of the square, M side of a region's mask.
 """
@@ -35,10 +35,15 @@ _BOX_SIDE, _MASK_SIDE = 7, 14
 
 
 class Detector(GeneralizedRCNN):
-    """Images to boxes, classes and masks; in training to losses."""
+    """Maps images to boxes, classes and masks; in training to losses."""
 
     def __init__(self, pyramid: FeaturePyramid, num_classes: int, mean: Sequence[float], std: Sequence[float], sizes: HeadSizes) -> None:
-        """``num_classes`` without the background; ``mean`` and ``std`` are those that the transformer's images were normalised with."""
+        """Make the detector.
+
+        Args:
+            num_classes: without the background.
+            mean, std: normalisation of the transformer's images.
+        """
         channels = sizes.channels
         anchors = AnchorGenerator(tuple((int(_ANCHOR_STRIDES * stride),) for stride in pyramid.strides), (_RATIOS,) * len(pyramid.strides))
         proposals = RegionProposalNetwork(
@@ -62,16 +67,16 @@ class Detector(GeneralizedRCNN):
 
     @property
     def pyramid(self) -> FeaturePyramid:
-        """The transformer and its pyramid."""
+        """Transformer with its pyramid."""
         found = self.backbone
         assert isinstance(found, FeaturePyramid)
         return found
 
 
 def detection_losses(model: nn.Module, examples: Sequence[DetectionExample]) -> dict[str, Tensor]:
-    """Mask R-CNN's five losses by name, each averaged over what was drawn from the images of this forward pass.
+    """Return Mask R-CNN's five losses by name, each averaged over the samples from the images of this forward pass.
 
-    Images without objects count for the proposals and the classes; objects without mask for all but the masks.
+    Images without objects count for the proposals and the classes; objects without a mask for everything but the masks.
     """
     device = next(model.parameters()).device
     images = [e.x_CSS.to(device, non_blocking=True) for e in examples]
@@ -82,12 +87,12 @@ def detection_losses(model: nn.Module, examples: Sequence[DetectionExample]) -> 
 
 
 def detection_loss(model: nn.Module, examples: Sequence[DetectionExample]) -> Tensor:
-    """The sum of ``detection_losses``, a number."""
+    """Return the sum of ``detection_losses``, a scalar."""
     return torch.stack([loss.float() for loss in detection_losses(model, examples).values()]).sum()
 
 
 class _Squares(nn.Module):
-    """In the place of torchvision's resizing: normalises squares that are ready, and leaves masks as the heads give them."""
+    """Replaces torchvision's resizing: normalises prepared squares, and leaves the heads' masks unchanged."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
@@ -103,7 +108,7 @@ class _Squares(nn.Module):
 
 
 class _InFloat32(nn.Module):
-    """A part whose answers come as float32 whatever autocast chose: boxes are decoded from them."""
+    """A module whose outputs are converted to float32 under autocast, because boxes are decoded from them."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -120,7 +125,7 @@ def _float(value: Any) -> Any:
 
 
 class _Heads(RoIHeads):
-    """torchvision's heads with one more thing to learn from: objects that have a box and no mask."""
+    """torchvision's heads, extended to objects that have a box and no mask."""
 
     def forward(
         self,
@@ -143,7 +148,7 @@ class _Heads(RoIHeads):
 
 
 def _with_mask(matched: Tensor, label: Tensor, target: dict[str, Tensor]) -> Tensor:
-    """Rows of the regions that lie on an object with a mask."""
+    """Return the rows of the regions matched to an object with a mask."""
     has = target["has_mask"]
     if not len(has):
         return torch.zeros(0, dtype=torch.int64, device=label.device)

@@ -1,4 +1,4 @@
-"""Detection and instance segmentation on public images: a copy of an encoder under Mask R-CNN, trained end to end (ViP, Table 4, A.4).
+"""Detection and instance segmentation on public images: Mask R-CNN on a copy of an encoder, trained end to end (ViP, Table 4, A.4).
 
     settings = DetectionSettings()
     model = make_detector(encoder, settings, num_classes=80)
@@ -42,13 +42,13 @@ KINDS: tuple[Kind, ...] = ("box", "mask")
 def make_detector(
     encoder: Encoder, settings: DetectionSettings, num_classes: int, *, recompute: bool = False, device: str | torch.device = "cpu"
 ) -> Detector:
-    """A fresh detector around a copy of the encoder, a function of the encoder and ``settings.seed``.
+    """Make a new detector on a copy of the encoder, a function of the encoder and ``settings.seed``.
 
     Args:
-        recompute: compute the encoder's blocks again in the backward pass: less memory, a third more time.
+        recompute: whether to recompute the encoder's blocks in the backward pass: less memory, a third more time.
 
     Raises:
-        ConfigError: the encoder is no plain transformer of ours, or its patches do not tile the square.
+        ConfigError: the encoder is not a plain vision transformer, or its patches do not tile the square.
     """
     plain = dense_backbone(encoder)
     depth, patch, side = plain.depth, plain.patch_size, settings.image_size
@@ -71,7 +71,7 @@ def make_detector(
 
 @dataclass(frozen=True)
 class TrainingCrops:
-    """Images with objects, jittered; what the training loop asks for."""
+    """Images with objects under large-scale jitter, for the training loop."""
 
     pictures: tuple[CocoImage, ...]
     side: int
@@ -83,26 +83,26 @@ class TrainingCrops:
         return len(self.pictures)
 
     def load(self, number: int, epoch: int) -> DetectionExample:
-        """One image with its objects, a function of (seed, epoch, image). Raises DataError where it cannot be read."""
+        """Return an image with its objects, a function of (seed, epoch, image). Raises DataError if it cannot be read."""
         picture = self.pictures[number]
         place = jittered(picture, StepKey(self.seed, epoch), self.side, self.jitter)
         return example(picture, picture.read(), place, self.side, self.mean)
 
 
 def training_crops(train: CocoSet, encoder: Encoder, settings: DetectionSettings) -> TrainingCrops:
-    """The images of ``train`` that have an object to learn from.
+    """Return the images of ``train`` that have objects other than crowds.
 
     Raises:
-        DataError: there is none.
+        DataError: there are none.
     """
     chosen = tuple(picture for picture in train.pictures if picture.learned)
     if not chosen:
-        raise DataError(f"detection: {train.name} has no image with an object (crowds aside); expected some. Name another file.")
+        raise DataError(f"detection: {train.name} has no image with an object (without crowds); expected some. Use another file.")
     return TrainingCrops(chosen, settings.image_size, settings.jitter, encoder.mean, settings.seed)
 
 
 def parameter_groups(model: Detector, settings: DetectionSettings) -> list[dict]:
-    """AdamW's groups, rates falling towards the encoder's input."""
+    """Return AdamW's groups, with rates that fall towards the encoder's input."""
     return layer_decay_groups(
         model.pyramid.vit, model.parameters(), learning_rate=settings.learning_rate, layer_decay=settings.layer_decay,
         weight_decay=settings.weight_decay,
@@ -120,7 +120,7 @@ def train_detector(
     group: Group | None = None,
     progress: Say | None = None,
 ) -> None:
-    """Train in place; with a ``work`` folder a stopped training goes on. Raises as ``training_loop.fit``."""
+    """Train in place; with a ``work`` folder a stopped training resumes. Raises as ``training_loop.fit``."""
     crops = training_crops(train, encoder, settings)
     checked_steps(settings.training(), len(crops), group.world_size if group is not None else 1)
     about = f"detection, {train.name}, {len(train.classes)} classes, {train.num_objects} objects, {settings.words()}"
@@ -141,7 +141,7 @@ def detect(
     group: Group | None = None,
     progress: Say | None = None,
 ) -> list[Found]:
-    """What the detector finds in each image; under torchrun each rank looks at a part, and all get the whole.
+    """Return the detections in each image. Under torchrun each rank computes a part, and all ranks get all results.
 
     Raises:
         DataError: an image cannot be read.
@@ -174,7 +174,7 @@ def detect(
 
 
 def in_image(answer: dict[str, Tensor], picture: CocoImage, place: Placement) -> Found:
-    """A detector's answer for a square, in the image's own pixels; what lies in the padding is left out."""
+    """Convert a detector's output for a square to the image's pixels, without detections in the padding."""
     across, down = place.width / picture.width, place.height / picture.height
     box_N4 = answer["boxes"].float().cpu() / torch.tensor([across, down, across, down])
     limits = torch.tensor([picture.width, picture.height, picture.width, picture.height], dtype=torch.float32)
@@ -191,7 +191,7 @@ def detection_scores(
     name: str, test: CocoSet, found: Sequence[Found], settings: DetectionSettings, hardware: DenseHardware, *,
     visibility: Visibility, progress: Say | None = None,
 ) -> list[Score]:  # fmt: skip
-    """COCO's average precisions of boxes and of masks as scores; chance is 0, what no detection gets."""
+    """Return COCO's average precisions of boxes and masks as scores; chance is 0, the score of no detections."""
     words = settings.words(hardware)
     return [
         Score(name, p.value, p.low, p.high, p.num_images, 0.0, f"detection, {words}, {p.name}", visibility)

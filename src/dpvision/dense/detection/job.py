@@ -1,4 +1,4 @@
-"""Detectors of several encoders, one after another: what each is trained on, scored on and drawn from."""
+"""Train and score detectors of several encoders in sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,14 +35,14 @@ class DetectionData:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What counts for less than all, or for nothing."""
+        """Notes on images and objects that are left out or count only partly."""
         made = [f"{part.name}: {note}" for part in (self.train, self.test) for note in part.notes]
         idle = sum(not picture.learned for picture in self.train.pictures)
         bare = sum(thing.outline is None for picture in self.train.pictures for thing in picture.learned)
         short = sum(not picture.has_masks for picture in self.test.pictures)
         for count, text in (
             (idle, f"{self.train.name}: {idle:,} images without objects are not trained on"),
-            (bare, f"{self.train.name}: {bare:,} objects have a box and no mask: they teach boxes only"),
+            (bare, f"{self.train.name}: {bare:,} objects have a box and no mask: they train boxes only"),
             (short, f"{self.test.name}: {short:,} images have objects without mask and do not count for AP mask"),
         ):
             if count:
@@ -66,7 +66,7 @@ class DetectionJob:
         return make_detector(encoder, self.settings, classes, recompute=self.recompute, device=self.group.device)
 
     def run(self, spec: str, encoder: Encoder, visibility: Visibility, number: int) -> list[Score]:
-        """Scores of one encoder's detector; on every rank, with intervals on rank 0 only."""
+        """Train and score one encoder's detector on all ranks; only rank 0 returns scores."""
 
         def say(text: str) -> None:
             self.say(f"{spec}: {text}")
@@ -84,7 +84,7 @@ class DetectionJob:
         return detection_scores(encoder.name, test, found, self.settings, self.hardware, visibility=visibility, progress=say)
 
     def dry(self, specs: Sequence[str], opened: Sequence[Encoder]) -> dict[str, object]:
-        """What a run would do; every image is read once."""
+        """Return the facts of a dry run, after reading every image once and timing a step."""
         everything = [*self.data.train.pictures, *self.data.test.pictures]
         read = ordered_map(lambda p: p.read().shape, everything, workers=self.hardware.workers, ahead=4 * self.hardware.workers)
         for done, _ in enumerate(read):

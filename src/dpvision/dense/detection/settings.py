@@ -1,4 +1,4 @@
-"""How a detector is trained and scored: the settings of ViTDet-Base, all of which may shrink."""
+"""Settings for training and scoring a detector; the defaults are ViTDet-Base's."""
 
 import math
 from dataclasses import dataclass
@@ -9,70 +9,70 @@ from dpvision.dense.training_settings import DenseHardware, DenseTrainSettings
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """What may be made smaller; the defaults are ViTDet's."""
+    """Sizes of the heads; the defaults are ViTDet's."""
 
     channels: int = 256
-    """Of the pyramid and of every convolution of the heads."""
+    """Channels of the pyramid and of the heads' convolutions."""
     hidden: int = 1024
     """Width of the box head's linear layer."""
     anchors: int = 256
-    """Anchors an image that the proposals' loss is taken from."""
+    """Anchors per image sampled for the proposals' loss."""
     proposals: int = 1000
-    """Proposals an image after non-maximum suppression; twice as many before it, in training, at each scale."""
+    """Proposals per image after non-maximum suppression; in training, twice as many before it at each scale."""
     regions: int = 512
-    """Regions an image that the box loss is taken from."""
+    """Regions per image sampled for the box loss."""
     detections: int = 100
-    """Detections of an image, at most."""
+    """Maximum number of detections per image."""
 
 
 @dataclass(frozen=True)
 class DetectionSettings:
-    """What is learned and how it is scored. The defaults are ViTDet-Base's; docs/detection.md says where each is from."""
+    """Settings of training and scoring. The defaults are ViTDet-Base's; docs/detection.md has the source of each."""
 
     epochs: float = 100.0
     """Passes over the training images that have objects."""
     batch_size: int = 64
-    """Images of one step, over all processes."""
+    """Images per step, over all processes."""
     image_size: int = 1024
     """Side of the square that images are fitted into, in pixels; a multiple of twice the encoder's patch."""
     jitter: tuple[float, float] = (0.1, 2.0)
-    """In training images are resized to fit into image_size times a factor from here, then cut to the square."""
+    """Range of the factor by which training images are resized relative to image_size, before they are cropped to the square."""
     learning_rate: float = 1e-4
-    """Of pyramid and heads; the encoder's falls with depth by layer_decay."""
+    """Learning rate of pyramid and heads; the encoder's falls with depth by layer_decay."""
     layer_decay: float = 0.7
-    """The rate of each block is this part of the one above it."""
+    """Factor between the rates of consecutive blocks."""
     weight_decay: float = 0.1
-    """Not of norms, biases and positions."""
+    """Not applied to norms, biases and positions."""
     warmup_steps: int = 250
-    """Steps in which the rate rises."""
+    """Number of warm-up steps."""
     step_at: tuple[float, ...] = (8 / 9, 0.963)
-    """Parts of the run after which the rate is divided by ten."""
+    """Fractions of the run after which the rate is divided by ten."""
     max_grad_norm: float = 0.0
-    """Largest norm of a step's gradient; 0: not clipped."""
+    """Maximum norm of a step's gradient; 0 disables clipping."""
     drop_path: float = 0.1
     """Stochastic depth of the last block; it rises linearly from 0 at the first."""
     window: int = 14
-    """Side of the attention's windows in tokens, at most that of the image; 0: all blocks attend everywhere."""
+    """Side of the attention windows in tokens, at most the image's; with 0 all blocks are global."""
     global_blocks: tuple[int, ...] | None = None
-    """Blocks from 0 on that attend everywhere; left out, the last of each quarter (2, 5, 8, 11 of 12)."""
+    """Indices of global blocks, from 0; if omitted, the last of each quarter (2, 5, 8, 11 of 12)."""
     relative_positions: bool = True
-    """Give the encoder relative positions that start at zero."""
+    """Add relative positions, initialised to zero, to the encoder."""
     channels: int = HeadSizes.channels
-    """Of the pyramid and of the heads' convolutions."""
+    """Channels of the pyramid and of the heads' convolutions."""
     hidden: int = HeadSizes.hidden
     """Width of the box head's linear layer."""
     anchors: int = HeadSizes.anchors
-    """Anchors an image that the proposals' loss is taken from."""
+    """Anchors per image sampled for the proposals' loss."""
     proposals: int = HeadSizes.proposals
-    """Proposals an image."""
+    """Proposals per image."""
     regions: int = HeadSizes.regions
-    """Regions an image that the box loss is taken from."""
+    """Regions per image sampled for the box loss."""
     detections: int = HeadSizes.detections
-    """Detections of a test image, at most; COCO counts 100."""
+    """Maximum number of detections per test image; COCO counts 100."""
     resamples: int = 200
-    """Of the test images, for the intervals; 0: none."""
+    """Bootstrap resamples of the test images for the intervals; 0 for none."""
     seed: int = 0
-    """Of the new parts' first weights, the order and the crops."""
+    """Seed of the new layers' initial weights, the order and the crops."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -92,18 +92,18 @@ class DetectionSettings:
         )
 
     def training(self) -> DenseTrainSettings:
-        """The part that the training loop knows."""
+        """Return the settings of the training loop."""
         return DenseTrainSettings(
             epochs=self.epochs, batch_size=self.batch_size, warmup_steps=self.warmup_steps, warmup_start=1e-3, schedule="steps",
             step_at=self.step_at, step_factor=0.1, max_grad_norm=self.max_grad_norm, seed=self.seed,
         )  # fmt: skip
 
     def heads(self) -> HeadSizes:
-        """The part that the detector knows."""
+        """Return the sizes of the detector's heads."""
         return HeadSizes(**{name: getattr(self, name) for name in HeadSizes.__dataclass_fields__})
 
     def words(self, hardware: DenseHardware | None = None) -> str:
-        """The settings as scores name them."""
+        """Return the settings as text for scores."""
         usual = DetectionSettings()
         changed = [
             f"{name} {getattr(self, name)}" for name in HeadSizes.__dataclass_fields__ if getattr(self, name) != getattr(usual, name)

@@ -1,4 +1,4 @@
-"""A contact sheet of detections: test images with what there is to find, beside them what the detector answers."""
+"""A contact sheet of detections: test images with true and predicted objects."""
 
 from collections.abc import Sequence
 
@@ -17,9 +17,9 @@ _SIDE, _GAP, _ACROSS = 360, 6, 2
 
 
 def detection_sheet(test: CocoSet, found: Sequence[Found], *, most: int = 8, threshold: float = 0.5) -> Image.Image:
-    """Up to ``most`` images with objects, spread over the test; each twice, the truth at the left and the answer at the right.
+    """Draw up to ``most`` images with objects, spread over the test, each twice: truth on the left, predictions on the right.
 
-    Answers below ``threshold`` are not drawn. A class has the same colour everywhere; where several share one, the names tell.
+    Predictions with a score below ``threshold`` are not drawn. Each class has a fixed colour; classes may share one.
     """
     places = [i for i, picture in enumerate(test.pictures) if picture.learned] or list(range(len(test.pictures)))
     chosen = [places[round(k)] for k in np.linspace(0, len(places) - 1, min(most, len(places)))]

@@ -1,4 +1,4 @@
-"""``dpvision evaluate segmentation``: an encoder trained on to name every pixel, scored by mIoU."""
+"""``dpvision evaluate segmentation``: train a segmentation network on an encoder and score it by mIoU."""
 
 from pathlib import Path
 
@@ -34,9 +34,9 @@ def evaluate_segmentation(
     show_confidential: bool = False,
     json: bool = False,
 ) -> None:
-    """Train an encoder with UPerNet on images whose every pixel is labelled, and score it on others: mIoU (ViP, Table 4).
+    """Train UPerNet on an encoder with images whose pixels are labelled, and score mIoU on others (ViP, Table 4).
 
-    An ENCODER is a run folder of a vision transformer, random:RUN, vip:FILE or mae:FILE; several are trained one after the other.
+    An ENCODER is a run folder of a vision transformer, random:RUN, vip:FILE or mae:FILE; several are trained in sequence.
 
       dpvision evaluate segmentation vip:vip.pth --ade20k ADEChallengeData2016 --public --work work --dry-run
       torchrun --nproc-per-node 8 -m dpvision evaluate segmentation vip:vip.pth --ade20k ADEChallengeData2016 --public --work work
@@ -44,37 +44,39 @@ def evaluate_segmentation(
           --test-masks masks/val --classes classes.json --ignore-ids 0 255 --public --segmentation.crop-size 128
           --segmentation.epochs 20 --segmentation.batch-size 8 --segmentation.warmup-steps 20 --picture sheet.png
 
-    The defaults are the paper's: 100 epochs of ADE20K in batches of 16, out of reach on a CPU. --dry-run opens everything, measures one
-    pass and says how long it would take. docs/segmentation.md has each setting and its source.
+    The defaults are the paper's: 100 epochs of ADE20K in batches of 16, infeasible on a CPU. --dry-run opens everything, times one pass
+    and prints the expected duration. docs/segmentation.md has each setting and its source.
 
-    This training gives no guarantee: it is a measurement on images that may be seen. Without --public they count as private and the
-    scores go where only the operator looks.
+    The training is not private and measures the encoder on images that need no protection. Without --public the images count as private,
+    and their scores go under confidential/.
 
     Args:
-        encoders: What to train on.
+        encoders: Encoders to train on.
         ade20k: Folder ADEChallengeData2016 (images/training, annotations/validation, ...): train and test images, 150 classes, 0 ignored.
         train: Folder of training images; those without a mask are left out.
-        train_masks: Folder of their masks: PNG files of the same stems, one channel, an id for each pixel.
+        train_masks: Folder of their masks: PNG files with the same stems, one channel, a class id per pixel.
         test: Folder of test images.
         test_masks: Folder of their masks.
         classes: JSON from ids to names, {"1": "person", "7": "train"}, of --train-masks and --test-masks.
         ignore_ids: Ids of pixels that do not count.
         public: The images need no protection.
-        segmentation: What is learned; the defaults are the paper's.
-        hardware: Where and how fast; changes nothing beyond rounding, but BatchNorm sees the images of one pass.
-        work: Folder for checkpoints: the same command goes on from there after a stop.
-        picture: Write a contact sheet here (PNG): some test images, their truth, and what each encoder says.
-        num_shown: Images on it.
-        out: Write all scores here too. Scores of private images need a path with a folder called confidential in it.
-        dry_run: Only say what would be done, and how fast.
+        segmentation: Settings of the network and its training; the defaults are the paper's.
+        hardware: Hardware settings, which change results only by rounding, and by BatchNorm's statistics of one pass.
+        work: Folder for checkpoints, from which the same command resumes after a stop.
+        picture: Write a contact sheet here (PNG): some test images, their truth, and each encoder's predictions.
+        num_shown: Number of images on it.
+        out: Also write all scores here. Scores on private images need a folder named confidential in the path.
+        dry_run: Only print what would be done, and how fast.
         ema: Use the averaged weights of runs.
-        show_confidential: Print scores on private images also where the output is no terminal, as in a job's log.
+        show_confidential: Print scores on private images even if the output is not a terminal, such as a job's log.
         json: Print JSON, with private scores too.
     """
     if not encoders:
-        raise ConfigError("evaluate: no encoder; expected one or more. E.g. dpvision evaluate segmentation mae:FILE --ade20k FOLDER.")
+        raise ConfigError(
+            "evaluate: no encoder; expected one or more. For example dpvision evaluate segmentation mae:FILE --ade20k FOLDER."
+        )
     if not num_shown >= 1:
-        raise ConfigError(f"evaluate: num_shown={num_shown}; expected at least 1. Leave it out.")
+        raise ConfigError(f"evaluate: num_shown={num_shown}; expected at least 1. Omit it for 6.")
     from dpvision.dense.segmentation.evaluation import checked_fit
     from dpvision.dense.segmentation.job import SegmentationJob, open_folders, tell_plan, tell_scores
     from dpvision.encoders.open import open_encoder, trained_on

@@ -1,4 +1,4 @@
-"""Semantic segmentation on public images: a copy of an encoder with UPerNet, trained end to end, scored by mIoU (ViP, Table 4 and A.4).
+"""Semantic segmentation on public images: UPerNet on a copy of an encoder, trained end to end, scored by mIoU (ViP, Table 4 and A.4).
 
     settings = SegmentationSettings()
     model = make_segmenter(encoder, settings, num_classes=150)
@@ -38,11 +38,11 @@ from dpvision.train.distributed import Group, all_reduce_vector
 
 
 def checked_fit(encoder: Encoder, settings: SegmentationSettings, hardware: DenseHardware, num_images: int, group: Group) -> int:
-    """Steps of the training, once everything that can be known before it fits.
+    """Check the settings before training and return its number of steps.
 
     Raises:
-        ConfigError: the encoder is no plain vision transformer, the crop does not fit its patches, BatchNorm would see one image, or as
-            ``training_loop.checked_steps``.
+        ConfigError: the encoder is not a plain vision transformer, the crop does not fit its patches, BatchNorm would see only one image,
+            or as ``training_loop.checked_steps``.
     """
     patch = dense_backbone(encoder).patch_size
     side = settings.crop_size
@@ -62,10 +62,10 @@ def checked_fit(encoder: Encoder, settings: SegmentationSettings, hardware: Dens
 
 
 def make_segmenter(encoder: Encoder, settings: SegmentationSettings, num_classes: int) -> Segmenter:
-    """A trainable copy of the encoder with a fresh UPerNet, on the CPU; a function of the encoder's weights and the seed.
+    """Make a new UPerNet on a trainable copy of the encoder, on the CPU; a function of the encoder's weights and the seed.
 
     Raises:
-        ConfigError: the encoder is no plain vision transformer of ours.
+        ConfigError: the encoder is not a plain vision transformer.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -88,7 +88,7 @@ def train_segmenter(
     group: Group | None = None,
     progress: Say | None = None,
 ) -> None:
-    """Train in place, on ``group.device``; with a ``work`` folder it goes on where it stopped. Raises as ``training_loop.fit``."""
+    """Train in place on ``group.device``; with a ``work`` folder a stopped training resumes. Raises as ``training_loop.fit``."""
     group = group or Group(0, 1, torch.device("cpu"))
     synchronised(model.to(group.device), group)
     views = TrainingViews(train, settings.augmentation(encoder))
@@ -103,7 +103,7 @@ def train_segmenter(
 def step_seconds(
     model: Segmenter, encoder: Encoder, train: SemanticFolder, settings: SegmentationSettings, hardware: DenseHardware, group: Group
 ) -> float:
-    """Seconds that a step takes here, measured on one forward and backward pass; the model is spoilt."""
+    """Return the seconds per step on this machine, measured on one forward and backward pass. Changes the model."""
     model.to(group.device)
     views, loss = TrainingViews(train, settings.augmentation(encoder)), _loss(settings, group.device)
     return seconds_a_step(model, views, loss, settings.training(), hardware) / group.world_size
@@ -113,10 +113,10 @@ def step_seconds(
 def predict(
     model: Segmenter, encoder: Encoder, pixels_HWC: np.ndarray, settings: SegmentationSettings, hardware: DenseHardware | None = None
 ) -> np.ndarray:
-    """Class of each pixel of an image, uint8 (H, W).
+    """Return the class of each pixel of an image, uint8 (H, W).
 
-    The shorter side is brought to ``crop_size`` (the longer one to at most four times as much), windows are averaged, and their
-    probabilities are brought back to the image's size.
+    The shorter side is resized to ``crop_size`` (the longer one to at most four times that), probabilities are averaged over windows and
+    resized to the image's size.
     """
     hardware, device = hardware or DenseHardware(), next(model.parameters()).device
     height, width = pixels_HWC.shape[:2]
@@ -142,7 +142,7 @@ def pixel_counts(
     group: Group | None = None,
     progress: Say | None = None,
 ) -> np.ndarray:
-    """Right, true and said pixels by class of every test image, int64 (N, 3, K); every rank does its part and has all of them."""
+    """Return correct, true and predicted pixel counts by class of every test image, int64 (N, 3, K), on every rank."""
     hardware, group = hardware or DenseHardware(), group or Group(0, 1, next(model.parameters()).device)
     say = progress if progress is not None and group.is_main else (lambda text: None)
     num_classes = len(test.classes.names)
@@ -158,7 +158,7 @@ def pixel_counts(
 
 
 def segmentation_scores(name: str, count_N3K: np.ndarray, how: str, visibility: Visibility) -> list[Score]:
-    """mIoU, pixel accuracy and mean class accuracy as scores; ``how`` are the settings in words.
+    """Return mIoU, pixel accuracy and mean class accuracy as scores; ``how`` describes the settings.
 
     Raises:
         DataError: no test pixel counts.
@@ -170,7 +170,7 @@ def segmentation_scores(name: str, count_N3K: np.ndarray, how: str, visibility: 
 def answers(
     model: Segmenter, encoder: Encoder, test: SemanticFolder, numbers: Sequence[int], settings: SegmentationSettings
 ) -> list[tuple[Labelled, np.ndarray]]:
-    """Some test images with their truth and what the model says, for looking at."""
+    """Return some test images with their truth and the model's predictions, for display."""
     model.eval()
     return [(labelled, predict(model, encoder, labelled.pixels_HWC, settings)) for labelled in map(test.read, numbers)]
 

@@ -1,4 +1,4 @@
-"""Segmenters of several encoders, one after another: their images, their training, and what is said of them."""
+"""Train and score segmentation networks of several encoders in sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ from dpvision.train.distributed import Group
 
 @dataclass
 class SegmentationJob:
-    """What all encoders share, and what has been found of each."""
+    """Shared settings and data, and the results of each encoder."""
 
     train: SemanticFolder
     test: SemanticFolder
@@ -69,7 +69,7 @@ class SegmentationJob:
 
     @property
     def shown(self) -> list[int]:
-        """Test images of the contact sheet, evenly spread over the folder: nobody chooses them by looking."""
+        """Test images of the contact sheet, evenly spread over the folder, so not hand-picked."""
         num = min(self.num_shown, len(self.test))
         return [i * len(self.test) // num for i in range(num)]
 
@@ -89,23 +89,23 @@ def open_folders(
     if ade20k is not None:
         extra = [f"--{name}" for name, value in given.items() if value is not None]
         if extra:
-            raise ConfigError(f"evaluate: --ade20k with {', '.join(extra)}; expected one or the other. Leave one out.")
+            raise ConfigError(f"evaluate: --ade20k with {', '.join(extra)}; expected one or the other. Drop one.")
         return open_ade20k(ade20k, workers=workers, progress=say)
     if train is None or train_masks is None or test is None or test_masks is None or classes is None:
         missing = ", ".join(f"--{name}" for name, value in given.items() if value is None)
-        raise ConfigError(f"evaluate: {missing} missing; expected --ade20k FOLDER, or images, masks and classes of both parts. Name them.")
+        raise ConfigError(f"evaluate: {missing} missing; expected --ade20k FOLDER, or images, masks and classes of both parts. Give them.")
     known = load_classes(classes, ignore_ids)
     parts = ((train, train_masks), (test, test_masks))
     first, second = (open_folder(*part, known, workers=workers, progress=say) for part in parts)
     shared = {picture.resolve() for picture, _ in first.files} & {picture.resolve() for picture, _ in second.files}
     if shared:
-        got = f"{len(shared):,} images are in training and test, {sorted(shared)[0]} among them"
-        raise ConfigError(f"evaluate: {got}; expected different ones. Divide the folders.")
+        got = f"{len(shared):,} images are in both training and test, such as {sorted(shared)[0]}"
+        raise ConfigError(f"evaluate: {got}; expected disjoint sets. Split the folders.")
     return first, second
 
 
 def tell_plan(job: SegmentationJob, specs: Sequence[str], opened: Sequence[Encoder], steps: Sequence[int], json: bool, say: Say) -> None:
-    """What would be done, and how long it would take at the speed of one pass here."""
+    """Print the plan, and its duration estimated from one pass."""
     plans: list[dict[str, Any]] = []
     for spec, encoder, num_steps in zip(specs, opened, steps, strict=True):
         say(f"{spec}: measuring one pass")
@@ -137,7 +137,7 @@ def tell_plan(job: SegmentationJob, specs: Sequence[str], opened: Sequence[Encod
 def tell_scores(
     job: SegmentationJob, specs: Sequence[str], out: Path | None, picture: Path | None, show_confidential: bool, json: bool
 ) -> None:
-    """Print the scores and write them where they belong."""
+    """Print the scores and write them to their files."""
     stores = {"train_data": job.train.name, "test_data": job.test.name}
     written: list[Path] = []
     for spec in specs:

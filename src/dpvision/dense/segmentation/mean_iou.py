@@ -1,9 +1,9 @@
-"""Mean intersection over union, pixel accuracy and mean class accuracy of one answer per pixel.
+"""Mean intersection over union, pixel accuracy and mean class accuracy.
 
     IoU_k = right_k / (true_k + said_k - right_k)        over all pixels of all test images together
 
-Pixels whose truth is ``IGNORED`` do not count. A class that occurs neither in the truth nor in the answers has no IoU and is left out of
-the mean; one that has no true pixel is left out of the mean class accuracy (Everingham et al. 2010; ADE20K, Zhou et al. 2019).
+Pixels whose truth is ``IGNORED`` do not count. A class in neither truth nor predictions has no IoU and is left out of the mean; a class
+without true pixels is left out of the mean class accuracy (Everingham et al. 2010; ADE20K, Zhou et al. 2019).
 
 Legend: N images, K classes, R draws of the bootstrap.
 """
@@ -19,15 +19,15 @@ from dpvision.errors import DataError
 _DRAWS = 1000
 _Z = 1.959963984540054  # 97.5% quantile of the normal distribution
 RIGHT, TRUE, SAID = 0, 1, 2
-"""Columns of counts: diagonal, row sums and column sums of a confusion matrix, all that the measures need."""
+"""Indices of counts: diagonal, row sums and column sums of a confusion matrix."""
 
 
 def count_pixels(truth: np.ndarray, said: np.ndarray, num_classes: int) -> np.ndarray:
-    """Pixels of one image, int64 (3, K): rightly answered, truly there, and answered, by class.
+    """Return the numbers of correct, true and predicted pixels of one image by class, int64 (3, K).
 
     Args:
-        truth: class numbers of any shape, ``IGNORED`` where a pixel does not count.
-        said: answers in [0, K), of the same shape.
+        truth: class numbers of any shape, ``IGNORED`` for pixels that do not count.
+        said: predictions in [0, K), of the same shape.
     """
     counted = truth != IGNORED
     t, s = truth[counted].astype(np.int64), said[counted].astype(np.int64)
@@ -36,7 +36,7 @@ def count_pixels(truth: np.ndarray, said: np.ndarray, num_classes: int) -> np.nd
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure with its 95% interval and what the best constant answer gets."""
+    """A value with its 95% interval, and the score of the best constant prediction."""
 
     name: str
     value: float
@@ -46,9 +46,9 @@ class Measure:
 
 
 def measures(count_N3K: np.ndarray, seed: int = 0) -> list[Measure]:
-    """mIoU, pixel accuracy and mean class accuracy, with intervals by bootstrap over images.
+    """Return mIoU, pixel accuracy and mean class accuracy, with intervals by bootstrap over images.
 
-    An interval is the figure +- 1.96 standard deviations of its bootstrap draws, within [0, 1]. Percentiles of the draws would lie too
+    An interval is the value +- 1.96 standard deviations of its bootstrap draws, clipped to [0, 1]. Percentiles of the draws would be too
     high: a draw lacks some of the rare classes, on which networks are worst.
 
     Raises:
@@ -56,7 +56,7 @@ def measures(count_N3K: np.ndarray, seed: int = 0) -> list[Measure]:
     """
     total_3K = count_N3K.sum(axis=0)
     if not total_3K[TRUE].any():
-        raise DataError("segmentation: no test pixel counts; expected some that are not ignored. Correct --ignore-ids.")
+        raise DataError("segmentation: no test pixel counts; expected some that are not ignored. Change --ignore-ids.")
     drawn_R3K = _resampled(count_N3K, seed)
     commonest, present = total_3K[TRUE].max() / total_3K[TRUE].sum(), np.count_nonzero(total_3K[TRUE])
     found = []
@@ -69,23 +69,23 @@ def measures(count_N3K: np.ndarray, seed: int = 0) -> list[Measure]:
 
 
 def class_iou(total_3K: np.ndarray) -> np.ndarray:
-    """IoU of each class, float64 (..., K); NaN where it occurs neither in truth nor in answers."""
+    """Return the IoU of each class, float64 (..., K); NaN for classes in neither truth nor predictions."""
     right, true, said = (total_3K[..., i, :].astype(np.float64) for i in (RIGHT, TRUE, SAID))
     return _share(right, true + said - right)
 
 
 def mean_iou(total_3K: np.ndarray) -> np.ndarray:
-    """Mean over the classes that occur, of counts (..., 3, K)."""
+    """Return the mean IoU over the classes that occur, from counts (..., 3, K)."""
     return np.nanmean(class_iou(total_3K), axis=-1)
 
 
 def pixel_accuracy(total_3K: np.ndarray) -> np.ndarray:
-    """Share of the pixels that are right."""
+    """Return the share of correct pixels."""
     return total_3K[..., RIGHT, :].sum(axis=-1) / total_3K[..., TRUE, :].sum(axis=-1)
 
 
 def mean_class_accuracy(total_3K: np.ndarray) -> np.ndarray:
-    """Mean over the classes in the truth of the share of their pixels that are right."""
+    """Return the mean over the true classes of the share of their pixels that are correct."""
     return np.nanmean(_share(total_3K[..., RIGHT, :].astype(np.float64), total_3K[..., TRUE, :]), axis=-1)
 
 
@@ -100,7 +100,7 @@ def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 
 
 def _resampled(count_N3K: np.ndarray, seed: int) -> np.ndarray:
-    """Sums over images drawn with replacement, (R, 3, K); draws without a pixel that counts are left out."""
+    """Return sums over images drawn with replacement, (R, 3, K), without draws in which no pixel counts."""
     num = len(count_N3K)
     rng = np.random.Generator(np.random.PCG64(seed))
     times_RN = rng.multinomial(num, np.full(num, 1 / num), size=_DRAWS)

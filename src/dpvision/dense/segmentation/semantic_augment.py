@@ -1,4 +1,4 @@
-"""Training views for segmentation: resized, cut, mirrored, its colours distorted; image and mask alike, by (seed, epoch, image) alone.
+"""Training views for segmentation: resize, crop, flip and colour distortion, applied to image and mask by (seed, epoch, image) alone.
 
 Legend: H height, W width (px of the view), C channels.
 """
@@ -18,22 +18,22 @@ from dpvision.dense.segmentation.semantic_data import IGNORED, Labelled, Semanti
 
 _CROP_TRIES = 10
 _LONGEST = 4
-"""The longer side is at most so many times the side that the shorter one is brought to: 2048 to 512 in ADE20K's usual settings."""
+"""Limit on the longer side, relative to the size of the shorter one: 2048 to 512 in ADE20K's usual settings."""
 _DISTORTION = v2.RandomPhotometricDistort()
 
 
 class View(NamedTuple):
-    """What the network is trained on."""
+    """One training view."""
 
     x_CHW: Tensor
     """Normalised float32."""
     class_HW: Tensor
-    """int64 class numbers, ``IGNORED`` where a pixel does not count."""
+    """int64 class numbers, ``IGNORED`` for pixels that do not count."""
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How views are drawn; ``mean`` and ``std`` are the encoder's."""
+    """Settings of the views; ``mean`` and ``std`` are the encoder's."""
 
     crop_size: int
     scale: tuple[float, float]
@@ -41,7 +41,7 @@ class Augmentation:
     flip: bool
     photometric: bool
     max_class_share: float
-    """Of ten crops the first is taken in which no class has more of the pixels that count; the last if there is none."""
+    """Of ten crops use the first in which no class exceeds this share of the counted pixels, or the last."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     seed: int = 0
@@ -58,15 +58,15 @@ class TrainingViews:
         return len(self.folder)
 
     def load(self, number: int, epoch: int) -> View:
-        """The view of an image in an epoch."""
+        """Return the view of an image in an epoch."""
         return draw_view(self.folder.read(number), self.how, StepKey(self.how.seed, epoch), number)
 
 
 def draw_view(labelled: Labelled, how: Augmentation, key: StepKey, number: int) -> View:
-    """One view; two masks that agree give views of the same place.
+    """Draw one view. Equal masks give the same crop.
 
     Args:
-        number: the image's, for the draws.
+        number: the image's number, for the random draws.
     """
 
     def uniform(stream: str, count: int) -> np.ndarray:
@@ -91,20 +91,20 @@ def draw_view(labelled: Labelled, how: Augmentation, key: StepKey, number: int) 
         pixels = distorted(pixels, uniform("colour", 9))
     x_chw = np.empty((3, h, w), dtype=np.float32)
     normalise(np.ascontiguousarray(pixels), how.mean, how.std, x_chw)
-    x_CHW = torch.zeros(3, how.crop_size, how.crop_size)  # what is beyond the image is its mean colour and does not count
+    x_CHW = torch.zeros(3, how.crop_size, how.crop_size)  # padding has the mean colour and does not count
     class_HW = torch.full((how.crop_size, how.crop_size), IGNORED, dtype=torch.int64)
     x_CHW[:, :h, :w], class_HW[:h, :w] = torch.from_numpy(x_chw), torch.from_numpy(class_hw.astype(np.int64))
     return View(x_CHW, class_HW)
 
 
 def resized(width: int, height: int, side: float) -> tuple[int, int]:
-    """Size with the shorter side brought to ``side``, the longer one to at most four times as much, and the shape kept."""
+    """Return the size with the shorter side ``side``, the longer one at most four times that, and the aspect ratio kept."""
     factor = min(side / min(width, height), _LONGEST * side / max(width, height))
     return max(1, round(width * factor)), max(1, round(height * factor))
 
 
 def distorted(pixels_HWC: np.ndarray, uniform_N: np.ndarray) -> np.ndarray:
-    """torchvision's photometric distortion (SSD, Liu et al. 2016) without its permutation of channels, by nine numbers in [0, 1).
+    """Apply torchvision's photometric distortion (SSD, Liu et al. 2016), without channel permutation, by nine numbers in [0, 1).
 
     Brightness, contrast, saturation and hue each change with probability one half, contrast before or after the others.
     """

@@ -1,7 +1,7 @@
-"""Images with a class for every pixel: a folder of images, a folder of masks with the same stems, and which id is which class.
+"""Images with a class per pixel: a folder of images, a folder of masks with the same stems, and a map from ids to classes.
 
-ADE20K as its benchmark publishes it (``ADEChallengeData2016``) is one such pair for each part: label 0 is "other" and ignored, 1 to 150 are
-the classes. Masks are drawn over the pixels as they are stored, so an image's EXIF orientation is not applied here.
+ADE20K's benchmark (``ADEChallengeData2016``) has such a pair for training and validation: id 0 is "other" and ignored, 1 to 150 are the
+classes. Masks refer to the stored pixels, so an image's EXIF orientation is not applied here.
 
 Legend: H height, W width, K classes.
 """
@@ -21,7 +21,7 @@ from dpvision.data.sources import IMAGE_EXTENSIONS
 from dpvision.errors import DataError
 
 IGNORED = 255
-"""In masks of class numbers: a pixel that does not count."""
+"""Class number of pixels that do not count."""
 MAX_CLASSES = 255
 ADE20K_CLASSES = 150
 _SINGLE = {"L", "P", "1", "I", "I;16", "I;16B", "I;16L"}
@@ -30,7 +30,7 @@ _WHERE = "segmentation"
 
 @dataclass(frozen=True)
 class ClassMap:
-    """Which id in a mask is which class: class k of K has ``names[k]``."""
+    """Map from ids in masks to classes; class k has the name ``names[k]``."""
 
     names: tuple[str, ...]
     number_of: Mapping[int, int]
@@ -39,14 +39,14 @@ class ClassMap:
     """Ids of pixels that do not count."""
 
     def numbers(self, id_HW: np.ndarray) -> tuple[np.ndarray, list[int]]:
-        """Class numbers uint8 (H, W), ``IGNORED`` where a pixel does not count, and the ids that are neither class nor ignored."""
+        """Return class numbers, uint8 (H, W), ``IGNORED`` for pixels that do not count, and the unknown ids."""
         ids, place = np.unique(id_HW, return_inverse=True)
         unknown = [int(i) for i in ids if int(i) not in self.number_of and int(i) not in self.ignored]
         table = np.array([self.number_of.get(int(i), IGNORED) for i in ids], dtype=np.uint8)
         return table[place].reshape(id_HW.shape), unknown
 
     def note(self) -> str | None:
-        """What a person may have overlooked."""
+        """Return a note about a class whose name suggests that it should be ignored, or None."""
         for i, number in self.number_of.items():
             if self.names[number].lower() in ("unlabeled", "unlabelled", "void", "ignore", "ignored"):
                 others = " ".join(map(str, sorted({i, *self.ignored})))
@@ -65,10 +65,10 @@ class Labelled(NamedTuple):
 
 @dataclass(frozen=True)
 class SemanticFolder:
-    """Images and masks by stem. Made by ``open_folder``, which has looked at all of them."""
+    """Images and masks by stem. Made by ``open_folder``, which checks all of them."""
 
     name: str
-    """As scores name the data."""
+    """Name of the data in scores."""
     files: tuple[tuple[Path, Path], ...]
     """Image and mask, in the order of their stems."""
     classes: ClassMap
@@ -87,15 +87,15 @@ class SemanticFolder:
 
 
 def load_classes(path: Path, ignore_ids: Sequence[int] = (IGNORED,)) -> ClassMap:
-    """Classes from JSON, ``{"1": "person", "7": "train"}``, in the order of their ids, without those that are ignored.
+    """Load classes from JSON, ``{"1": "person", "7": "train"}``, in the order of their ids, without ignored ones.
 
     Raises:
-        DataError: not such a file, fewer than two classes, or more than 255.
+        DataError: another format, fewer than two classes, or more than 255.
     """
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
-        raise DataError(f"{_WHERE}: classes={str(path)!r} ({error.strerror}); expected a JSON file. Correct the path.") from None
+        raise DataError(f"{_WHERE}: classes={str(path)!r} ({error.strerror}); expected a JSON file. Check the path.") from None
     except (ValueError, RecursionError):
         found = None
     wrong = f'{_WHERE}: classes={str(path)!r}; expected JSON from ids to names, {{"1": "person"}}. Write such a file.'
@@ -105,12 +105,12 @@ def load_classes(path: Path, ignore_ids: Sequence[int] = (IGNORED,)) -> ClassMap
     kept = sorted((int(key), name) for key, name in found.items() if int(key) not in ignored)
     if not 2 <= len(kept) <= MAX_CLASSES:
         rule = f"expected 2 to {MAX_CLASSES} that are not ignored"
-        raise DataError(f"{_WHERE}: classes={str(path)!r} has {len(kept)} classes; {rule}. Correct it, or --ignore-ids.")
+        raise DataError(f"{_WHERE}: classes={str(path)!r} has {len(kept)} classes; {rule}. Change the file, or --ignore-ids.")
     return ClassMap(tuple(name for _, name in kept), {i: k for k, (i, _) in enumerate(kept)}, ignored)
 
 
 def ade20k_classes(root: Path) -> ClassMap:
-    """The 150 classes of ADE20K's benchmark, named by ``objectInfo150.txt`` where it is there."""
+    """Return the 150 classes of ADE20K's benchmark, named by ``objectInfo150.txt`` if it exists."""
     names = [f"class {i}" for i in range(1, ADE20K_CLASSES + 1)]
     table = root / "objectInfo150.txt"
     if table.is_file():
@@ -122,10 +122,10 @@ def ade20k_classes(root: Path) -> ClassMap:
 
 
 def open_ade20k(root: Path, *, workers: int = 2, progress: Callable[[str], None] | None = None) -> tuple[SemanticFolder, SemanticFolder]:
-    """Training and validation part of ``ADEChallengeData2016``; raises as ``open_folder``."""
+    """Open the training and validation parts of ``ADEChallengeData2016``. Raises as ``open_folder``."""
     if not (root / "annotations").is_dir() or not (root / "images").is_dir():
         rule = "expected ADEChallengeData2016 with its folders images and annotations"
-        raise DataError(f"{_WHERE}: ade20k={str(root)!r}; {rule}. Correct the path.")
+        raise DataError(f"{_WHERE}: ade20k={str(root)!r}; {rule}. Check the path.")
     classes = ade20k_classes(root)
     train, test = (
         open_folder(
@@ -146,17 +146,17 @@ def open_folder(
     workers: int = 2,
     progress: Callable[[str], None] | None = None,
 ) -> SemanticFolder:
-    """Every mask with its image, after a look at each of them: the ids of all masks, the sizes of all images.
+    """Pair every mask with its image, and check the ids of all masks and the sizes of all images.
 
     Args:
         pictures: folder; images without a mask are left out (COCO's folders have many), masks without an image are an error.
-        masks: folder of PNG files with one channel, an id for each pixel.
-        name: as scores name the data; if None, the last two parts of the masks' path.
-        progress: called with a line now and then.
+        masks: folder of PNG files with one channel, a class id per pixel.
+        name: name of the data in scores; if None, the last two parts of the masks' path.
+        progress: called with lines of progress.
 
     Raises:
-        DataError: no folder, no mask, a stem twice, a missing image, a file that cannot be read, a mask with several channels, of another
-            size, with ids that are no class, or masks without a single labelled pixel.
+        DataError: no folder, no mask, a duplicate stem, a missing image, an unreadable file, a mask with several channels, another size
+            or unknown ids, or masks without any labelled pixel.
     """
     shown = name or "/".join(masks.absolute().parts[-2:])
     mask_of, picture_of = _by_stem(masks, {"png"}, "masks"), _by_stem(pictures, IMAGE_EXTENSIONS, "pictures")
@@ -181,12 +181,12 @@ def open_folder(
         if progress is not None and (n % 100 == 0 or n == len(files)):
             progress(f"{shown}: looked at {n:,} of {len(files):,} masks")
     if not labelled:
-        raise DataError(f"{_WHERE}: {masks}: no pixel of {len(files):,} masks counts; expected classes. Correct --classes or --ignore-ids.")
+        raise DataError(f"{_WHERE}: {masks}: no pixel of {len(files):,} masks counts; expected classes. Change --classes or --ignore-ids.")
     return SemanticFolder(shown, files, classes)
 
 
 def read_pixels(path: Path) -> np.ndarray:
-    """Stored pixels of an image, uint8 RGB (H, W, 3); transparency over white is not composed. Raises DataError."""
+    """Return the stored pixels of an image, uint8 RGB (H, W, 3), ignoring transparency. Raises DataError."""
     image = _opened(path)
     try:
         return np.asarray(image.convert("RGB"))
@@ -195,7 +195,7 @@ def read_pixels(path: Path) -> np.ndarray:
 
 
 def read_mask(path: Path, picture: Path, classes: ClassMap) -> np.ndarray:
-    """Class numbers of a mask, uint8 (H, W). Raises DataError as ``open_folder``."""
+    """Return the class numbers of a mask, uint8 (H, W). Raises DataError as ``open_folder``."""
     image = _opened(path)
     if image.mode not in _SINGLE:
         got = f"{path}: mode {image.mode}, {len(image.getbands())} channels"
@@ -219,13 +219,13 @@ def _opened(path: Path) -> Image.Image:
         why = getattr(error, "strerror", None) or type(error).__name__
         raise DataError(f"{_WHERE}: {path} ({why}); expected an image. Restore it.") from None
     if image.width * image.height > MAX_PIXELS:
-        raise DataError(f"{_WHERE}: {path}: {image.width} x {image.height} px; expected at most {MAX_PIXELS:,} pixels. Leave it out.")
+        raise DataError(f"{_WHERE}: {path}: {image.width} x {image.height} px; expected at most {MAX_PIXELS:,} pixels. Remove it.")
     return image
 
 
 def _by_stem(folder: Path, extensions: set[str] | frozenset[str], what: str) -> dict[str, Path]:
     if not folder.is_dir():
-        raise DataError(f"{_WHERE}: {what}={str(folder)!r} is no folder; expected one with {what}. Correct the path.")
+        raise DataError(f"{_WHERE}: {what}={str(folder)!r} is not a folder; expected one with {what}. Check the path.")
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         if path.suffix[1:].lower() in extensions and not path.name.startswith("."):
@@ -233,5 +233,5 @@ def _by_stem(folder: Path, extensions: set[str] | frozenset[str], what: str) -> 
                 raise DataError(f"{_WHERE}: {path} and {found[path.stem].name}; expected every stem once. Move one away.")
             found[path.stem] = path
     if not found:
-        raise DataError(f"{_WHERE}: {what}={str(folder)!r} has none ({', '.join(sorted(extensions))}); expected some. Correct the path.")
+        raise DataError(f"{_WHERE}: {what}={str(folder)!r} has none ({', '.join(sorted(extensions))}); expected some. Check the path.")
     return found

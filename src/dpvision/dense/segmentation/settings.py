@@ -1,4 +1,4 @@
-"""How an encoder is trained and scored for semantic segmentation: the settings of MAE's transfer to ADE20K, all of which may shrink."""
+"""Settings for training and scoring semantic segmentation; the defaults are those of MAE's transfer to ADE20K."""
 
 import math
 from dataclasses import dataclass
@@ -16,50 +16,50 @@ NormKind = Literal["batch", "group"]
 
 @dataclass(frozen=True)
 class SegmentationSettings:
-    """What is learned and how it is scored. The defaults are MAE's transfer to ADE20K; docs/segmentation.md says where each is from."""
+    """Settings of training and scoring. The defaults are MAE's for ADE20K; docs/segmentation.md has the source of each."""
 
     epochs: float = 100.0
     """Passes over the training images."""
     batch_size: int = 16
-    """Images of one step, over all processes."""
+    """Images per step, over all processes."""
     crop_size: int = 512
-    """Side of training crops and of test windows in pixels, a multiple of the encoder's patch. Images are resized about it."""
+    """Side of training crops and of test windows in pixels, a multiple of the encoder's patch."""
     scale: tuple[float, float] = (0.5, 2.0)
-    """In training the shorter side becomes crop_size times a factor from here."""
+    """Range of the factor by which the shorter side of training images is resized relative to crop_size."""
     flip: bool = True
-    """Mirror every second image, left to right."""
+    """Flip images horizontally with probability 1/2."""
     photometric: bool = True
-    """Change brightness, contrast, saturation and hue."""
+    """Distort brightness, contrast, saturation and hue."""
     max_class_share: float = 0.75
-    """Crops in which one class has more of the pixels are drawn again, ten times at most; 1: never."""
+    """Redraw crops in which one class has more of the pixels, at most ten times; 1 for never."""
     learning_rate: float = 1e-4
-    """Of the head; the encoder's falls with depth by layer_decay."""
+    """Learning rate of the head; the encoder's falls with depth by layer_decay."""
     layer_decay: float = 0.65
-    """The rate of each block is this part of the one above it."""
+    """Factor between the rates of consecutive blocks."""
     weight_decay: float = 0.05
-    """Not of norms, biases, class token and positions."""
+    """Not applied to norms, biases, class token and positions."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Of AdamW."""
+    """AdamW's betas."""
     warmup_steps: int = 1500
-    """Steps in which the rate rises; then it falls in a line to zero."""
+    """Number of warm-up steps, followed by linear decay to zero."""
     max_grad_norm: float = 0.0
-    """Largest norm of a step's gradient; 0: not clipped."""
+    """Maximum norm of a step's gradient; 0 disables clipping."""
     drop_path: float = 0.1
     """Stochastic depth of the last block; it rises linearly from 0 at the first."""
     relative_positions: bool = True
-    """Give the encoder relative positions that start at zero."""
+    """Add relative positions, initialised to zero, to the encoder."""
     channels: int | None = None
-    """Of UPerNet; left out, the encoder's width."""
+    """Channels of UPerNet; if omitted, the encoder's width."""
     dropout: float = 0.1
-    """Of the channels before the last layer."""
+    """Dropout of channels before the last layer."""
     auxiliary_weight: float = 0.4
-    """Of the auxiliary head's loss."""
+    """Weight of the auxiliary head's loss."""
     norm: NormKind = "batch"
-    """batch: statistics of the images that are in one forward pass (over all GPUs under torchrun); group: of each by itself."""
+    """batch: BatchNorm over the images of one forward pass (over all GPUs under torchrun); group: GroupNorm per image."""
     stride: int | None = None
-    """Pixels between test windows; left out, two thirds of crop_size (341 of 512)."""
+    """Stride of test windows in pixels; if omitted, two thirds of crop_size (341 of 512)."""
     seed: int = 0
-    """Of the head's first weights, the order and the views."""
+    """Seed of the head's initial weights, the order and the views."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -82,18 +82,18 @@ class SegmentationSettings:
 
     @property
     def window_stride(self) -> int:
-        """Pixels between test windows."""
+        """Stride of test windows in pixels."""
         return self.stride if self.stride is not None else max(1, self.crop_size * 2 // 3)
 
     def training(self) -> DenseTrainSettings:
-        """The part that the training loop knows."""
+        """Return the settings of the training loop."""
         return DenseTrainSettings(
             epochs=self.epochs, batch_size=self.batch_size, warmup_steps=self.warmup_steps, schedule="polynomial", power=1.0,
             betas=self.betas, max_grad_norm=self.max_grad_norm, seed=self.seed,
         )  # fmt: skip
 
     def augmentation(self, encoder: "Encoder") -> "Augmentation":
-        """How training views are drawn, normalised as the encoder's images are."""
+        """Return the settings of training views, with the encoder's normalisation."""
         from dpvision.dense.segmentation.semantic_augment import Augmentation
 
         return Augmentation(
@@ -101,7 +101,7 @@ class SegmentationSettings:
         )
 
     def words(self, hardware: DenseHardware | None = None) -> str:
-        """The settings as scores name them."""
+        """Return the settings as text for scores."""
         rate = f"AdamW, lr {self.learning_rate:g}, layer decay {self.layer_decay:g}, decay {self.weight_decay:g}"
         if self.betas != SegmentationSettings.betas:
             rate += f", betas {self.betas[0]:g} {self.betas[1]:g}"

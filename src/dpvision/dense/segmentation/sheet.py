@@ -1,4 +1,4 @@
-"""A contact sheet of segmentation: each test image, its truth, and what every encoder's network says of it, in the same colours.
+"""A contact sheet of segmentation: each test image, its truth, and every network's prediction, in the same colours.
 
 Legend: H height, W width, K classes.
 """
@@ -16,7 +16,7 @@ _CELL_PX = 240
 _GAP_PX = 8
 _LINE_PX = 20
 _COVER = 0.65
-"""How much of the class's colour covers the image."""
+"""Opacity of the class colours."""
 _GOLDEN = 0.61803398875
 _MOST_NAMED = 24
 
@@ -28,20 +28,20 @@ class SheetRow:
     pixels_HWC: np.ndarray
     """uint8."""
     truth_HW: np.ndarray
-    """uint8 class numbers, ``IGNORED`` where a pixel does not count."""
+    """uint8 class numbers, ``IGNORED`` for pixels that do not count."""
     said: tuple[np.ndarray, ...]
-    """Class numbers by each encoder's network, uint8 (H, W)."""
+    """Class numbers predicted by each encoder's network, uint8 (H, W)."""
 
 
 def class_colours(num_classes: int) -> np.ndarray:
-    """Colours of classes, uint8 (K, 3): hues by the golden section, so that neighbours in number differ, in three shades."""
+    """Return class colours, uint8 (K, 3): hues by the golden ratio, so that consecutive classes differ, in three shades."""
     shades = ((0.85, 0.95), (0.6, 0.75), (0.95, 0.6))
     rgb = [colorsys.hsv_to_rgb((k * _GOLDEN) % 1, *shades[k % 3]) for k in range(num_classes)]
     return np.round(255 * np.array(rgb)).astype(np.uint8)
 
 
 def painted(pixels_HWC: np.ndarray, class_HW: np.ndarray, colours: np.ndarray) -> np.ndarray:
-    """The image in grey under its classes' colours, uint8 (H, W, 3); pixels that do not count are black."""
+    """Return the grey image under its class colours, uint8 (H, W, 3); pixels that do not count are black."""
     grey = pixels_HWC.mean(axis=-1, keepdims=True)
     counted = class_HW != IGNORED
     colour = colours[np.where(counted, class_HW, 0)]
@@ -50,14 +50,14 @@ def painted(pixels_HWC: np.ndarray, class_HW: np.ndarray, colours: np.ndarray) -
 
 
 def render_sheet(rows: Sequence[SheetRow], names: Sequence[str], encoders: Sequence[str]) -> Image.Image:
-    """The sheet: one row for each image, columns for image, truth and encoders, the classes that occur named below, largest first.
+    """Render the sheet: a row per image, columns for image, truth and encoders, and a legend of the classes, largest first.
 
     Args:
-        names: of the K classes.
+        names: names of the K classes.
         encoders: headings of the columns of ``SheetRow.said``.
     """
     colours, font = class_colours(len(names)), ImageFont.load_default(size=13)
-    heads = ["picture", "truth", *encoders]
+    heads = ["image", "truth", *encoders]
     width = len(heads) * (_CELL_PX + _GAP_PX) + _GAP_PX
     heights = [max(1, round(_CELL_PX * row.truth_HW.shape[0] / row.truth_HW.shape[1])) for row in rows]
     counts = sum(

@@ -1,4 +1,4 @@
-"""Class probabilities of an image of any size from a network that takes squares: windows side by side that overlap, averaged.
+"""Class probabilities of an image of any size from a network for squares, averaged over overlapping windows.
 
 Legend: B windows, K classes, C channels, H height, W width.
 """
@@ -14,7 +14,7 @@ _CLASSES_AT_ONCE = 16
 
 
 def window_starts(length: int, window: int, stride: int) -> list[int]:
-    """Where windows begin along one side: ``stride`` apart, the last one moved back to end with the side.
+    """Return the start of each window along one side: ``stride`` apart, the last one aligned with the end.
 
     >>> window_starts(683, 512, 341)
     [0, 171]
@@ -24,11 +24,11 @@ def window_starts(length: int, window: int, stride: int) -> list[int]:
 
 
 def window_probabilities(network: Callable[[Tensor], Tensor], x_CHW: Tensor, window: int, stride: int, *, batch_size: int = 8) -> Tensor:
-    """Average over the windows that see a pixel of its class probabilities, float32 (K, H, W).
+    """Return each pixel's class probabilities, averaged over the windows that contain it, float32 (K, H, W).
 
     Args:
-        network: x_BCHW of side ``window`` -> logits (B, K, window, window).
-        x_CHW: normalised; a side shorter than the window is filled up with zeros, which the answer does not have.
+        network: function from x_BCHW of side ``window`` to logits (B, K, window, window).
+        x_CHW: normalised; a side shorter than the window is padded with zeros, which the result does not include.
         stride: 1 to ``window``.
         batch_size: windows in one pass.
     """
@@ -50,7 +50,7 @@ def window_probabilities(network: Callable[[Tensor], Tensor], x_CHW: Tensor, win
 
 
 def likeliest(probability_KHW: Tensor, size: tuple[int, int]) -> Tensor:
-    """The likeliest class of each pixel after bilinear resizing to (height, width), int64; a few classes at a time, for they are many."""
+    """Return the most likely class of each pixel after bilinear resizing to (height, width), int64, a few classes at a time."""
     best, number = torch.empty(0), torch.empty(0)
     for k in range(0, len(probability_KHW), _CLASSES_AT_ONCE):
         some = probability_KHW[None, k : k + _CLASSES_AT_ONCE]

@@ -1,8 +1,8 @@
-"""UPerNet (Xiao et al. 2018) on a plain vision transformer, as BEiT's and MAE's transfer to ADE20K have it.
+"""UPerNet (Xiao et al. 2018) on a plain vision transformer, as in BEiT's and MAE's transfer to ADE20K.
 
-Maps after a third, a half, two thirds and all of the blocks (3, 5, 7, 11 of 12, counted from 0), brought to 1/4, 1/2, 1 and 2 times the
-patch (strides 4, 8, 16, 32 of a patch of 16) by deconvolutions, nothing, and pooling; pyramid pooling on the last; a top-down path; all
-four levels joined. An auxiliary head of one convolution looks at the third map in training.
+Maps after a third, a half, two thirds and all of the blocks (3, 5, 7, 11 of 12, counted from 0) are rescaled to 1/4, 1/2, 1 and 2 times
+the patch (strides 4, 8, 16, 32 for a patch of 16) by deconvolutions, identity and pooling; pyramid pooling on the last; a top-down path;
+fusion of all four levels. In training an auxiliary head of one convolution uses the third map.
 
 Legend: B records, C channels, D width, K classes, H height, W width (px); h, w of a map.
 """
@@ -22,7 +22,7 @@ POOLED = (1, 2, 3, 6)
 
 
 def tapped_blocks(depth: int) -> tuple[int, int, int, int]:
-    """Blocks, counted from 0, whose maps are taken: the last of the first third, half, two thirds, and of all.
+    """Return the blocks, counted from 0, whose maps are used: the last of the first third, half, two thirds, and of all.
 
     >>> tapped_blocks(12), tapped_blocks(24)
     ((3, 5, 7, 11), (7, 11, 15, 23))
@@ -32,15 +32,15 @@ def tapped_blocks(depth: int) -> tuple[int, int, int, int]:
 
 
 def norm_maker(kind: NormKind) -> MakeNorm:
-    """BatchNorm, or GroupNorm, which sees one image at a time: at most 32 groups of 16 channels or more (Wu and He 2018).
+    """Return a maker of BatchNorm, or of GroupNorm with at most 32 groups of at least 16 channels (Wu and He 2018).
 
-    A group of one channel would leave nothing of a map of one place, which pyramid pooling has.
+    A group of one channel would make a map of one position zero, which pyramid pooling has.
     """
     return nn.BatchNorm2d if kind == "batch" else lambda channels: nn.GroupNorm(_num_groups(channels), channels)
 
 
 class Segmenter(nn.Module):
-    """A backbone with UPerNet: images in, logits at four times its patches' resolution out."""
+    """A backbone with UPerNet, from images to logits at four times the patches' resolution."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Segmenter(nn.Module):
     ) -> None:
         """
         Args:
-            channels: of the head; if None, the backbone's width.
+            channels: channels of the head; if None, the backbone's width.
             dropout: probability that a channel is dropped before the last layer.
         """
         super().__init__()
@@ -70,13 +70,13 @@ class Segmenter(nn.Module):
             nn.init.normal_(classify.weight, std=0.01)
 
     def forward(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits (B, K, 4h, 4w) for a grid of h x w patches, and in training the auxiliary head's (B, K, h, w)."""
+        """Return logits (B, K, 4h, 4w) for a grid of h x w patches, and in training the auxiliary head's, (B, K, h, w)."""
         maps = self.backbone(x_BCHW, self.blocks)
         levels = [level(found) for level, found in zip(self.levels, maps, strict=True)]
         return self.head(levels), self.auxiliary(levels[2]) if self.training else None
 
     def logits(self, x_BCHW: Tensor) -> Tensor:
-        """Logits at the image's size, (B, K, H, W) float32."""
+        """Return logits at the image's size, float32 (B, K, H, W)."""
         return _enlarged(self(x_BCHW)[0].float(), x_BCHW.shape[-2:])
 
 
@@ -94,7 +94,7 @@ class UPerHead(nn.Module):
         self.classify = nn.Conv2d(channels, num_classes, 1)
 
     def forward(self, levels: list[Tensor]) -> Tensor:
-        """Logits at the finest map's size."""
+        """Return logits at the finest map's size."""
         last = levels[-1]
         pools = [
             _enlarged(conv(F.adaptive_avg_pool2d(last, side)), last.shape[-2:]) for side, conv in zip(POOLED, self.pooled, strict=True)
@@ -108,9 +108,9 @@ class UPerHead(nn.Module):
 
 
 def segmentation_loss(model: nn.Module, x_BCHW: Tensor, class_BHW: Tensor, auxiliary_weight: float, ignored: int) -> Tensor:
-    """Cross-entropy of the head plus ``auxiliary_weight`` times the auxiliary head's, at the images' size.
+    """Return the head's cross-entropy plus ``auxiliary_weight`` times the auxiliary head's, at the images' size.
 
-    The mean is over all pixels, those that do not count as zeros: so every image weighs the same, whatever stands beside it.
+    The mean is over all pixels, with zeros for ignored ones, so that an image's weight does not depend on the batch.
     """
     logits, auxiliary = model(x_BCHW)
     total = torch.zeros((), device=x_BCHW.device)
@@ -122,7 +122,7 @@ def segmentation_loss(model: nn.Module, x_BCHW: Tensor, class_BHW: Tensor, auxil
 
 
 def _levels(width: int, make_norm: MakeNorm) -> list[nn.Module]:
-    """From maps of one patch a place to 1/4, 1/2, 1 and 2 times the patch."""
+    """Return the layers that rescale maps of stride one patch to 1/4, 1/2, 1 and 2 patches."""
     finest = nn.Sequential(nn.ConvTranspose2d(width, width, 2, 2), make_norm(width), nn.GELU(), nn.ConvTranspose2d(width, width, 2, 2))
     return [finest, nn.ConvTranspose2d(width, width, 2, 2), nn.Identity(), nn.MaxPool2d(2, 2)]
 

@@ -1,8 +1,8 @@
 """ARO's relation and attribution tests from the benchmark's own files (Yuksekgonul et al., ICLR 2023).
 
-The folder holds visual_genome_relation.json, visual_genome_attribution.json and images/. An item is a box of an image and two captions,
-one with its two nouns (relation) or its two attributes exchanged. The benchmark's figure is macro accuracy: over relations, and over pairs
-of attributes with 25 items or more. DP-Cap's tables do not say which they are; both are given.
+The folder has visual_genome_relation.json, visual_genome_attribution.json and images/. An item is a box of an image and two captions,
+one with its two nouns (relation) or its two attributes swapped. The benchmark reports macro accuracy: over relations, and over pairs
+of attributes with 25 items or more. DP-Cap's tables do not say whether they report micro or macro accuracy; both are given.
 """
 
 import math
@@ -23,19 +23,19 @@ ATTRIBUTION_MIN_GROUP = 25
 def aro_tests(
     folder: str | Path, *, visibility: Visibility = "private", allow_missing: bool = False, leave_out: frozenset[str] = frozenset()
 ) -> list[ChoiceTest]:
-    """The tests whose file is in the folder: relation, attribution.
+    """Return the tests whose file is in the folder: relation, attribution.
 
     Args:
-        leave_out: names of relations that do not count; the benchmark's notebook leaves out those that may hold both ways.
+        leave_out: names of relations to leave out; the benchmark's notebook leaves out those that may hold both ways.
 
     Raises:
-        DataError: neither file is there; one is not the benchmark's; images are missing.
+        DataError: both files are missing; one is not the benchmark's; images are missing.
     """
     folder = Path(folder)
     files = [file for file in (RELATION_FILE, ATTRIBUTION_FILE) if (folder / file).is_file()]
     if not files:
         raise DataError(
-            f"ARO: {folder} has neither {RELATION_FILE} nor {ATTRIBUTION_FILE}; expected the benchmark's folder. Name the folder with them."
+            f"ARO: {folder} has neither {RELATION_FILE} nor {ATTRIBUTION_FILE}; expected the benchmark's folder. Give --aro FOLDER."
         )
     return [_read_test(folder, file, visibility, allow_missing, leave_out) for file in files]
 

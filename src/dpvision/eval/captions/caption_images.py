@@ -1,6 +1,6 @@
-"""Captions of images wherever they are: single files, folders, tars, parquet files, stores.
+"""Caption images from single files, folders, tars, parquet files and stores.
 
-Legend: B images of a batch, N captions of an image, C channels, H height, W width, L words.
+Legend: B images of a batch, N captions per image, C channels, H height, W width, L tokens.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from dpvision.eval.score import Visibility
 from dpvision.models.generate import GenerateSettings, generate
 
 _MOST_ROWS = 256
-"""Captions that are said at once, unfinished ones of a beam search counted: their keys and values lie in memory."""
+"""Captions generated at once, including beams: their keys and values are in memory."""
 
 
 class Picture(NamedTuple):
@@ -37,7 +37,7 @@ class Picture(NamedTuple):
 
     name: str
     image: bytes
-    """The image file; empty when ``problem`` is set."""
+    """Content of the image file; empty if ``problem`` is set."""
     problem: str | None = None
 
 
@@ -45,17 +45,17 @@ class Caption(NamedTuple):
     """One caption."""
 
     text: str
-    """On one line: control characters and runs of blanks are one blank."""
+    """On one line: control characters and runs of spaces become one space."""
     log_probability: float
-    """As of ``models.generate.Said``: per word."""
+    """Mean per token, as in ``models.generate.Said``."""
 
 
 class Captioned(NamedTuple):
-    """An image's captions, or why it has none."""
+    """An image's captions, or the problem with the image."""
 
     name: str
     captions: tuple[Caption, ...]
-    """Best first where they are ranked; empty when ``problem`` is set."""
+    """Best first if they are ranked; empty if ``problem`` is set."""
     problem: str | None = None
     """"not an image", "damaged" and the like."""
 
@@ -66,20 +66,20 @@ class Pictures:
 
     samples: Iterator[Picture]
     visibility: Visibility
-    """"public" when all come from public stores; a file that is in no store counts as private, as for ``embed``."""
+    """"public" if all come from public stores; files outside a store count as private, as for ``embed``."""
 
 
 def find_images(places: Sequence[str | Path], workers: int = 2) -> Pictures:
-    """Images of stores, of anything that ``data import`` takes, and of single files.
+    """Find images in stores, in sources that ``data import`` accepts, and in single files.
 
     Args:
-        places: one or more. An image's name is its path, of stores, tars and parquet files its key there; in a folder FOLDER/KEY.
+        places: one or more. An image's name is its path; in stores, tars and parquet files its key; in a folder FOLDER/KEY.
 
     Raises:
-        DataError: there are no places, or one of them holds no images; found before the first image is read.
+        DataError: no places, or one without images; raised before the first image is read.
     """
     if not places:
-        raise DataError("caption: no images; expected one or more. Name an image, a folder, a tar or a store.")
+        raise DataError("caption: no images; expected one or more. Give an image, a folder, a tar or a store.")
     stores = [open_store(place) if is_store(place) else None for place in places]
     parts = [_store_images(store) if store else _file_images(place, workers) for store, place in zip(stores, places, strict=True)]
     public = all(store is not None and store.results_visibility == "public" for store in stores)
@@ -96,20 +96,20 @@ def caption_pictures(
     batch_size: int = 32,
     workers: int = 2,
 ) -> Iterator[Captioned]:
-    """Captions of each image, in their order, as they are made.
+    """Yield captions of each image, in order.
 
-    What is sampled is keyed by ``seed`` and the image's bytes: neither its name nor the images beside it change its captions.
+    Sampling is keyed by ``seed`` and the image's bytes, so that neither its name nor other images change its captions.
 
     Args:
-        fit: how an image becomes square, as of ``image_source``.
-        batch_size: images that are read and encoded together, at least 1.
+        fit: how to make an image square, as in ``image_source``.
+        batch_size: images read and encoded together, at least 1.
         workers: threads that read images, at least 1.
 
     Raises:
         ConfigError, CheckpointError: as ``models.generate.generate``.
     """
     how = settings or GenerateSettings()
-    how.longest(captioner.num_tokens, captioner.tokenizer.vocab_size)  # refused before the first image is read
+    how.longest(captioner.num_tokens, captioner.tokenizer.vocab_size)  # raises before the first image is read
 
     def read(picture: Picture) -> tuple[Captioned, np.ndarray | None, int]:
         pixels, problem = None, picture.problem
@@ -133,11 +133,11 @@ def caption_pictures(
 def caption_pixels(
     captioner: OpenCaptioner, pixels_BHWC: np.ndarray, number_B: Sequence[int], settings: GenerateSettings, seed: int = 0
 ) -> list[tuple[Caption, ...]]:
-    """Captions of images of the captioner's size.
+    """Caption images that have the captioner's size.
 
     Args:
         pixels_BHWC: uint8.
-        number_B: of each image (``image_number``), for sampling.
+        number_B: number of each image (``image_number``), for sampling.
 
     Raises:
         ConfigError, CheckpointError: as ``models.generate.generate``.
@@ -160,24 +160,24 @@ def caption_pixels(
 
 
 def square(pixels_HWC: np.ndarray, image_size: int, fit: Fit) -> np.ndarray:
-    """An image as a captioner sees it, uint8 of shape (image_size, image_size, 3)."""
+    """Return an image as a captioner's input, uint8 (image_size, image_size, 3)."""
     image = Image.fromarray(pixels_HWC)
     box = centre_box(*image.size) if fit == "crop" else (0.0, 0.0, float(image.width), float(image.height))
     return cut(image, box, image_size)
 
 
 def image_number(image: bytes) -> int:
-    """63-bit hash of an image file, the same wherever the image is. It tells of the image: for keys of draws, not for files."""
+    """Return a 63-bit hash of an image file, for keys of draws. It reveals the image, so it must not be written to files."""
     return int.from_bytes(hashlib.blake2b(image, digest_size=8).digest(), "little") >> 1
 
 
 def prompt_ids(captioner: OpenCaptioner, prompt: str) -> tuple[int, ...]:
-    """Tokens of a prompt, cleaned as captions are; the blank before the next word is the next word's."""
+    """Return the tokens of a prompt, cleaned like captions; the space before the next word belongs to the next word."""
     return tuple(captioner.tokenizer.words(clean_caption(prompt)))
 
 
 def one_line(text: str) -> str:
-    """The text without anything that moves a terminal's cursor or starts a new line."""
+    """Return the text on one line, without control characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 

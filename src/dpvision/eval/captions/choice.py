@@ -1,4 +1,4 @@
-"""Which of several captions is said of an image? The one form of all compositional tests: one true caption, the others false.
+"""Choice tests, the common form of all compositional tests: one caption of an image is true, the others are false.
 
 The answer is the caption with the lowest loss (Sander et al., ICML 2024, appendix A.3.2); a tie is wrong. Micro accuracy counts items,
 macro accuracy averages the groups' accuracies (relations, pairs of attributes, subsets), as ARO's own scripts do.
@@ -28,14 +28,14 @@ from dpvision.eval.score import Score, Visibility, wilson_interval
 
 @dataclass(frozen=True)
 class Choice:
-    """One item: an image and what might be said of it."""
+    """One item: an image and its candidate captions."""
 
     picture: int
-    """Its place in the source of images."""
+    """Position of the image in the source."""
     captions: tuple[str, ...]
     """Two or more; the first is true of the image, the others are not."""
     group: str = ""
-    """What macro accuracy averages over: a relation, a pair of attributes, a subset."""
+    """Group for macro accuracy: a relation, a pair of attributes, a subset."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class ChoiceTest(CaptionProtocol):
     """A compositional test: images and items."""
 
     name: str
-    """As protocols print it."""
+    """Name in protocols."""
     pictures: ImageSource
     choices: tuple[Choice, ...]
     groups_called: str = "groups"
-    """What the groups are, in the plural."""
+    """Name of the groups, in the plural."""
     min_group: int = 1
     """Groups with fewer items do not count for macro accuracy (ARO's attribution: 25)."""
     show_groups: bool = False
-    """One score for each group too."""
+    """Whether to also give a score for each group."""
 
     @property
     def test_data(self) -> str:
@@ -62,7 +62,7 @@ class ChoiceTest(CaptionProtocol):
         return self.pictures.store if isinstance(self.pictures, StoreImages) else None
 
     def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
-        """Scores by protocol, the captioner before its controls."""
+        """Return the scores by protocol, the captioner before its baselines."""
         asked = [(asker.name, asker, self) for asker in askers]
         if how.other_images:
             asked.append((f"{askers[0].name}, other images", askers[0], self.dealt_out()))
@@ -74,10 +74,10 @@ class ChoiceTest(CaptionProtocol):
         return sorted(scores, key=lambda score: [s.protocol for s in scores].index(score.protocol))
 
     def dealt_out(self) -> "ChoiceTest":
-        """The same items, each about the next image that has any: what the words alone give away, "other images" among the scores."""
+        """Return the items with each image replaced by the next one: the baseline "other images", which shows what text alone reveals."""
         asked = sorted({choice.picture for choice in self.choices})
         if len(asked) < 2:
-            raise DataError(f"{self.name}: items about {len(asked)} image; expected two or more for the control. Add images.")
+            raise DataError(f"{self.name}: items about {len(asked)} image; expected two or more for the baseline. Add images.")
         after = dict(zip(asked, [*asked[1:], asked[0]], strict=True))
         return replace(self, choices=tuple(replace(choice, picture=after[choice.picture]) for choice in self.choices))
 
@@ -85,7 +85,7 @@ class ChoiceTest(CaptionProtocol):
 def encoded_images(
     ready: OpenCaptioner, source: ImageSource, fit: Fit, *, batch_size: int, workers: int
 ) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """memory_BSD of the images in order of their places, on the captioner's device, and place_B int64."""
+    """Yield memory_BSD of the images in order, on the captioner's device, and their positions place_B, int64."""
     for x_BCHW, place_B in image_batches(source, ready.data, ready.image_size, fit, batch_size=batch_size, workers=workers):
         with torch.inference_mode():
             yield ready.model.encode(x_BCHW.to(ready.device)), place_B
@@ -100,7 +100,7 @@ def answer_choices(
     workers: int = 2,
     progress: Callable[[str], None] | None = None,
 ) -> np.ndarray:
-    """int8 (N,): 1 where the true caption has the lowest loss of its item, 0 where it has not, -1 where the image does not decode.
+    """Return for each item 1 if its true caption has the lowest loss, 0 if not, -1 if the image does not decode: int8 (N,).
 
     Raises:
         DataError: an item has fewer than two captions; a caption is empty; losses are not finite.
@@ -108,7 +108,7 @@ def answer_choices(
     items_of: dict[int, list[int]] = {}
     for n, choice in enumerate(test.choices):
         if len(choice.captions) < 2 or not all(caption.strip() for caption in choice.captions):
-            raise DataError(f"{test.name}: captions={choice.captions!r}; expected two or more, none of them empty. Leave the item out.")
+            raise DataError(f"{test.name}: captions={choice.captions!r}; expected two or more, none of them empty. Remove the item.")
         items_of.setdefault(choice.picture, []).append(n)
     rows: dict[str, bytes] = {}
     right_N = np.full(len(test.choices), -1, dtype=np.int8)
@@ -117,7 +117,7 @@ def answer_choices(
         if not asked:
             continue
         items = [items_of[int(place_B[b])] for b in asked]
-        # Each distinct caption of an image once: equal captions then have equal losses to the bit, and tie.
+        # Score each distinct caption of an image once, so that equal captions have bit-identical losses and tie.
         said = [_distinct(ready, rows, [c for n in own for c in test.choices[n].captions]) for own in items]
         token_BCL = np.full((len(asked), max(map(len, said)), ready.num_tokens), PAD_ID, dtype=np.int64)
         for b, own_rows in enumerate(said):
@@ -128,7 +128,7 @@ def answer_choices(
             for n in own:
                 loss_C = loss_BC[b, [place_of[rows[caption]] for caption in test.choices[n].captions]]
                 if not torch.isfinite(loss_C).all():
-                    raise DataError(f"{test.name}: losses that are not finite; expected numbers. The run has diverged: train again.")
+                    raise DataError(f"{test.name}: losses are not finite; expected finite ones. The run diverged: train again.")
                 right_N[n] = best_candidate(loss_C[None], torch.arange(len(loss_C))[None]).item() == 0
         if progress is not None:
             progress(f"{test.name}: {int(place_B[-1]) + 1:,} of {len(test.pictures):,} images")
@@ -143,21 +143,21 @@ def _distinct(ready: OpenCaptioner, rows: dict[str, bytes], captions: Sequence[s
 
 
 def choice_scores(test: ChoiceTest, right_N: np.ndarray, name: str, visibility: Visibility, how: str = "lowest loss") -> list[Score]:
-    """Micro accuracy, macro accuracy where there are groups, and with ``show_groups`` each group's.
+    """Return micro accuracy, macro accuracy if there are groups, and with ``show_groups`` each group's accuracy.
 
-    Chance is that of a blind draw among each item's candidates. Intervals of micro and of single groups treat the items of an image as one
+    Chance is random guessing among each item's candidates. Intervals of micro and group accuracy treat the items of an image as one
     cluster; macro's adds up the groups' variances.
 
     Args:
-        right_N: of ``answer_choices``; items without an image (-1) are left out.
-        name: who answered.
+        right_N: from ``answer_choices``; items without an image (-1) are left out.
+        name: name of the captioner in the scores.
 
     Raises:
         DataError: no item is left.
     """
     kept_N = right_N >= 0
     if not kept_N.any():
-        raise DataError(f"{test.name}: no item with a readable image; expected one or more. Correct the folder of images.")
+        raise DataError(f"{test.name}: no item with a readable image; expected one or more. Check the folder of images.")
     choices = [choice for choice, kept in zip(test.choices, kept_N, strict=True) if kept]
     right_N = right_N[kept_N].astype(np.int64)
     picture_N = np.array([choice.picture for choice in choices])
@@ -188,10 +188,10 @@ def choice_scores(test: ChoiceTest, right_N: np.ndarray, name: str, visibility: 
 
 
 def clustered_interval(right_N: np.ndarray, cluster_N: np.ndarray) -> tuple[float, float]:
-    """95% interval of a share when items of one cluster (image) may be right together.
+    """Return the 95% interval of a share whose items are correlated within clusters (images).
 
-    Wilson's at the number of independent items that would have the variance found between clusters (Kish's design effect), at most N
-    and at least the number of clusters.
+    It is Wilson's interval at the effective number of independent items given the variance between clusters (Kish's design effect), at
+    most N and at least the number of clusters.
     """
     n, share = len(right_N), float(right_N.mean())
     _, cluster_N = np.unique(cluster_N, return_inverse=True)

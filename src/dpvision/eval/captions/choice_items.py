@@ -1,4 +1,4 @@
-"""Items of compositional benchmarks: captions of the right shape, and images that have to be there."""
+"""Read items of compositional benchmarks: check captions and find images."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,26 +15,26 @@ Item = tuple[Path, Box | None, tuple[str, ...], str]
 
 
 def caption_of(entry: Any, name: str, where: str) -> str:
-    """A caption among an entry's fields. Raises DataError when it is missing, empty or no text."""
+    """Return a caption from an entry's fields. Raises DataError if it is missing, empty or not a text."""
     value = entry.get(name) if isinstance(entry, dict) else None
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where}: {name}={value!r}; expected a caption. This is not the benchmark's file: correct the path.")
+        raise DataError(f"{where}: {name}={value!r}; expected a caption. This is not the benchmark's file: check the path.")
     return value
 
 
 def collect_items(
     items: Sequence[Item], what: str, visibility: Visibility, test_data: str, *, allow_missing: bool
 ) -> tuple[FileImages, tuple[Choice, ...], int]:
-    """Images, each (file, box) once; items that ask about them; and how many items were left out for want of their image.
+    """Return the distinct images (file, box), the items about them, and the number of items left out because their image is missing.
 
     Raises:
-        DataError: no item; an image is missing and ``allow_missing`` is not set; no image at all is there.
+        DataError: there are no items; an image is missing without ``allow_missing``; all images are missing.
     """
     if not items:
-        raise DataError(f"{what}: no items; expected the benchmark's. Correct the path.")
+        raise DataError(f"{what}: no items; expected the benchmark's. Check the path.")
     missing = [path for path, *_ in items if not path.is_file()]
     if len(missing) == len(items) or (missing and not allow_missing):
-        say = "Correct the folder of images." if len(missing) == len(items) else "Restore them, or leave them out with --allow-missing."
+        say = "Check the folder of images." if len(missing) == len(items) else "Restore them, or leave them out with --allow-missing."
         rule = f"expected all images of {len(items):,} items"
         raise DataError(f"{what}: {len(set(missing)):,} images are missing, the first is {missing[0]}; {rule}. {say}")
     gone, place_of = set(missing), dict[tuple[Path, Box | None], int]()
@@ -46,5 +46,5 @@ def collect_items(
 
 
 def with_missing(name: str, num_missing: int) -> str:
-    """A test's name that says what is not in it."""
+    """Return a test's name with the number of missing items."""
     return f"{name}, {num_missing:,} items without their image left out" if num_missing else name

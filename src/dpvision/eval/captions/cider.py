@@ -1,12 +1,12 @@
-"""CIDEr-D (Vedantam, Zitnick and Parikh, CVPR 2015): how much a caption agrees with what several people said of the image.
+"""CIDEr-D (Vedantam, Zitnick and Parikh, CVPR 2015): the agreement of a caption with several reference captions of the image.
 
-For n = 1 ... 4, captions are vectors over n-grams, weighted by their counts and by how few images they are said of:
+For n = 1 ... 4, captions are vectors over n-grams, weighted by their counts and their inverse document frequency over images:
 
     g_n(s)[w] = count(w in s) * (log N - log max(1, images with w among their references))
     CIDEr-D_n(c, S) = 10/|S| * sum_{s in S} exp(-(l(c) - l(s))^2 / (2 * 6^2)) * (min(g_n(c), g_n(s)) . g_n(s)) / (|g_n(c)| |g_n(s)|)
 
-and their mean over n. From 0 to 10; papers print it times 100. N and the weights are those of the references at hand, so scores on other
-sets of images do not compare. No stemming: the paper speaks of it, the reference code (coco-caption) has none.
+and their mean over n, from 0 to 10; papers print it times 100. N and the weights come from the references given, so scores on different
+sets of images are not comparable. No stemming: the paper mentions it, but the reference code (coco-caption) has none.
 """
 
 import math
@@ -26,17 +26,17 @@ _Vector = tuple[list[dict[tuple[str, ...], float]], list[float], int]
 
 
 def cider_d(captions: Sequence[str], references: Sequence[Sequence[str]]) -> np.ndarray:
-    """CIDEr-D of one caption for each image.
+    """Return the CIDEr-D of one caption per image.
 
     Args:
         captions: N texts; an empty one scores 0.
-        references: for each of the same N >= 2 images, what people said of it: one text or more.
+        references: one or more reference captions for each of the same N >= 2 images.
 
     Returns:
-        float64 (N,), each in [0, 10]; their mean is the score of the whole.
+        float64 (N,), each in [0, 10]; their mean is the overall score.
 
     Raises:
-        DataError: fewer than two images (every weight would be log 1 = 0), unequal numbers of captions and images, or a
+        DataError: fewer than two images (every weight would be log 1 = 0), unequal numbers of captions and images, or an
             image without a reference.
     """
     if len(captions) != len(references) or len(captions) < 2:
@@ -44,12 +44,12 @@ def cider_d(captions: Sequence[str], references: Sequence[Sequence[str]]) -> np.
         raise DataError(f"CIDEr: {got}; expected one each, of two images or more. Give more images.")
     bare = next((i for i, own in enumerate(references) if not own), None)
     if bare is not None:
-        raise DataError(f"CIDEr: image {bare} has no reference; expected one or more each. Leave it out.")
+        raise DataError(f"CIDEr: image {bare} has no reference; expected one or more each. Remove the image.")
     return cider_d_of_words([words(text) for text in captions], [[words(text) for text in own] for own in references])
 
 
 def cider_d_of_words(captions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> np.ndarray:
-    """``cider_d`` of texts that are split into words already."""
+    """Return ``cider_d`` for texts that are already split into words."""
     counted = [[_count(text) for text in own] for own in references]
     images_with: _Counts = Counter(gram for own in counted for gram in set().union(*own))
     log_n = math.log(len(references))
@@ -59,7 +59,7 @@ def cider_d_of_words(captions: Sequence[Sequence[str]], references: Sequence[Seq
         for gram, count in counts.items():
             weights[len(gram) - 1][gram] = count * (log_n - math.log(max(1, images_with[gram])))
         norms = [math.sqrt(sum(w * w for w in own.values())) for own in weights]
-        # The reference takes the number of pairs of words for the length: the same differences, but for captions of no word.
+        # The reference code uses the number of bigrams as the length: the same differences, except for empty captions.
         return weights, norms, sum(count for gram, count in counts.items() if len(gram) == 2)
 
     scores = np.zeros(len(captions))
@@ -70,7 +70,7 @@ def cider_d_of_words(captions: Sequence[Sequence[str]], references: Sequence[Seq
 
 
 def _similarity(said: _Vector, reference: _Vector) -> float:
-    """Mean over n of the clipped cosine, less for another length."""
+    """Return the mean over n of the clipped cosine, times a penalty for different lengths."""
     penalty = math.exp(-((said[2] - reference[2]) ** 2) / (2 * _SIGMA**2))
     total = 0.0
     for own, other, norm, other_norm in zip(said[0], reference[0], said[1], reference[1], strict=True):

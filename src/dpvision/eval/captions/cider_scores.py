@@ -29,7 +29,7 @@ class Cider(CaptionProtocol):
     settings: GenerateSettings = field(default_factory=GenerateSettings)
     """How captions are generated."""
     limit: int | None = None
-    """At most so many images."""
+    """Maximum number of images."""
 
     @property
     def test_data(self) -> str:
@@ -57,7 +57,7 @@ def say_captions(
     workers: int = 2,
     progress: Callable[[str], None] | None = None,
 ) -> dict[int, str]:
-    """The first generated caption of each image, by row; images that do not decode are absent."""
+    """Return the first generated caption of each image, by row. Images that do not decode are left out."""
     said: dict[int, str] = {}
     for memory_BSD, place_B in encoded_images(ready, StoreImages(store, row_N), fit, batch_size=batch_size, workers=workers):
         for place, captions in zip(place_B.tolist(), generate(ready.model, memory_BSD, settings), strict=True):
@@ -78,22 +78,22 @@ def cider_scores(
     workers: int = 2,
     progress: Callable[[str], None] | None = None,
 ) -> list[Score]:
-    """Mean CIDEr-D of each captioner's captions of a store's images, the references being the store's captions.
+    """Return the mean CIDEr-D of each captioner's captions of a store's images, with the store's captions as references.
 
-    Chance is what the same captions get when each is given to the next image. Where images have two captions or more, a score called
-    "people" is beside them: each caption against the other ones of its image, one reference fewer than the captioners have.
+    Chance is the score of the same captions assigned to the next image. If images have two captions or more, a score named "people"
+    is added: each caption against the others of its image, with one reference fewer than the captioners have.
 
     Args:
-        settings: how captions are said; one that draws (``method="sample"``) is refused.
-        limit: at most so many images, drawn once and for all.
+        settings: settings of the generation; sampling is refused.
+        limit: maximum number of images, a fixed random subset.
 
     Raises:
-        DataError: fewer than two images with a caption that can be read; captions would be drawn.
+        DataError: fewer than two readable images with a caption; ``method="sample"``.
         CheckpointError: a captioner's logits are not finite.
     """
     settings = settings or GenerateSettings()
     if settings.method == "sample":
-        raise DataError("CIDEr: method='sample'; expected greedy or beam, which say the same every time. Use --method greedy.")
+        raise DataError("CIDEr: method='sample'; expected greedy or beam, which are deterministic. Use --method greedy.")
     row_N = _rows_with_captions(store, limit)
     scores = []
     for ready in askers:
@@ -110,10 +110,10 @@ def cider_scores(
 
 
 def people_scores(store: Store, row_N: np.ndarray) -> list[Score]:
-    """CIDEr-D of people: each caption held out against the others of its image, averaged over an image's captions.
+    """Return the CIDEr-D of reference captions: each is held out against the others of its image, averaged over an image's captions.
 
-    Only images with as many captions as most have are taken, so that all have the same number of references; none is given when that
-    is one. Chance: the held-out caption given to the next image.
+    Only images with the most common number of captions are used, so that all have the same number of references; if that is one, the
+    list is empty. Chance: the held-out captions assigned to the next image.
     """
     captions = [store.captions(int(row)) for row in row_N]
     counts = np.bincount([len(own) for own in captions])
@@ -156,6 +156,6 @@ def _numbers(references: Sequence[Sequence[str]]) -> str:
 
 
 def _interval(figure_N: np.ndarray) -> tuple[float, float]:
-    """95% interval of the mean over images, with the words' weights as they are."""
+    """Return the 95% interval of the mean over images, for fixed word weights."""
     half = Z_95 * float(figure_N.std(ddof=1)) / math.sqrt(len(figure_N))
     return max(0.0, float(figure_N.mean()) - half), min(10.0, float(figure_N.mean()) + half)

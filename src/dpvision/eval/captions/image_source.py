@@ -1,4 +1,4 @@
-"""Where the images of a question come from: rows of a store, files with boxes, or scenes by number; all give the same batches.
+"""Image sources of the tests: rows of a store, files with boxes, or scenes by number, all read as the same batches.
 
 Legend: B images of a batch, C channels, H height, W width.
 """
@@ -26,7 +26,7 @@ from dpvision.synthetic.scenes import make_scene
 
 
 class ImageSource(Protocol):
-    """Images by their place, 0 ... len - 1."""
+    """Images by their position, 0 ... len - 1."""
 
     @property
     def visibility(self) -> Visibility:
@@ -34,12 +34,12 @@ class ImageSource(Protocol):
 
     @property
     def test_data(self) -> str:
-        """Its name, as files of scores have it."""
+        """Name in files of scores."""
 
     def __len__(self) -> int: ...
 
     def read(self, place: int) -> Image.Image | None:
-        """One upright RGB image, already cut to its box; None if it does not decode."""
+        """Return one upright RGB image, cropped to its box, or None if it does not decode."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StoreImages:
 
 @dataclass(frozen=True)
 class FileImages:
-    """Files, each cut to a box where it has one."""
+    """Files, cropped to their boxes if given."""
 
     paths: tuple[Path, ...]
     boxes: tuple[Box | None, ...]
@@ -109,10 +109,10 @@ class SceneImages:
 def image_batches(
     source: ImageSource, data: DataConfig, image_size: int, fit: Fit, *, batch_size: int = 32, workers: int = 2
 ) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Images in the order of their places; those that do not decode are absent.
+    """Yield batches of images in order, without those that do not decode.
 
     Args:
-        data: normalisation constants are taken from it.
+        data: gives the normalisation.
         batch_size: at least 1.
         workers: threads that read, at least 1.
 
@@ -152,7 +152,7 @@ def _opened(data: bytes) -> Image.Image | None:
 
 
 def _cut_to(image: Image.Image, box: Box) -> Image.Image | None:
-    """The part of the box that lies inside the image; None when nothing does."""
+    """Return the image cropped to the box, or None if they do not overlap."""
     left, top, right, bottom = max(0.0, box[0]), max(0.0, box[1]), min(image.width, box[2]), min(image.height, box[3])
     if not (round(right) > round(left) and round(bottom) > round(top)):
         return None

@@ -1,4 +1,4 @@
-"""The strings that a captioner chooses a class by: CIFAR's names, a store's own, or a file with synonyms."""
+"""Label sets for zero-shot classification: CIFAR's class names, a store's names, or a file with synonyms."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ _CIFAR100 = """
     shark shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
     tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm"""
 BUILT_IN = {"cifar10": tuple(_CIFAR10.split()), "cifar100": tuple(_CIFAR100.split())}
-"""Names of the classes as their publishers spell and order them."""
+"""Class names in the publishers' spelling and order."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class LabelSet:
 
     name: str
     classes: tuple[tuple[str, ...], ...]
-    """One or more strings per class; no string stands for two classes."""
+    """One or more strings per class, all different between classes."""
 
     def __post_init__(self) -> None:
         owner: dict[str, int] = {}
@@ -40,56 +40,58 @@ class LabelSet:
                         f"({', '.join(strings)}); expected different strings. Rename one of them."
                     )
         if len(self.classes) < 2:
-            raise DataError(f"labels: {self.name}: {len(self.classes)} classes; expected two or more. Correct the file.")
+            raise DataError(f"labels: {self.name}: {len(self.classes)} classes; expected two or more. Add classes, one per line.")
 
 
 def load_label_set(name: str, store: Store) -> LabelSet:
-    """The label set of a name, for a store's labels.
+    """Load the label set of a name for a store's labels.
 
     Args:
-        name: "store" for the store's own names, "cifar10", "cifar100", or a text file: one line per class in the order of the labels,
+        name: "store" for the store's class names, "cifar10", "cifar100", or a text file: one line per class in the order of the labels,
             synonyms separated by commas.
-        store: labelled; how many names it has, and which, must not contradict the set.
+        store: labelled; its class names, if any, must match the set.
 
     Raises:
-        ConfigError: no such set and no such file.
-        DataError: a file that cannot be read; the same string for two classes; other classes than the store's.
+        ConfigError: no such set or file.
+        DataError: the file cannot be read; two classes share a string; the classes differ from the store's.
     """
     if name == "store":
         if store.label_names is None:
-            raise DataError(f"labels: {store.path} has no names of its classes; expected them. Give a file with one line per class.")
+            raise DataError(f"labels: {store.path} has no class names; expected some. Give a file with one line per class.")
         return LabelSet(f"{store.path.name}'s own", tuple((_spoken(label),) for label in store.label_names))
     if name in BUILT_IN:
         found = LabelSet(name, tuple((_spoken(label),) for label in BUILT_IN[name]))
         if store.label_names is not None and [_spoken(label) for label in store.label_names] != [c[0] for c in found.classes]:
             raise DataError(
                 f"labels: {name} and {store.path} have other classes, or another order ({', '.join(store.label_names[:3])}, ...); expected "
-                f"{', '.join(BUILT_IN[name][:3])}, ... Import the data set with --dataset {name}, or say --labels store."
+                f"{', '.join(BUILT_IN[name][:3])}, ... Import the data set with --dataset {name}, or use --zero-shot store."
             )
         return found
     if not Path(name).is_file():
-        raise ConfigError(f"labels: {name!r}; expected store, {', '.join(BUILT_IN)} or a file with one line per class. Name one of them.")
+        raise ConfigError(
+            f"labels: {name!r}; expected store, {', '.join(BUILT_IN)} or a file with one line per class. Use --zero-shot store."
+        )
     found = LabelSet(Path(name).name, _read_classes(Path(name)))
     if store.label_names is not None and len(store.label_names) != len(found.classes):
         raise DataError(
             f"labels: {name} has {len(found.classes)} classes; expected {len(store.label_names)}, as {store.path}, in the same order. "
-            "Correct the file."
+            "Write one line per class of the store."
         )
     return found
 
 
 def prompted(labels: LabelSet, prompt: str = PROMPT, *, match_article: bool = False) -> list[list[str]]:
-    """The captions that stand for each class: the prompt, then the string.
+    """Return the captions of each class: the prompt followed by each string.
 
     Args:
-        match_article: a prompt that ends in "a" says "an" before a, e, i, o, u. The paper's protocol has "a" always.
+        match_article: whether a prompt that ends in "a" uses "an" before a, e, i, o, u. The paper always uses "a".
 
     Raises:
         ConfigError: an empty prompt.
     """
     prompt = " ".join(prompt.split())
     if not prompt:
-        raise ConfigError(f"zero-shot: prompt={prompt!r}; expected words that come before the label. Use {PROMPT!r}.")
+        raise ConfigError(f"zero-shot: prompt={prompt!r}; expected text before the label. Use {PROMPT!r}.")
     an = f"{prompt}n" if match_article and prompt.split()[-1] == "a" else prompt
     return [[f"{an if string[0].lower() in 'aeiou' else prompt} {string}" for string in strings] for strings in labels.classes]
 
@@ -102,7 +104,7 @@ def _read_classes(path: Path) -> tuple[tuple[str, ...], ...]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"labels: {path}: {error}; expected a text file in UTF-8. Correct the path, or convert it.") from None
+        raise DataError(f"labels: {path}: {error}; expected a text file in UTF-8. Check the path, or convert the file.") from None
     while lines and not lines[-1].strip():
         lines.pop()
     return tuple(_strings(path, number, line) for number, line in enumerate(lines, 1))
@@ -111,5 +113,5 @@ def _read_classes(path: Path) -> tuple[tuple[str, ...], ...]:
 def _strings(path: Path, number: int, line: str) -> tuple[str, ...]:
     strings = tuple(dict.fromkeys(string for part in line.split(",") if (string := " ".join(part.split()))))
     if not strings:
-        raise DataError(f"labels: {path}: line {number} is empty; expected a class in every line. Remove it, or name the class.")
+        raise DataError(f"labels: {path}: line {number} is empty; expected a class name. Remove the line, or add the name.")
     return strings

@@ -1,10 +1,9 @@
-"""Zero-shot classification by a walk through the tree of all label captions (Sander et al., ICML 2024, appendix A.3.1).
+"""Zero-shot classification by greedy decoding in the trie of all label captions (Sander et al., ICML 2024, appendix A.3.1).
 
-All captions of a label set, as tokens, make a tree whose leaves are ends of captions. From the root, the captioner takes at each node the
-most likely of the tokens that lead on to a whole caption, until it says the end. That is one caption's work for each image, however many
-classes there are; greedy, without a way back.
+The tokenised captions of a label set form a trie whose leaves are ends of captions. From the root, the captioner picks at each node the
+most likely child token until EOS. This costs one caption per image, however many classes there are; it is greedy and does not backtrack.
 
-Legend: B images, A images without an answer yet, C children of a node, S encoder tokens, D width, V vocabulary.
+Legend: B images, A unfinished images, C children of a node, S encoder tokens, D width, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -18,17 +17,17 @@ from dpvision.models.captioner import Captioner
 
 
 class LabelTrie:
-    """The tree of the captions of all classes."""
+    """The trie of the captions of all classes."""
 
     def __init__(self, captions: Sequence[Sequence[Sequence[int]]]) -> None:
         """
         Args:
-            captions: for each class, the words (ids without BOS and EOS) of each of its captions; no two classes share one.
+            captions: for each class, the tokens (without BOS and EOS) of each of its captions; no two classes share one.
         """
         self._children: list[dict[int, int]] = [{}]
-        """Token -> node, by node; a node's number is its place."""
+        """Children of each node, from token to node index."""
         self._class_of: dict[int, int] = {}
-        """Node after EOS -> class."""
+        """Class of each node after EOS."""
         for label, own in enumerate(captions):
             for words in own:
                 leaf = self._add([*words, EOS_ID])
@@ -46,15 +45,15 @@ class LabelTrie:
 
     @torch.inference_mode()
     def classify(self, model: Captioner, memory_BSD: Tensor) -> Tensor:
-        """Class of each image, int64 (B,) on the CPU; -1 where two tokens are equally likely: no answer, so wrong.
+        """Return the class of each image, int64 (B,) on the CPU; -1 (wrong) if two tokens are equally likely.
 
         Raises:
-            DataError: scores of tokens that are not finite.
+            DataError: token scores are not finite.
         """
         num_B = len(memory_BSD)
         class_B = torch.full((num_B,), -1, dtype=torch.int64)
         cache = model.start_cache(memory_BSD)
-        going = [(b, 0, BOS_ID) for b in range(num_B)]  # image, its node, the word it hears next
+        going = [(b, 0, BOS_ID) for b in range(num_B)]  # image, node, next input token
         while going:
             logit_AV, cache = model.step(torch.tensor([token for *_, token in going], device=memory_BSD.device), cache)
             further: dict[int, tuple[int, int, int]] = {}
@@ -73,11 +72,11 @@ class LabelTrie:
         return class_B
 
     def _next(self, node: int, logit_BV: Tensor) -> list[int]:
-        """The most likely token that leads on from a node, for each row; PAD for a tie."""
+        """Return the most likely child token of a node for each row; PAD for a tie."""
         tokens = sorted(self._children[node])
         logit_BC = logit_BV[:, tokens].float().cpu()
         if not torch.isfinite(logit_BC).all():
-            raise DataError("zero-shot: scores of words that are not finite; expected numbers. The run has diverged: train again.")
+            raise DataError("zero-shot: token scores are not finite; expected finite ones. The run diverged: lower --optim.learning-rate.")
         best_B = logit_BC.max(dim=1)
         tied_B = (logit_BC == best_B.values[:, None]).sum(dim=1) > 1
         return [PAD_ID if tied else tokens[c] for c, tied in zip(best_B.indices.tolist(), tied_B.tolist(), strict=True)]

@@ -1,4 +1,4 @@
-"""A captioner as its measurements see it: the network, its tokenizer, and how it wants its images."""
+"""A captioner for evaluation: network, tokenizer and preprocessing."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,47 +23,47 @@ class OpenCaptioner:
     """A frozen captioner. Made by ``open_captioner``."""
 
     name: str
-    """As scores print it."""
+    """Name in scores."""
     model: Captioner
     tokenizer: CaptionTokenizer
     data: DataConfig
-    """Normalisation constants are taken from it."""
+    """Gives the normalisation."""
     confidential: bool
-    """Private images shaped these weights without a guarantee: whatever is computed with them is private too."""
+    """Whether these weights were trained on private images without a guarantee, so that everything computed with them is private."""
     seed: int
-    """Of the weights that its run started from, if it had no parent."""
+    """Seed of the run's initial weights."""
 
     @property
     def image_size(self) -> int:
-        """Side of the images it takes, in pixels."""
+        """Side of its input images, in pixels."""
         return self.model.cfg.encoder.image_size
 
     @property
     def num_tokens(self) -> int:
-        """Longest caption, with its beginning and its end."""
+        """Maximum number of tokens of a caption, including BOS and EOS."""
         return self.model.cfg.num_tokens
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
+        """Device of the network."""
         return self.model.word_head.weight.device
 
     def encode(self, caption: str) -> np.ndarray:
-        """int64 (num_tokens,): the caption cleaned as an import does it, between BOS and EOS, padded; a longer one is cut."""
+        """Return the tokens of a caption, int64 (num_tokens,): cleaned as at import, between BOS and EOS, padded or truncated."""
         return self.tokenizer.encode(clean_caption(caption), self.num_tokens)
 
     def untrained(self) -> "OpenCaptioner":
-        """The same network with the weights that its run's seed gives: the control called "random weights"."""
+        """Return the same network with the initial weights of its run's seed: the baseline "random weights"."""
         model = make_model(self.model.cfg, self.seed)
         assert isinstance(model, Captioner)
         return replace(self, name="random weights", model=_frozen(model, self.device), confidential=False)
 
 
 def open_captioner(run_or_checkpoint: str | Path, *, ema: bool = False, device: str | torch.device = "cpu") -> OpenCaptioner:
-    """The captioner of a run's newest checkpoint, with the tokenizer that lies beside its tensors.
+    """Open the captioner of a run's newest checkpoint, with the checkpoint's tokenizer.
 
     Args:
-        ema: the averaged weights. To score both and report the better is a selection.
+        ema: whether to use the averaged weights. Scoring both and reporting the better is a selection.
 
     Raises:
         ConfigError: the run is of another kind.
@@ -71,14 +71,17 @@ def open_captioner(run_or_checkpoint: str | Path, *, ema: bool = False, device: 
         DataError: the tokenizer's file is damaged.
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
-    model, config = load_model(checkpoint, ema=ema)
-    if not isinstance(config.model, CaptionerConfig) or not isinstance(model, Captioner):
+    kind = checkpoint.manifest["config"].get("model", {}).get("kind")
+    if kind != "captioner":
         raise ConfigError(
-            f"captioner: {checkpoint.path} is of model kind {config.model.kind!r}; expected 'captioner'. Name the run of a captioner."
+            f"captioner: {checkpoint.path} has model kind {kind!r}; expected 'captioner'. Give a run of a dpcap recipe; "
+            "`dpvision evaluate RUN --test STORE` scores classifiers and heads."
         )
+    model, config = load_model(checkpoint, ema=ema)
+    assert isinstance(config.model, CaptionerConfig) and isinstance(model, Captioner)
     file = checkpoint.path / TOKENIZER_FILE
     if TOKENIZER_FILE not in checkpoint.files:
-        raise CheckpointError(f"captioner: {checkpoint.path} names no {TOKENIZER_FILE}; expected the one it was trained with. Restore it.")
+        raise CheckpointError(f"captioner: {checkpoint.path} has no {TOKENIZER_FILE}; expected the one it was trained with. Restore it.")
     tokenizer = CaptionTokenizer.load(file)
     if tokenizer.vocab_size != config.model.vocab_size:
         raise CheckpointError(

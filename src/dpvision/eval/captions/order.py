@@ -1,8 +1,8 @@
 """Order tests: a caption among four shuffled ones of the same words (ARO's COCO-order and Flickr-order, from any captions).
 
-The four of Yuksekgonul et al. (ICLR 2023): nouns among nouns and adjectives among adjectives; all words but these; words within groups of
-three; groups of three. The true caption is laid out as its shuffles are, in lower case and without punctuation: in the benchmark it keeps
-its own spacing ("man's", where a shuffle has "man 's"), which alone can tell it from them.
+The four shuffles of Yuksekgonul et al. (ICLR 2023): nouns among nouns and adjectives among adjectives; all other words; words within groups
+of three; groups of three. The true caption is formatted like its shuffles, in lower case and without punctuation: in the benchmark it keeps
+its spacing ("man's", where a shuffle has "man 's"), which alone can distinguish it.
 """
 
 import hashlib
@@ -21,31 +21,31 @@ from dpvision.eval.captions.word_classes import word_class
 from dpvision.synthetic.scene_layout import Draws
 
 MAX_WORDS = 30
-"""As in the benchmark: what is beyond is cut off before the shuffle."""
+"""As in the benchmark: longer captions are truncated before the shuffle."""
 _TRIES = 8
 _WORD = re.compile(r"[^\W_]+(?:['’.-][^\W_]+)*")
 
 
 @dataclass(frozen=True)
 class OrderTest:
-    """The test of a store's captions, and what did not become an item."""
+    """The order test of a store's captions, with counts of captions left out."""
 
     test: ChoiceTest
     left_out: int
-    """Captions of which no shuffle differs from them."""
+    """Captions without a shuffle that differs from them."""
     short_of_shuffles: int
-    """Items with fewer than four shuffles, because one kind gave back the caption each time."""
+    """Items with fewer than four shuffles, because a kind always returned the caption itself."""
 
 
 def order_test(store: Store, *, max_captions: int = 5, limit: int | None = None) -> OrderTest:
-    """One item for each caption of a store's images.
+    """Make one item for each caption of a store's images.
 
     Args:
-        max_captions: of an image, its first ones.
-        limit: images at most, the first ones of the store with a caption.
+        max_captions: use the first so many captions of an image.
+        limit: use the first so many images with a caption.
 
     Raises:
-        DataError: no caption that can be shuffled.
+        DataError: no caption can be shuffled.
     """
     rows: list[int] = []
     choices: list[Choice] = []
@@ -71,10 +71,10 @@ def order_test(store: Store, *, max_captions: int = 5, limit: int | None = None)
 
 
 def shuffled_captions(caption: str) -> list[str]:
-    """The caption as the test lays it out, then one shuffle of each kind that differs from it.
+    """Return the caption in the test's format, followed by one shuffle of each kind that differs from it.
 
-    A shuffle that gives the caption back is drawn again, up to eight times, then left out; no shuffle stands twice. Draws are keyed by
-    the caption and the kind alone, so that every import of the same data, and every machine, has the same test.
+    A shuffle equal to an earlier one is redrawn, up to eight times, then left out. Draws are keyed by the caption and the kind alone, so
+    that the test does not depend on the import or the machine.
     """
     words = [word.lower() for word in _WORD.findall(clean_caption(caption))][:MAX_WORDS]
     found = [" ".join(words)]

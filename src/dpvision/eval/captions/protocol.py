@@ -1,4 +1,4 @@
-"""What a test of captioners is: the store that it needs unseen, the name of its data, and a run that yields scores."""
+"""The interface of captioner tests: the name of the data, the store that must be unseen, and a method that returns scores."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,30 +12,30 @@ from dpvision.eval.score import Score
 
 @dataclass(frozen=True)
 class Asking:
-    """How captioners are asked, the same in all tests."""
+    """Settings shared by all tests."""
 
     fit: Fit = "squash"
-    """How images become square."""
+    """How to make images square."""
     other_images: bool = True
-    """Whether compositional tests also ask the captioner about another image: what the captions alone give away."""
+    """Whether compositional tests also pair captions with other images, to measure what text alone reveals."""
     batch_size: int = 32
     workers: int = 2
     progress: Callable[[str], None] | None = None
 
 
 class CaptionProtocol(ABC):
-    """A way to measure captioners. Frozen dataclasses whose fields are data and settings."""
+    """A test of captioners: a frozen dataclass whose fields are data and settings."""
 
     @property
     @abstractmethod
     def test_data(self) -> str:
-        """The name of the data, as files of scores have it."""
+        """Name of the data in files of scores."""
 
     @property
     def needs(self) -> Store | None:
-        """The store whose images the captioner must not have been trained on; if None, the images are from elsewhere."""
+        """The store whose images must not have been trained on, or None if the images are not from a store."""
         return None
 
     @abstractmethod
     def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
-        """Scores of the captioner, the first of ``askers``, and of its untrained control, if that is the second."""
+        """Return scores of the captioner, the first of ``askers``, and of its untrained baseline, if there is a second."""

@@ -1,10 +1,10 @@
-"""Captions as CIDEr counts them: lower-case words after the rules of the Penn Treebank, without punctuation.
+"""Tokenise captions for CIDEr: lower-case words by the rules of the Penn Treebank, without punctuation.
 
     >>> words("The dog's ball isn't red.")
     ['the', 'dog', "'s", 'ball', 'is', "n't", 'red']
 
-The reference pipeline runs Stanford's PTBTokenizer 3.4.1 in Java. These are the same rules as far as captions need them;
-docs/caption_measures.md says how often the two differ.
+The reference pipeline runs Stanford's PTBTokenizer 3.4.1 in Java. This module implements the rules that captions need;
+docs/caption_measures.md gives the rate of differences.
 """
 
 import re
@@ -37,9 +37,9 @@ _DROPPED = frozenset(["''", "'", "``", "`", ".", "?", "!", ",", ":", "-", "--", 
 
 
 def words(caption: str) -> list[str]:
-    """The words of a caption as the reference hands them to CIDEr.
+    """Return the words of a caption as the reference passes them to CIDEr.
 
-    Brackets stay, as "-lrb-" and the like: the reference lower-cases them and then looks for "-LRB-" to drop.
+    Brackets remain, as "-lrb-" and the like: the reference lower-cases them before it looks for "-LRB-" to drop.
     """
     found: list[str] = []
     for token in _TOKEN.findall(caption.lower().replace("’", "'").replace("‘", "'")):

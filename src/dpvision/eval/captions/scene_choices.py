@@ -1,10 +1,10 @@
-"""Compositional tests on procedural scenes: what is false is false by the layout, and words alone give nothing away.
+"""Compositional tests on procedural scenes: false captions contradict the layout, and text alone reveals nothing.
 
-    attribute   the scene's own caption with the colours of two objects exchanged
-    relation    a sentence about both objects of a scene of two, with the opposite relation ("left of" for "right of")
-    object      the same sentence with the two objects exchanged
+    attribute   the scene's caption with the colours of two objects swapped
+    relation    a caption about both objects of a scene of two, with the opposite relation ("left of" for "right of")
+    object      the same caption with the two objects swapped
 
-A false sentence is a true one of some other scene that is just as likely, so that whoever does not look is right half of the time.
+A false caption is a true one of another, equally likely scene, so that a model that ignores the image is right half of the time.
 """
 
 import re
@@ -22,7 +22,7 @@ _STREAM = 0x0DDBA11  # draws of this module are not those that made the scene
 
 
 def scene_compositional(numbers: Sequence[int], size_px: int = 48) -> ChoiceTest:
-    """Items of the scenes of these numbers; one scene gives up to three. Take numbers that no training used.
+    """Make items from the scenes of these numbers, up to three per scene. Use numbers that no training used.
 
     Raises:
         DataError: no scene among them has two objects of different colours.
@@ -33,19 +33,19 @@ def scene_compositional(numbers: Sequence[int], size_px: int = 48) -> ChoiceTest
         pairs = {"attribute": swapped_colours(scene, draws)} | swapped_pair(scene, draws)
         choices += [Choice(place, pair, f"swapped {what}") for what, pair in pairs.items() if pair is not None]
     if not choices:
-        raise DataError(f"scenes: none of {len(numbers)} has two objects of different colours; expected some. Take more scenes.")
+        raise DataError(f"scenes: none of {len(numbers)} has two objects of different colours; expected some. Use more --scenes.")
     pictures = SceneImages(tuple(numbers), size_px)
     return ChoiceTest("scene composition", pictures, tuple(choices), groups_called="kinds of swap", show_groups=True)
 
 
 def swapped_colours(scene: Scene, draws: Draws) -> tuple[str, str] | None:
-    """The scene's caption, and the same with the colours of two objects exchanged; None when no exchange makes it false."""
+    """Return the scene's caption and a false one with the colours of two objects swapped, or None if no swap makes it false."""
     names = {(obj.colour, obj.shape) for obj in scene.objects}
     pairs = [
         (a, b)
         for i, a in enumerate(scene.objects)
         for b in scene.objects[i + 1 :]
-        # One of the two that the new caption names is not there. (Two of one shape would only change places in the list.)
+        # At least one object that the new caption names is absent. (Two of one shape would only swap places in the list.)
         if a.colour != b.colour and not {(b.colour, a.shape), (a.colour, b.shape)} <= names
     ]
     if not pairs:
@@ -57,7 +57,7 @@ def swapped_colours(scene: Scene, draws: Draws) -> tuple[str, str] | None:
 
 
 def swapped_pair(scene: Scene, draws: Draws) -> dict[str, tuple[str, str] | None]:
-    """For "relation" and "object": a true sentence about a scene of two objects, and a false one; None for other scenes."""
+    """Return a true and a false caption about a scene of two objects for "relation" and "object"; None for other scenes."""
     if len(scene.objects) != 2:
         return {"relation": None, "object": None}
     i, relation, j = draws.choice(scene.relations)
@@ -73,5 +73,5 @@ def _named(obj: SceneObject) -> str:
 
 
 def _with_articles(text: str) -> str:
-    """ "a" or "an", as the next word wants it."""
+    """Replace "a" and "an" to match the next word."""
     return re.sub(r"\ban? (?=(\w))", lambda found: "an " if found[1] in "aeiou" else "a ", text)

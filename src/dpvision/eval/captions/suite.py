@@ -1,4 +1,4 @@
-"""All measurements of a captioner, one after the other, with their controls."""
+"""Run all tests of a captioner, with baselines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dpvision.eval.unseen import check_unseen
 
 @dataclass(frozen=True)
 class ScoredOn:
-    """Scores of one test, and the name of the data they were measured on."""
+    """Scores of one test, and the name of its data."""
 
     test_data: str
     scores: tuple[Score, ...]
@@ -30,22 +30,22 @@ def score_captioner(
     ema: bool = False,
     device: str | torch.device = "cpu",
 ) -> list[ScoredOn]:
-    """Scores of a captioner and of its controls.
+    """Return the scores of a captioner and its baselines.
 
     Args:
-        tests: ``ZeroShot``, ``Cider``, and compositional tests (``ChoiceTest``), which ``aro``, ``sugarcrepe``, ``order`` and
-            ``scene_choices`` make.
-        untrained: whether the network with its initial random weights is scored too.
+        tests: ``ZeroShot``, ``Cider``, and compositional tests (``ChoiceTest``) from ``aro``, ``sugarcrepe``, ``order`` and
+            ``scene_choices``.
+        untrained: whether to also score the network with its initial random weights.
 
     Returns:
-        one entry for each test. Scores are private if the images are, or if private images shaped the weights without a guarantee.
+        One entry per test. Scores are private if the images are, or if the weights were trained on private images without a guarantee.
 
     Raises:
         ConfigError, CheckpointError: as ``open_captioner``; no test.
-        DataError: as the tests, or a store shares records with the one that the run was trained on.
+        DataError: as the tests, or a store shares records with the training store.
     """
     if not tests:
-        raise ConfigError("evaluate: nothing to measure; expected a test, e.g. --zero-shot store, --order, --captions or --scenes 2000.")
+        raise ConfigError("evaluate: no test; expected one or more. Give --zero-shot store, --order, --captions or --scenes 2000.")
     ready = open_captioner(run_or_checkpoint, ema=ema, device=device)
     for test in tests:
         if test.needs is not None:

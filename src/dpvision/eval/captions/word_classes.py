@@ -1,9 +1,9 @@
-"""Which words of a caption are nouns, which are adjectives: a small list and endings, for the order tests.
+"""Classify words as nouns, adjectives or other by a small list and endings, for the order tests. English only.
 
-ARO takes spaCy's tags. A language model is a heavy thing to depend on for one shuffle, and its next version would change the test; here a
-word has the class that the list gives it, else that of its ending, else it is a noun. The list was made from spaCy's tags (en_core_web_sm
-3.8) of 9,000 captions of Flickr8k and COCO: what occurs three times and is not what the endings say. Of the words of 3,000 other captions
-96.9% have the class that spaCy gives them; English captions only.
+ARO uses spaCy's tags. A language model is a heavy dependency for one shuffle, and its next version would change the test. Here a word's
+class comes from the list, else from its ending, else it is a noun. The list was made from spaCy's tags (en_core_web_sm 3.8) of 9,000
+captions of Flickr8k and COCO: words that occur three times and contradict the endings. On 3,000 other captions, 96.9% of the words have
+spaCy's class.
 """
 
 from typing import Literal
@@ -54,7 +54,7 @@ _ADJECTIVE_ENDINGS = ("ful", "ous", "ish", "less", "able", "ible")
 
 
 def word_class(word: str) -> WordClass:
-    """Class of a word without regard to its neighbours, or to case."""
+    """Return the class of a word, independent of its context and case."""
     word = word.lower()
     if word in _NOUNS:
         return "noun"

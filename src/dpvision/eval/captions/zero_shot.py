@@ -1,4 +1,4 @@
-"""Zero-shot classification of a captioner, both ways of the paper: a walk through the labels' tree, or the caption with the lowest loss.
+"""Zero-shot classification with a captioner by the paper's two methods: decoding in the label trie, or the caption with the lowest loss.
 
 Legend: N images, B images of a batch, C captions, L tokens.
 """
@@ -32,20 +32,20 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 @dataclass(frozen=True)
 class ZeroShotSettings:
-    """How labels are asked for; the defaults are the paper's."""
+    """Settings of zero-shot classification; the defaults are the paper's."""
 
     methods: tuple[Method, ...] = METHODS
-    """"trie" takes one caption's time for each image, "loss" that of all labels' captions."""
+    """"trie" costs one caption per image, "loss" the captions of all labels."""
     prompt: str = PROMPT
     match_article: bool = False
-    """"an" before a vowel where the prompt ends in "a"."""
+    """Whether to use "an" before a vowel if the prompt ends in "a"."""
     fit: Fit = "squash"
     limit: int | None = None
-    """At most so many images, drawn once and for all; the paper took 10,000 of ImageNet's validation images."""
+    """Maximum number of images, a fixed random subset; the paper used 10,000 of ImageNet's validation images."""
 
     def __post_init__(self) -> None:
         if self.limit is not None and not self.limit >= 1:
-            raise ConfigError(f"zero-shot: limit={self.limit!r}; expected at least 1 image. Leave it out for all.")
+            raise ConfigError(f"zero-shot: limit={self.limit!r}; expected at least 1 image. Omit it for all.")
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class ZeroShot(CaptionProtocol):
 
 
 def checked_methods(names: Sequence[str]) -> tuple[Method, ...]:
-    """The methods of these names. Raises ConfigError for an unknown one, or for none."""
+    """Return the methods of these names. Raises ConfigError for an unknown one, or for none."""
     if not names or set(names) - set(METHODS):
-        raise ConfigError(f"zero-shot: method={','.join(names)!r}; expected {' or '.join(METHODS)}. Leave it out for both.")
+        raise ConfigError(f"zero-shot: method={','.join(names)!r}; expected {' or '.join(METHODS)}. Omit it for both.")
     return tuple(method for method in METHODS if method in names)
 
 
@@ -92,15 +92,15 @@ def zero_shot_scores(
     workers: int = 2,
     progress: Callable[[str], None] | None = None,
 ) -> list[Score]:
-    """Accuracy on the labelled images of a store, by method, for each captioner.
+    """Return the accuracy on a store's labelled images, by method, for each captioner.
 
     With ``any_of`` the score is accuracy by these classes, whatever the metric.
 
-    Chance is the share of the most frequent class (of a ``mean_per_class`` score, one in as many as there are classes).
+    Chance is the share of the most frequent class (for ``mean_per_class``, 1 / number of classes).
 
     Raises:
-        DataError: no labelled or readable image; a label without a string; a label's caption that is longer than the model's captions, or
-            the same tokens as another class's; scores that are not finite.
+        DataError: no labelled or readable image; a label without a string; a label's caption is too long for the model, or has the same
+            tokens as another class's; scores are not finite.
     """
     settings = settings or ZeroShotSettings()
     row_N = _labelled_rows(store, labels, settings.limit)
@@ -120,7 +120,7 @@ def zero_shot_scores(
                 token_BCL = token_CL.to(memory_BSD.device).expand(len(memory_BSD), -1, -1)
                 loss_BC = candidate_losses(ready.model, memory_BSD, token_BCL).cpu()
                 if not torch.isfinite(loss_BC).all():
-                    raise DataError("zero-shot: losses that are not finite; expected numbers. The run has diverged: train again.")
+                    raise DataError("zero-shot: losses are not finite; expected finite ones. The run diverged: train again.")
                 predicted["loss"].append(best_candidate(loss_BC, class_C.expand(len(loss_BC), -1)).numpy())
             if progress is not None:
                 progress(f"zero-shot, {ready.name}: {int(place_B[-1]) + 1:,} of {len(row_N):,} images")
@@ -160,7 +160,7 @@ def _labelled_rows(store: Store, labels: LabelSet, limit: int | None) -> np.ndar
 
 
 def _label_words(ready: OpenCaptioner, labels: LabelSet, settings: ZeroShotSettings) -> list[list[list[int]]]:
-    """Tokens of every caption of every class, whole."""
+    """Return the tokens of every caption of every class, without truncation."""
     found: list[list[list[int]]] = []
     owner: dict[tuple[int, ...], int] = {}
     for label, captions in enumerate(prompted(labels, settings.prompt, match_article=settings.match_article)):
@@ -175,14 +175,14 @@ def _label_words(ready: OpenCaptioner, labels: LabelSet, settings: ZeroShotSetti
             if other != label:
                 raise DataError(
                     f"zero-shot: class {other} ({', '.join(labels.classes[other])}) and class {label} ({', '.join(labels.classes[label])}) "
-                    "are the same tokens; expected strings that the tokenizer tells apart. Rename one of them."
+                    "have the same tokens; expected strings with different tokens. Rename one of them."
                 )
         found.append(own)
     return found
 
 
 def _rows(ready: OpenCaptioner, words: list[list[list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """token_CL of all distinct captions, and the class of each, int64 (C,)."""
+    """Return token_CL of all distinct captions, and the class of each, int64 (C,)."""
     flat = list({tuple(w): label for label, own in enumerate(words) for w in own}.items())
     token_CL = torch.full((len(flat), ready.num_tokens), PAD_ID, dtype=torch.int64)
     for c, (own_words, _) in enumerate(flat):

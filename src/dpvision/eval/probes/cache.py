@@ -1,6 +1,6 @@
-"""Features and scores of earlier evaluations, and the features that are still missing.
+"""A cache of features and scores of evaluations.
 
-What decides a kept score: the encoder, both stores' rows and labels, the protocol with its settings, the metric, and our source.
+A cached score's key includes the encoder, both stores' rows and labels, the protocol with its settings, the metric, and the source code.
 """
 
 import sys
@@ -25,25 +25,25 @@ from dpvision.eval.probes.records import LabelledFeatures, units
 from dpvision.eval.score import Score
 
 _ROW = "row"
-"""The entry of a kept file that holds the features' rows."""
+"""Entry of a cached file with the features' rows."""
 
 
 @dataclass(frozen=True)
 class EvaluationCache:
-    """What is kept of a task, under the stores' confidential/features/."""
+    """The cache of one task, under the stores' confidential/features/."""
 
     task: Task
     enabled: bool
 
     def fingerprint(self, encoder: Encoder) -> str | None:
-        """What the cache identifies an encoder by; if None, its results are not kept."""
+        """Return the cache's identifier of an encoder, or None if its results are not cached."""
         (train, _), (test, _) = self.task.train, self.task.test
-        # What a confidential encoder makes of public images is private, and the public store's folder is not the place for it.
+        # Features of public images by a confidential encoder are private and must not be in a public store's folder.
         stays = not encoder.confidential or {train.visibility, test.visibility} == {"private"}
         return fingerprint(encoder, self.task.device) if self.enabled and stays else None
 
     def features(self, encoders: Sequence[Encoder], prints: dict[str, str | None]) -> tuple[LabelledFeatures, LabelledFeatures]:
-        """Features of the training and of the test records by all encoders, each store read once at most."""
+        """Return the features of the training and test records by all encoders, reading each store at most once."""
         return self._of_store(self.task.train, encoders, prints, "training"), self._of_store(self.task.test, encoders, prints, "test")
 
     def _of_store(
@@ -55,7 +55,7 @@ class EvaluationCache:
         found = {(e.name, pooling): x for e in encoders for pooling, x in (kept.get(e.name) or {}).items() if pooling != _ROW}
         row_N = next((tensors[_ROW] for tensors in kept.values() if tensors is not None), None)
         new = [e for e in encoders if kept.get(e.name) is None]
-        for data in dict.fromkeys(e.data for e in new):  # one pass for all encoders whose images are prepared alike
+        for data in dict.fromkeys(e.data for e in new):  # one pass for all encoders with the same preprocessing
             alike = [e for e in new if e.data == data]
             computed, _, row_N = collect_features(
                 {e.name: e.poolings for e in alike}, store, data, alike[0].image_size, rows=rows,
@@ -72,7 +72,7 @@ class EvaluationCache:
         return LabelledFeatures(found, torch.from_numpy(store.labels[row]), units(store)[row], row)
 
     def load(self, protocol: Protocol, mark: str | None) -> list[Score] | None:
-        """Scores that an earlier evaluation left."""
+        """Return the cached scores of an earlier evaluation, or None."""
         entries = None if mark is None else self._scores.load_json(self._key(protocol, mark))
         try:
             return None if entries is None else [replace(Score.from_dict(e), visibility=self.task.scoring.visibility) for e in entries]
@@ -80,7 +80,7 @@ class EvaluationCache:
             return None
 
     def save(self, protocol: Protocol, mark: str | None, scores: list[Score]) -> None:
-        """Leave scores to the next evaluation."""
+        """Cache scores for later evaluations."""
         if mark is not None:
             self._scores.save_json(self._key(protocol, mark), [score.to_dict() for score in scores])
 

@@ -1,10 +1,10 @@
-"""The few-shot probe of DP-Cap's tables: logistic regression of fixed strength on centred features of length one.
+"""The few-shot probe of DP-Cap's tables: logistic regression with fixed regularisation on centred features of length 1.
 
-Minimises, for W of one row per class, mean cross-entropy + lambda / 2 * ||W||^2 with lambda = 0.0025 / n, n the number of training
-images, and without intercept (Sander et al., ICML 2024, appendix A.3.3, after Assran et al. 2022, whose code calls Cyanure; here scikit-
-learn's L-BFGS, which finds the same minimum: the problem is strictly convex).
+Minimises mean cross-entropy + lambda / 2 * ||W||^2, with one row of W per class, lambda = 0.0025 / n for n training images, and no
+intercept (Sander et al., ICML 2024, appendix A.3.3, after Assran et al. 2022). Their code calls Cyanure; scikit-learn's L-BFGS finds the
+same minimum, because the problem is strictly convex.
 
-Legend: N training records, M test records, D feature dimensions.
+Legend: N training records, M test records, D feature dimension.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ class DPCapProbe(FeatureProtocol):
 def dpcap_probe(
     train_ND: np.ndarray, label_N: np.ndarray, test_MD: np.ndarray, k: int, draws: int, *, names: Sequence[str] | None = None
 ) -> list[np.ndarray]:
-    """Predicted test labels (M,) of one classifier for each draw of ``k`` images per class; the draws are those of ``few_shot_probe``.
+    """Return the predicted test labels (M,) of one classifier per draw of ``k`` images per class, with ``few_shot_probe``'s draws.
 
     Raises:
         ConfigError, DataError: as ``draw_shots``.
@@ -60,8 +60,8 @@ def dpcap_probe(
 
 
 def fit_fixed_strength(x_ND: np.ndarray, label_N: np.ndarray) -> LogisticRegression:
-    """The minimiser on features that are prepared already."""
-    # scikit-learn minimises C * sum of losses + ||W||^2 / 2. Of two classes it fits one vector w, W being +- w / 2: half the penalty.
+    """Fit the classifier to preprocessed features."""
+    # scikit-learn minimises C * sum of losses + ||W||^2 / 2. For two classes it fits one vector w with W = +- w / 2: half the penalty.
     c = (2 if len(np.unique(label_N)) == 2 else 1) / STRENGTH
     model = LogisticRegression(C=c, fit_intercept=False, tol=_TOLERANCE, max_iter=_MAX_ITERATIONS)
     with threadpool_limits(1):
@@ -69,7 +69,7 @@ def fit_fixed_strength(x_ND: np.ndarray, label_N: np.ndarray) -> LogisticRegress
 
 
 def centred(x_ND: np.ndarray) -> np.ndarray:
-    """Each row less its own mean, at length one; a row of equal numbers becomes zero."""
+    """Subtract each row's mean and scale it to length 1; a constant row becomes zero."""
     x_ND = x_ND - x_ND.mean(axis=1, keepdims=True)
     norm_N1 = np.linalg.norm(x_ND, axis=1, keepdims=True)
     return x_ND / np.where(norm_N1 > 0, norm_N1, 1)

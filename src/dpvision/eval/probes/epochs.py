@@ -1,4 +1,4 @@
-"""Epochs of supervised training on a few images: batches of nearly equal size in random order, and the level of the learning rate."""
+"""Epochs of supervised training on a few images: batches of nearly equal size in random order, and the learning-rate schedule."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def warmup_cosine(step: int, steps: int, warmup: int) -> float:
-    """Level of the learning rate at ``step`` of ``steps``: linear up to 1, then half a cosine towards 0.
+    """Return the learning-rate factor at ``step`` of ``steps``: linear up to 1, then half a cosine towards 0.
 
     >>> [round(warmup_cosine(t, 4, 2), 3) for t in range(4)]
     [0.5, 1.0, 1.0, 0.5]
@@ -23,21 +23,21 @@ class Epochs:
 
     num_records: int
     batch_size: int
-    """Largest batch."""
+    """Maximum batch size."""
     epochs: int
     warmup_epochs: int
     seed: int
-    """Of the order."""
+    """Seed of the order."""
 
     @property
     def batches(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches per epoch."""
         return math.ceil(self.num_records / self.batch_size)
 
     def order(self, epoch: int) -> np.ndarray:
-        """Places of the records in random order, int64 (N,)."""
+        """Return a random permutation of the records, int64 (N,)."""
         return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.num_records)
 
     def level(self, step: int) -> float:
-        """What the learning rate is multiplied by in ``step``, counted over all epochs."""
+        """Return the learning-rate factor in ``step``, counted over all epochs."""
         return warmup_cosine(step, self.batches * self.epochs, self.warmup_epochs * self.batches)

@@ -1,8 +1,8 @@
-"""Few-shot probes: a linear classifier on frozen features of K images per class, repeated over many draws of these images.
+"""Few-shot probes: a linear classifier on frozen features of K images per class, over many draws of these images.
 
-The cheap companion of ``fine_tune``: nothing is trained but the classifier, so twenty draws take seconds.
+A cheap alternative to ``fine_tune``: only the classifier is trained, so twenty draws take seconds.
 
-Legend: N training records, M test records, D feature dimensions, C classes, K images per class.
+Legend: N training records, M test records, D feature dimension, C classes, K images per class.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,12 +51,12 @@ def few_shot_probe(
     *,
     names: Sequence[str] | None = None,
 ) -> list[np.ndarray]:
-    """Predicted test labels (M,) of one classifier for each draw; its strength is chosen within the K images, by units.
+    """Return the predicted test labels (M,) of one classifier per draw. Its regularisation is chosen within the K images, by units.
 
     Draw i of the same labels is the same for every encoder, so that encoders can be compared draw by draw.
 
     Raises:
-        ConfigError, DataError: as ``draw_shots``; too few images in all to choose a strength.
+        ConfigError, DataError: as ``draw_shots``; too few images to choose the regularisation.
     """
     settings = settings or FewShotProbeSettings()
     fit = fit_ridge if settings.classifier == "ridge" else fit_linear_probe

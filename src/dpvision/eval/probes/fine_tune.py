@@ -1,10 +1,10 @@
-"""Few-shot fine-tuning: the whole network and a fresh head trained on K images per class (ViP, appendix A.3).
+"""Few-shot fine-tuning: the whole network and a new head trained on K images per class (ViP, appendix A.3).
 
-Transformers: AdamW, learning rate of 3e-3, 3e-4, 3e-5, decay 0.05. Convnets: SGD, 1e-2, 1e-3, 1e-4, momentum 0.9, no decay. 200 epochs
-of which 10 warm up, then a half cosine; AutoAugment (Cubuk et al. 2018). The paper does not say how the rate was chosen, the batch, the
-crops or how often the K images were drawn. Here: by the mean accuracy on a held-out fifth of the K images over all draws, the chosen
-rate then trained on all of them (with fewer than five there is nothing to hold out: the middle rate); batch 64; random resized crop and
-flip; three draws.
+Transformers: AdamW, learning rate 3e-3, 3e-4 or 3e-5, decay 0.05. Convnets: SGD, 1e-2, 1e-3 or 1e-4, momentum 0.9, no decay. 200 epochs,
+10 of them warm-up, then a half cosine; AutoAugment (Cubuk et al. 2018). The paper does not specify the choice of the rate, the batch, the
+crops or the number of draws. Here the rate is chosen by the mean accuracy over all draws on a held-out fifth of the K images, and the
+final training uses all of them (fewer than five images cannot be split: the middle rate); batch 64; random resized crop and flip;
+three draws.
 
 Legend: B images of a batch, N training records, M test records, C channels (or classes), H height, W width.
 """
@@ -47,20 +47,20 @@ class Tuned(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.zeros(num_classes, probe.shape[1])), nn.Parameter(torch.zeros(num_classes))
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Logits (B, C)."""
+        """Return the logits, (B, C)."""
         return F.linear(self.backbone(x_BCHW).float(), self.weight, self.bias)
 
 
 @dataclass(frozen=True)
 class FineTuneResult:
-    """Predictions of the test images, one array for each draw."""
+    """Predictions for the test images, one array per draw."""
 
     predicted: list[np.ndarray]
     label_M: np.ndarray
     row_M: np.ndarray
     """Rows of the test images."""
     learning_rate: float
-    """The one that was chosen, for all draws."""
+    """The rate chosen for all draws."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class FineTune(Protocol):
 
 
 def check_trainable(encoder: Encoder) -> None:
-    """Raise ConfigError unless the encoder has weights that can be trained."""
+    """Raise ConfigError unless the encoder has trainable weights."""
     if encoder.backbone is None:
-        raise ConfigError(f"fine_tune: {encoder.name} has nothing to train; expected a network. Use --protocols few_shot_probe.")
+        raise ConfigError(f"fine_tune: {encoder.name} has no trainable weights; expected a network. Use --protocols few_shot_probe.")
 
 
 def fine_tune(
@@ -110,15 +110,16 @@ def fine_tune(
     device: str | torch.device = "cpu",
     progress: Say | None = None,
 ) -> FineTuneResult:
-    """Fine-tune on K images per class, several draws, and predict the test images.
+    """Fine-tune on several draws of K images per class, and predict the test images.
 
     Args:
         train, test: a store and labelled int64 rows of it.
-        unit_N: the units of the training rows: none is both trained on and held out.
+        unit_N: the units of the training rows; no unit is both trained on and held out.
         batch_size: test images in one forward pass.
 
     Raises:
-        ConfigError: the encoder has nothing to train, or K < 1. DataError: a class has fewer than K images, or one cannot be read.
+        ConfigError: the encoder has no trainable weights, or K < 1.
+        DataError: a class has fewer than K images, or an image cannot be read.
     """
     settings = settings or FineTuneSettings()
     check_trainable(encoder)
@@ -149,7 +150,7 @@ def fine_tune(
 
 
 def make_optimizer(model: nn.Module, encoder: Encoder, settings: FineTuneSettings) -> torch.optim.Optimizer:
-    """AdamW for transformers, SGD for convnets; the rate is set before each step."""
+    """Make AdamW for transformers or SGD for convnets; the rate is set before each step."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if encoder.family == "transformer":
         return torch.optim.AdamW(parameters, lr=0.0, weight_decay=settings.weight_decay)
@@ -168,9 +169,9 @@ class _Job:
     say: Say
 
     def train(self, rows: np.ndarray, learning_rate: float, seed: int, name: str) -> Tuned:
-        """A network fine-tuned on the given rows. What is random follows ``seed``; the global generators are left as they were."""
+        """Fine-tune a network on the given rows. Randomness depends on ``seed``; global generators are not changed."""
         settings, labels = self.settings, self.store.labels
-        with torch.random.fork_rng(devices=[]):  # AutoAugment, and what a backbone may drop out, draw from torch's global state
+        with torch.random.fork_rng(devices=[]):  # AutoAugment and a backbone's dropout draw from torch's global state
             torch.manual_seed(seed)
             model = Tuned(self.encoder, self.num_classes).to(self.device)
             optimizer = make_optimizer(model, self.encoder, settings)
@@ -193,7 +194,7 @@ class _Job:
 
     @torch.no_grad()
     def predict(self, model: Tuned, store: Store, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Predicted and true labels of the rows that can be read, and those rows."""
+        """Return predicted and true labels of the readable rows, and those rows."""
         model.eval()
         data = self.encoder.data
         predicted, truth, read = [], [], []
@@ -211,9 +212,9 @@ class _Job:
 def augmented(
     store: Store, rows: np.ndarray, key: StepKey, encoder: Encoder, settings: FineTuneSettings, workers: int
 ) -> tuple[Tensor, np.ndarray]:
-    """Training images x_BCHW float32 and their rows: crop and flip keyed by record, AutoAugment from torch's global generator.
+    """Return training images x_BCHW, float32, and their rows: crop and flip keyed by record, AutoAugment from torch's global generator.
 
-    Images that do not decode are absent.
+    Images that do not decode are left out.
     """
     record_id = store.index["id"][rows].astype(np.int64)
     crop_BN = key.uniform_numpy(record_id, "crop", CROP_NUMBERS)

@@ -2,7 +2,7 @@
 
 The protocol of Wu et al. (2018), also used by DINO, with its temperature of 0.07.
 
-Legend: N training records, M test records of a chunk, D feature dimensions, K neighbours.
+Legend: N training records, M test records of a chunk, D feature dimension, K neighbours.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ class KNN(FeatureProtocol):
 
     name: ClassVar[str] = "knn"
     k: int = 20
-    """Neighbours."""
+    """Number of neighbours."""
 
     def __post_init__(self) -> None:
         if not self.k >= 1:
@@ -40,12 +40,12 @@ class KNN(FeatureProtocol):
 
 
 def knn_predict(train_ND: Tensor, train_label_N: Tensor, test_ND: Tensor, *, k: int = 20) -> Tensor:
-    """Predicted labels int64 of the test features.
+    """Return the predicted labels of the test features, int64.
 
     Args:
         train_ND, test_ND: finite features.
-        train_label_N: int64, 0 and up.
-        k: neighbours, at least 1; all training records vote when there are fewer.
+        train_label_N: int64, at least 0.
+        k: number of neighbours, at least 1; if there are fewer training records, all of them vote.
     """
     train_ND, test_ND = F.normalize(train_ND.float(), dim=1), F.normalize(test_ND.float(), dim=1)
     num_classes = int(train_label_N.max()) + 1

@@ -2,11 +2,11 @@
 
 ViP, appendix A.3 (Yu et al. 2024) follows He et al. (2022): BatchNorm without affine parameters before the head, LARS (You et al. 2017)
 with momentum 0.9 and trust coefficient 0.001, no decay, learning rate = blr x batch / 256 at batch 16,384, 90 epochs of which 10 warm up,
-then a half cosine; RandomResizedCrop and flip in training. ViP probes the mean patch token of each of the last 12 blocks, joined (9216
-numbers for Base); the MAE paper the class token. Neither says how blr was chosen among its values: here by a held-out fifth of the
-*training* units. For that, a second set of heads sees the same features but the held-out ones; the head that is scored has seen all.
+then a half cosine; RandomResizedCrop and flip in training. ViP concatenates the mean patch tokens of the last 12 blocks (9216 dimensions
+for Base); the MAE paper uses the class token. Neither says how blr was chosen; here a held-out fifth of the *training* units decides: a
+second set of heads is trained without them, and the head that is scored is trained on all.
 
-Legend: B records of a batch, N training records, M test records, D feature dimensions, R values of blr, C channels, H height, W width.
+Legend: B records of a batch, N training records, M test records, D feature dimension, R values of blr, C channels, H height, W width.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,14 +37,14 @@ _NORM_EPS, _HEAD_STD = 1e-6, 0.01
 
 
 def token_features(encoder: Encoder, tokens: Tokens, num_blocks: int = 12) -> tuple[FeatureOf, str]:
-    """What the probe looks at, and its name: x_BCHW -> x_BD float32.
+    """Return the probe's feature function, from x_BCHW to x_BD float32, and its name.
 
-    "blocks": the mean patch token of each of the last ``num_blocks`` blocks, joined; of an encoder without blocks its default pooling.
-    "cls": the class token after the final norm. The norm's own scale and shift are left out: the probe's BatchNorm undoes them (up to
-    a sign per number, which the head absorbs).
+    "blocks": the mean patch tokens of the last ``num_blocks`` blocks, concatenated; for an encoder without blocks its default pooling.
+    "cls": the class token after the final norm, without the norm's scale and shift, which the probe's BatchNorm undoes (up to a sign per
+    dimension, which the head absorbs).
 
     Raises:
-        ConfigError: "cls" of an encoder without a class token.
+        ConfigError: "cls" for an encoder without a class token.
     """
     blocks = encoder.blocks
     if blocks is None:
@@ -63,7 +63,7 @@ def token_features(encoder: Encoder, tokens: Tokens, num_blocks: int = 12) -> tu
 
 
 class LarsHeads(nn.Module):
-    """One normalisation and R linear heads, one for each blr, trained side by side on the same features."""
+    """One normalisation and R linear heads, one per blr, trained in parallel on the same features."""
 
     def __init__(self, width: int, num_classes: int, settings: LarsSettings, generator: torch.Generator) -> None:
         super().__init__()
@@ -72,31 +72,31 @@ class LarsHeads(nn.Module):
         self.bias_R = nn.ParameterList(torch.zeros(num_classes) for _ in settings.blrs)
 
     def forward(self, x_BD: Tensor) -> list[Tensor]:
-        """Logits of each head; in evaluation mode those of a record do not depend on the others."""
+        """Return the logits of each head. In evaluation mode a record's logits do not depend on other records."""
         z_BD = self.norm(x_BD)
         return [F.linear(z_BD, weight, bias) for weight, bias in zip(self.weight_R, self.bias_R, strict=True)]
 
     @torch.no_grad()
     def predict(self, x_MD: Tensor) -> Tensor:
-        """Predicted labels of each head, int64 (R, M)."""
+        """Return the predicted labels of each head, int64 (R, M)."""
         self.eval()
         return torch.stack([logits.argmax(dim=1) for logits in self(x_MD)])
 
 
 class LarsTrainer:
-    """Heads with their optimizer; ``step`` takes one batch. The trust ratio applies to weights, not to biases (as in MAE's code)."""
+    """Trains heads batch by batch. The trust ratio applies to weights, not to biases (as in MAE's code)."""
 
     def __init__(self, heads: LarsHeads, settings: LarsSettings) -> None:
         self.heads, self.settings, self.steps = heads, settings, 0
         groups = [{"params": [w], "always_adapt": True} for w in heads.weight_R] + [{"params": [b]} for b in heads.bias_R]
-        # timm skips the trust ratio where there is no weight decay unless it is told to adapt always.
+        # Without weight decay timm skips the trust ratio unless always_adapt is set.
         self.optimizer = Lars(groups, lr=0.0, momentum=settings.momentum, trust_coeff=settings.trust, weight_decay=0.0)
 
     def step(self, x_BD: Tensor, label_B: Tensor, factor: float) -> Tensor:
-        """One update at rate blr x ``factor``; returns the heads' mean losses (R,), before it."""
+        """Make one update at rate blr x ``factor`` and return the heads' mean losses before it, (R,)."""
         for group, blr in zip(self.optimizer.param_groups, [*self.settings.blrs] * 2, strict=True):
             group["lr"] = blr * factor
-        # A plain average at first, torch's moving one later: the initial mean 0 and variance 1 are no statistics of these features.
+        # A cumulative average first, torch's moving average later, so that the initial mean 0 and variance 1 have no influence.
         self.heads.norm.momentum = max(0.1, 1 / (self.steps + 1))
         self.heads.train()
         loss_R = torch.stack([F.cross_entropy(logits, label_B) for logits in self.heads(x_BD)])
@@ -109,14 +109,14 @@ class LarsTrainer:
 
 @dataclass(frozen=True)
 class LarsResult:
-    """What the probe predicts of the test images."""
+    """Predictions for the test images."""
 
     predicted_M: np.ndarray
     label_M: np.ndarray
     row_M: np.ndarray
     """Rows of the test images."""
     blr: float
-    """The one that was chosen."""
+    """The chosen value."""
     num_features: int
 
 
@@ -165,15 +165,15 @@ def lars_probe(
     device: str | torch.device = "cpu",
     progress: Callable[[str], None] | None = None,
 ) -> LarsResult:
-    """Train a head for each blr on the training rows, choose one by held-out training units, predict the test rows.
+    """Train a head for each blr on the training rows, choose one by held-out training units, and predict the test rows.
 
     Args:
-        feature_of: x_BCHW on ``device`` -> x_BD, frozen (``token_features``).
+        feature_of: frozen function from x_BCHW on ``device`` to x_BD (``token_features``).
         train, test: a store and labelled int64 rows of it.
-        unit_N: the units of the training rows: none is in both parts when blr is chosen.
-        data: normalisation constants are taken from it.
+        unit_N: the units of the training rows; no unit is both trained on and held out for the choice of blr.
+        data: gives the normalisation.
         seed: of the heads' initial weights, the order of the images, crops and flips.
-        batch_size: images in one forward pass of the encoder; changes time and memory alone.
+        batch_size: images in one forward pass of the encoder; changes only time and memory.
 
     Raises:
         DataError: no image could be read, or too few to hold some out.
@@ -236,7 +236,7 @@ def lars_probe(
 
 
 class _Views:
-    """Features of augmented and of centred images, with the rows that they are of."""
+    """Features of augmented and of centre-cropped images, with their rows."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class _Views:
         self._kept: tuple[Tensor, np.ndarray] | None = None
 
     def epoch(self, store: Store, rows: np.ndarray, epoch: int, epochs: Epochs) -> Iterator[tuple[Tensor, np.ndarray]]:
-        """Batches x_BD and row_B of one pass in random order, of nearly equal size."""
+        """Yield batches x_BD and row_B of one pass in random order, of nearly equal size."""
         order = epochs.order(epoch)
         if not self.settings.augment:
             if self._kept is None:
@@ -264,7 +264,7 @@ class _Views:
                     return
                 self._kept = torch.cat([x for x, _ in found]), np.concatenate([row for _, row in found])
             x_ND, row_N = self._kept
-            order = order[order < len(row_N)]  # images that do not decode are absent
+            order = order[order < len(row_N)]  # without images that do not decode
             for part in np.array_split(order, epochs.batches):
                 yield x_ND[torch.from_numpy(part).to(x_ND.device)], row_N[part]
             return
@@ -285,7 +285,7 @@ class _Views:
 
     @torch.no_grad()
     def centred(self, store: Store, rows: np.ndarray) -> Iterator[tuple[Tensor, np.ndarray]]:
-        """Features of the evaluation transform, batch by batch, in the order of ``rows``."""
+        """Yield features under the evaluation transform, batch by batch, in the order of ``rows``."""
         size = self.image_size
         edge = (round(size * self.settings.eval_resize) - size) // 2
         resized = round(size * self.settings.eval_resize)

@@ -1,10 +1,10 @@
 """Linear probe: multinomial logistic regression on frozen features.
 
-Minimises mean cross-entropy + strength / 2 * ||W||^2 over the training records with scikit-learn's L-BFGS (of two classes, W is the one
+Minimises mean cross-entropy + strength / 2 * ||W||^2 over the training records with scikit-learn's L-BFGS (for two classes, W is the
 vector of their log odds). Features are standardised by
 the training set's mean and standard deviation. The strength is chosen on a fifth of the training set, never on the test set.
 
-Legend: N training records, M test records, D feature dimensions.
+Legend: N training records, M test records, D feature dimension.
 """
 
 import copy
@@ -23,12 +23,12 @@ from dpvision.errors import DataError
 from dpvision.eval.probes.protocol import FeatureProtocol
 
 STRENGTHS = (1e-1, 1e-2, 1e-3, 1e-4)
-"""L2 strengths in the order in which they are tried, until the held-out accuracy falls."""
+"""L2 strengths, tried in this order until the held-out accuracy falls."""
 # Features of random weights are ill-conditioned: at a tolerance of 1e-3 their probe on CIFAR-10 loses 0.9 points.
 _TOLERANCE, _MAX_ITERATIONS = 3e-4, 600
 _HELD_OUT_EVERY = 5
-# Below this many numbers an iteration takes less time than waking the threads: on a busy machine they then wait for each other,
-# fifty times as long as one thread takes (measured, 240 x 768 on two busy cores).
+# Below this size an iteration is faster than waking the threads: on a busy machine threads then wait for each other, fifty times as
+# long as one thread takes (measured, 240 x 768 on two busy cores).
 _SMALL = 1 << 23
 
 
@@ -40,10 +40,10 @@ class FittedLinear:
     mean: np.ndarray
     scale: np.ndarray
     strength: float
-    """The L2 strength that was chosen."""
+    """The chosen L2 strength."""
 
     def predict(self, x_MD: np.ndarray) -> np.ndarray:
-        """Predicted labels, int64 (M,)."""
+        """Return the predicted labels, int64 (M,)."""
         return self.model.predict(_standardised(x_MD, self.mean, self.scale))
 
 
@@ -65,7 +65,7 @@ def fit_linear_probe(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray |
     Args:
         x_ND: finite float32 features.
         label_N: int64, two classes or more.
-        unit_N: records of the same unit (person) are held out together; if None, each record is its own.
+        unit_N: records of the same unit (person) are held out together; if None, each record is its own unit.
         seed: of the choice of the held-out records.
 
     Raises:
@@ -80,7 +80,7 @@ def fit_linear_probe(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray |
             f"probe: {len(label_N)} training records; expected at least five, and more than one of each class. Label more images."
         )
     strength, start = _choose_strength(x_ND[~held], label_N[~held], x_ND[held], label_N[held])
-    if len(start.classes_) < len(np.unique(label_N)):  # a class of few records was held out whole: no common starting point
+    if len(start.classes_) < len(np.unique(label_N)):  # a small class was held out entirely, so the start lacks it
         start = clone(start)
     return FittedLinear(_fit(start, x_ND, label_N, strength), mean, scale, strength)
 
@@ -88,7 +88,7 @@ def fit_linear_probe(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray |
 def _choose_strength(
     x_ND: np.ndarray, label_N: np.ndarray, held_MD: np.ndarray, held_label_M: np.ndarray
 ) -> tuple[float, LogisticRegression]:
-    """The strength with the best held-out accuracy, the strongest of equals, and its model: each fit starts from the one before."""
+    """Return the strength with the best held-out accuracy (the strongest among ties) and its model. Fits are warm-started."""
     model = LogisticRegression(tol=_TOLERANCE, max_iter=_MAX_ITERATIONS, warm_start=True)
     best = (-1.0, 0.0, model)
     for strength in STRENGTHS:
@@ -102,7 +102,7 @@ def _choose_strength(
 
 
 def held_out(label_N: np.ndarray, unit_N: np.ndarray, seed: int) -> np.ndarray:
-    """bool (N,): about every fifth unit, spread evenly over the classes (a unit's class is that of its first record)."""
+    """Select about every fifth unit, evenly over the classes (a unit's class is its first record's): bool (N,)."""
     _, first, unit_of_N = np.unique(unit_N, return_index=True, return_inverse=True)
     shuffled = np.random.Generator(np.random.PCG64(seed)).permutation(len(first))
     order = shuffled[np.argsort(label_N[first[shuffled]], kind="stable")]
@@ -118,9 +118,9 @@ def _standardised(x: np.ndarray, mean: np.ndarray, scale: np.ndarray) -> np.ndar
 
 
 def _fit(start: LogisticRegression, x_ND: np.ndarray, label_N: np.ndarray, strength: float) -> LogisticRegression:
-    """A copy of ``start``, fitted from its weights on."""
+    """Return a copy of ``start``, fitted from its weights."""
     model = copy.deepcopy(start).set_params(C=1 / (strength * len(x_ND)))
     with warnings.catch_warnings(), threadpool_limits(1 if x_ND.size < _SMALL else None):
-        # Weak strengths on separable features have no finite optimum nearby: stopping early is then part of the protocol.
+        # Weak strengths on separable features have no nearby finite optimum; early stopping is then part of the protocol.
         warnings.simplefilter("ignore", ConvergenceWarning)
         return model.fit(x_ND, label_N)

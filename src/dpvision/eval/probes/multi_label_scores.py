@@ -1,8 +1,8 @@
-"""How well scores tell which classes a record has, where it may have several: mean average precision, and the share of decisions right.
+"""Multi-label scores: mean average precision, and the share of correct decisions.
 
-    AP_k = sum_i (recall_i - recall_(i-1)) precision_i    over the records by falling score, equal scores together, no interpolation
+    AP_k = sum_i (recall_i - recall_(i-1)) precision_i    over the records by falling score, ties together, no interpolation
 
-Not to be taken for ``any_of_labels``, where one class is predicted and any of several acceptable ones is right.
+Unlike ``any_of_labels``, where one class is predicted and any of several acceptable ones is correct.
 
 Legend: N test records, K classes, R draws of the bootstrap.
 """
@@ -24,17 +24,17 @@ def multi_label_scores(
     how: str,
     visibility: Visibility,
 ) -> list[Score]:
-    """Mean average precision over the classes that a record of the set has, and the share of all N x K yes-or-no decisions that are right.
+    """Return mean average precision over the classes present in the set, and the share of correct decisions among all N x K.
 
-    Intervals are bootstrap's over records, 95%, since the decisions about one record hang together; draws repeat records, by which average
-    precision rises, so their spread is laid around the figure of the records as they are. Chance of the first is the share of positives in
-    those classes, which scores without meaning get; of the second what the best constant answer for each class gets.
+    Intervals are 95% bootstrap intervals over records, since decisions about one record are correlated. Draws repeat records, which raises
+    average precision, so their spread is centred on the value of the original records. Chance is the share of positives in those classes
+    (random scores), and the accuracy of the best constant decision per class.
 
     Args:
-        score_NK: finite; larger is likelier.
+        score_NK: finite; larger is more likely.
         target_NK: 0 or 1.
-        threshold: a class is said to be there where its score is above; if None, scores mean an order only, and there is no second score.
-        how: the end of the protocol.
+        threshold: decision threshold; if None, scores only define an order, and there is no second score.
+        how: end of the protocol's description.
 
     Raises:
         DataError: no record has any class.
@@ -46,7 +46,7 @@ def multi_label_scores(
     rng = np.random.Generator(np.random.PCG64(0))
     weight_RN = np.stack([np.ones(num), *(np.bincount(rng.integers(0, num, num), minlength=num) for _ in range(_DRAWS))])
     precision_KR = np.stack([average_precision(score_NK[:, k], target_NK[:, k], weight_RN) for k in present])
-    # A draw without any positive record of a class says nothing of that class; one without any of all classes says nothing.
+    # A draw without positives of a class does not count for that class; a draw without any positives does not count at all.
     seen_KR = ~np.isnan(precision_KR)
     mean_R = np.where(seen_KR, precision_KR, 0).sum(axis=0)[seen_KR.any(axis=0)] / seen_KR.sum(axis=0)[seen_KR.any(axis=0)]
     of = f"{classes}" if len(present) == classes else f"{len(present)} of {classes}"
@@ -62,14 +62,14 @@ def multi_label_scores(
 
 
 def average_precision(score_N: np.ndarray, truth_N: np.ndarray, weight_RN: np.ndarray) -> np.ndarray:
-    """Average precision of one class under each of R weightings, float64 (R,); NaN where no positive record has weight.
+    """Return the average precision of one class under each of R weightings, float64 (R,); NaN if no positive record has weight.
 
-    scikit-learn's ``average_precision_score``, for all draws of a bootstrap from one sort: a draw is how often each record is in it. A
-    thousand classes of 50,000 records would be hours the other way.
+    Equals scikit-learn's ``average_precision_score``, computed for all bootstrap draws (weights that count each record) from one sort.
+    Separate sorts would take hours for a thousand classes of 50,000 records.
 
     Args:
         truth_N: 0 or 1.
-        weight_RN: 0 or more.
+        weight_RN: at least 0.
     """
     order = np.argsort(-score_N, kind="stable")
     score_N, truth_N = score_N[order], truth_N[order].astype(np.float64)
@@ -88,7 +88,7 @@ def average_precision(score_N: np.ndarray, truth_N: np.ndarray, weight_RN: np.nd
 
 
 def _score(name: str, value_R: np.ndarray, num: int, chance: float, protocol: str, visibility: Visibility) -> Score:
-    """The first value is that of the records as they are, the rest are draws."""
+    """Make a score from the value of the original records (first) and of the bootstrap draws (the rest)."""
     value, drawn = float(value_R[0]), value_R[1:]
     low, high = (value + np.quantile(drawn, (0.025, 0.975)) - drawn.mean()).clip(0, 1).tolist()
     return Score(name, value, min(value, low), max(value, high), num, chance, protocol, visibility)

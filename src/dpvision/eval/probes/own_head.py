@@ -1,4 +1,4 @@
-"""The score of a run's own head: the classifier as it was trained, on test images, nothing fitted.
+"""Score a classifier run or a head on test images, without fitting anything.
 
 Legend: B images of a batch, N images, K classes.
 """
@@ -31,16 +31,16 @@ from dpvision.runs.lineage import shaped_in_confidence
 
 @dataclass(frozen=True)
 class OwnHead(Protocol):
-    """``score_own_head`` as a protocol: nothing is learned from the training store."""
+    """``score_own_head`` as a protocol; the training store is not used."""
 
     name: ClassVar[str] = "own_head"
     needs = "own head"
 
     def check(self, subject: Subject, task: Task) -> None:
         if not is_run(subject.spec):
-            raise ConfigError(f"own_head: {subject.spec!r} has no head; expected the run folder of a classifier. Use --protocols linear.")
+            raise ConfigError(f"own_head: {subject.spec!r} has no head; expected a classifier's run folder. Use --protocols linear.")
         if task.test[0] is task.train[0]:
-            raise ConfigError("own_head: no test store; expected one with images that the head was not trained on. Add --test STORE.")
+            raise ConfigError("own_head: no test store; expected one with images that the head was not trained on. Give --test STORE.")
 
     def run(self, subject: Subject, task: Task) -> list[Score]:
         def report(done: int) -> None:
@@ -64,25 +64,24 @@ def score_own_head(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> list[Score]:
-    """Accuracy of a classifier run, or of a head on a frozen encoder, on the labelled images of a store, one centre crop each.
+    """Return the accuracy of a classifier run, or of a head on a frozen encoder, on a store's labelled images, one centre crop each.
 
-    Which number of the head is which class is the order of the training store's labels: import both stores in the same way. Beside the
-    accuracy over images stands the mean of the classes' own, where the classes are not of one size. A run with several classes an image
-    is scored by ``multi_label_scores`` on a store with several labels.
+    Class numbers follow the training store's labels, so import both stores in the same way. If class sizes differ, mean per-class accuracy
+    is added. A multi-label run is scored by ``multi_label_scores`` on a multi-label store.
 
     Args:
-        any_of: the classes any of which is right, for a run with one class an image; the accuracy is then by them.
-        ema: the averaged weights. To score both and report the better is a selection.
-        progress: called with the number of images done.
+        any_of: sets of correct classes, for a single-label run.
+        ema: whether to use the averaged weights. Scoring both and reporting the better is a selection.
+        progress: called with the number of finished images.
 
     Returns:
-        Scores named "own head" or "own head, averaged weights"; private if the store is, or if the weights are.
+        Scores named "own head" or "own head, averaged weights"; private if the store or the weights are.
 
     Raises:
-        ConfigError: the run has no head of its own, or one for several classes an image and ``any_of`` is given.
-        CheckpointError: as in ``load_model``, or the encoder under the head is not there.
-        DataError: no readable image with a label, a label that the head does not have, one label an image where the run has several or
-            the reverse, other classes than the training store's, or images that the run was trained on.
+        ConfigError: the run has no head, or it is multi-label and ``any_of`` is given.
+        CheckpointError: as in ``load_model``, or the head's encoder is missing.
+        DataError: no readable labelled image, a label out of range, a single-label store for a multi-label run or the reverse, other
+            classes than the training store's, or images that the run was trained on.
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
     scores_of = _scores_of_head if is_head(checkpoint) else _scores_of_network
@@ -94,7 +93,7 @@ def score_own_head(
     if len(row_N) == 0:
         raise DataError(f"own_head: {test_store.path} has no readable image with a label; expected one or more. Import the source again.")
     if not torch.isfinite(score_NK).all():
-        raise DataError("own_head: logits that are not finite; expected numbers. The run has diverged: train again at a lower rate.")
+        raise DataError("own_head: logits are not finite; expected finite ones. The run diverged: lower --optim.learning-rate.")
     private = test_store.results_visibility == "private" or shaped_in_confidence(checkpoint.manifest["lineage"])
     visibility: Visibility = "private" if private else "public"
     name = "own head, averaged weights" if ema else "own head"
@@ -110,41 +109,40 @@ def score_own_head(
 
 
 def check_scorable(config: RunConfig, test_store: Store, *, any_is_right: bool = False) -> np.ndarray:
-    """Rows of a test store that a run's own head can be scored on, int64; raises as ``score_own_head``, without reading an image.
+    """Return the rows of a test store that a run's head can be scored on, int64. Raises as ``score_own_head``, without reading images.
 
     Args:
-        any_is_right: several labels are given for a run with one class an image.
+        any_is_right: whether sets of correct classes are given (``any_of``).
     """
     model = config.model
     assert isinstance(model, ClassifierConfig | HeadConfig) and model.num_classes is not None
     check_unseen(config.data, test_store, "own_head")
     if model.multi_label and any_is_right:
         raise ConfigError(
-            "own_head: labels any of which is right, for a run with several classes an image; expected none: its test store has the "
-            "classes. Leave --labels out."
+            "own_head: --labels with a multi-label run; expected none, because the test store has all classes of an image. Drop --labels."
         )
     if model.multi_label != test_store.multi_label:
         has, rule = ("one label", "several") if model.multi_label else ("several labels", "one")
         raise DataError(
-            f"own_head: {test_store.path} has {has} a record; expected {rule}, as the run was trained with. Import it with such labels, or "
-            "evaluate another run."
+            f"own_head: {test_store.path} has {has} per record; expected {rule}, as in training. Import it with such labels, or evaluate "
+            "another run."
         )
     _check_names(config.data, test_store)
     return _labelled_rows(test_store, model.num_classes)
 
 
 def _threshold(model: ClassifierConfig | HeadConfig) -> float | None:
-    """Above which score a class is said to be there; None where scores mean an order only."""
+    """Return the decision threshold, or None if scores only define an order."""
     if isinstance(model, ClassifierConfig):
-        return 0.0  # of a logit: probability 1/2
-    # Least squares is fitted to zeros and ones. One step has a rate that nothing chose, and a prototype's scores compare classes.
+        return 0.0  # a logit of 0 is probability 1/2
+    # Least squares is fitted to zeros and ones. The scale of one_step's scores is arbitrary, and prototypes' scores only compare classes.
     return {"least_squares": 0.5, "many_steps": 0.0, "feature_covariance": 0.0}.get(model.head)
 
 
 def _scores_of_head(
     checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: Extraction
 ) -> tuple[RunConfig, np.ndarray, Tensor]:
-    """Config, rows, and scores float32 (N, K), from features that are kept beside the store: NaN for what cannot be read."""
+    """Return config, rows, and scores, float32 (N, K), from cached features: NaN for unreadable images."""
     headed = load_classifier(checkpoint, ema=ema, device=hardware.device)
     assert isinstance(headed.config.model, HeadConfig)
     rows = check_scorable(headed.config, store, any_is_right=any_is_right)
@@ -157,11 +155,11 @@ def _scores_of_head(
 def _scores_of_network(
     checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: Extraction
 ) -> tuple[RunConfig, np.ndarray, Tensor]:
-    """As ``_scores_of_head``, of a classifier that was trained as a whole."""
+    """Return config, rows and scores like ``_scores_of_head``, for a classifier trained as a network."""
     model, config = load_model(checkpoint, ema=ema)
     if not isinstance(config.model, ClassifierConfig):
         raise ConfigError(
-            f"own_head: {checkpoint.path} is of model kind {config.model.kind!r}; expected 'classifier'. Use --protocols knn, linear."
+            f"own_head: {checkpoint.path} has model kind {config.model.kind!r}; expected 'classifier'. Use --protocols knn,linear."
         )
     model = model.to(hardware.device).eval()
     rows = check_scorable(config, store, any_is_right=any_is_right)
@@ -169,7 +167,7 @@ def _scores_of_network(
     size = config.model.encoder.image_size
     for x_BCHW, row_B, _ in pictures(store, rows, size, config.data, batch_size=hardware.batch_size, workers=hardware.workers):
         score_BK = model(x_BCHW.to(hardware.device)).float().cpu()
-        # An image that was read has scores, if only infinite ones.
+        # Readable images never have NaN scores, which mark unreadable ones.
         score_NK[np.searchsorted(rows, row_B.numpy())] = score_BK.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
         done += len(row_B)
         if hardware.progress is not None:
@@ -178,7 +176,7 @@ def _scores_of_network(
 
 
 def has_own_head(run_or_checkpoint: str | Path) -> bool:
-    """Whether a run classifies images by itself."""
+    """Return whether a run is a classifier or a head."""
     return load_checkpoint(run_or_checkpoint).manifest["config"].get("model", {}).get("kind") in ("classifier", "head")
 
 
@@ -195,12 +193,12 @@ def _labelled_rows(store: Store, num_classes: int) -> np.ndarray:
 
 
 def _check_names(data: DataConfig, store: Store) -> None:
-    """Refuse classes that another store numbers otherwise: every score would be of the wrong ones."""
+    """Refuse a store whose class numbers mean other classes than the training store's."""
     trained = trained_store(data)
     ours, theirs = None if trained is None else trained.label_names, store.label_names
     if ours is not None and theirs is not None and ours != theirs:
         first = next((f"{a!r} and {b!r}" for a, b in zip(ours, theirs, strict=False) if a != b), f"{len(ours)} and {len(theirs)} of them")
         raise DataError(
-            f"own_head: classes of {store.path} are not those of the training store ({first}); expected the same names in the same order. "
-            "Import both together and cut them with `dpvision data split`, or give classes as numbers."
+            f"own_head: classes of {store.path} differ from the training store's ({first}); expected the same names in the same order. "
+            "Import both together and split them with `dpvision data split`, or import classes as numbers."
         )

@@ -1,6 +1,6 @@
-"""What a protocol is: a name, what it needs of an encoder, and a run that yields scores. Its settings are its fields.
+"""The interface of protocols: a name, what it needs from an encoder, and a method that returns scores. Its settings are its fields.
 
-Legend: N training records, M test records, D feature dimensions.
+Legend: N training records, M test records, D feature dimension.
 """
 
 from abc import ABC, abstractmethod
@@ -21,22 +21,22 @@ from dpvision.eval.score import Score
 
 Say = Callable[[str], None]
 Needs = Literal["features", "images", "own head"]
-"""What a protocol works on: features that are computed once, the images themselves, or the head that a run was trained with."""
+"""Input of a protocol: features computed once, the images themselves, or the run's own head."""
 
 
 def is_run(spec: str | Path) -> bool:
-    """Whether ``spec`` is a run or checkpoint folder, as opposed to the name of some other encoder."""
+    """Return whether ``spec`` is a run or checkpoint folder, rather than the name of another encoder."""
     return Path(spec).is_dir()
 
 
 @dataclass(frozen=True)
 class Task:
-    """Labelled images to learn from and to be scored on, and how."""
+    """Labelled training and test images, and how to score."""
 
     train: tuple[Store, np.ndarray]
     """A store and labelled int64 rows of it."""
     test: tuple[Store, np.ndarray]
-    """The same store where its units were divided."""
+    """As ``train``; the same store if its units were split."""
     scoring: Scoring = field(default_factory=Scoring)
     batch_size: int = 256
     """Images in one forward pass."""
@@ -46,7 +46,7 @@ class Task:
 
     @property
     def unit_N(self) -> np.ndarray:
-        """The units of the training rows."""
+        """Units of the training rows, int64 (N,)."""
         return units(self.train[0])[self.train[1]]
 
 
@@ -56,25 +56,25 @@ class Subject:
 
     encoder: Encoder
     spec: str
-    """What it was opened from."""
+    """The spec that it was opened from."""
     ema: bool = False
     features: tuple[LabelledFeatures, LabelledFeatures] | None = None
-    """Of the training and of the test records; there for protocols that need features."""
+    """Features of the training and test records; set for protocols that need features."""
 
 
 class Protocol(ABC):
-    """A way to measure an encoder. Frozen dataclasses: two protocols with equal settings are equal, and print them all."""
+    """A way to score an encoder: a frozen dataclass, equal for equal settings, whose repr shows all of them."""
 
     name: ClassVar[str]
-    """As `dpvision evaluate --protocols` takes it."""
+    """Name for `dpvision evaluate --protocols`."""
     needs: ClassVar[Needs]
 
     def check(self, subject: Subject, task: Task) -> None:  # noqa: B027 (most protocols take any encoder)
-        """Refuse an encoder that cannot go through, before any work is done. Raises ConfigError."""
+        """Raise ConfigError for an encoder that the protocol cannot score, before any work is done."""
 
     @abstractmethod
     def run(self, subject: Subject, task: Task) -> list[Score]:
-        """Scores of one encoder."""
+        """Return the scores of one encoder."""
 
 
 class FeatureProtocol(Protocol):
@@ -86,11 +86,11 @@ class FeatureProtocol(Protocol):
     def predict(
         self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
-        """The title of each score, its settings, and the predicted test labels (M,) of each draw.
+        """Yield for each score its title, its settings, and the predicted test labels (M,) of each draw.
 
         Args:
             unit_N: records of one unit (person) are held out together.
-            names: of the classes, for errors.
+            names: names of the classes, for errors.
         """
 
     def run(self, subject: Subject, task: Task) -> list[Score]:
@@ -106,18 +106,18 @@ def score_features(
     names: Sequence[str] | None = None,
     say: Say = lambda text: None,
 ) -> list[Score]:
-    """Scores of each entry of the features by protocols that need no more than features.
+    """Return the scores of every entry of the features by protocols that need only features.
 
     Args:
-        names: of the classes, for errors.
+        names: names of the classes, for errors.
 
     Raises:
-        DataError: labels or features are not fit for a classifier.
+        DataError: labels or features are unsuitable for a classifier.
     """
     scoring = scoring or Scoring()
     check_labels(train.label_N, test.label_N, names)
     label_N, truth_M, scores = train.label_N.numpy(), test.label_N.numpy(), []
-    assert scoring.any_of is None or test.row_N is not None, "which labels are right is known by row"
+    assert scoring.any_of is None or test.row_N is not None, "any_of needs rows"
     row_M = np.arange(len(truth_M)) if test.row_N is None else test.row_N
     for protocol in protocols:
         for (name, pooling), train_ND in train.features.items():
@@ -125,7 +125,7 @@ def score_features(
             for x_ND in (train_ND, test_MD):
                 if not torch.isfinite(x_ND).all():
                     bad = int((~torch.isfinite(x_ND)).any(dim=1).sum())
-                    raise DataError(f"evaluate: features of {name} are not finite for {bad} records; expected numbers. Train again.")
+                    raise DataError(f"evaluate: features of {name} are not finite for {bad} records; expected finite ones. Train again.")
             say(f"{protocol.name}: {name}, {pooling}")
             for title, how, predicted in protocol.predict(train_ND.numpy(), label_N, train.unit_N, test_MD.numpy(), names):
                 described = f"{how}, {pooling}" if how else pooling

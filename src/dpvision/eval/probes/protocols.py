@@ -16,7 +16,7 @@ from dpvision.eval.probes.settings import PROTOCOL_NAMES, FewShotProbeSettings, 
 PROTOCOLS: dict[str, type[Protocol]] = {
     kind.name: kind for kind in (KNN, Linear, Ridge, LinearLars, LinearCls, FineTune, FewShotProbe, DPCapProbe, OwnHead)
 }
-assert tuple(PROTOCOLS) == PROTOCOL_NAMES, "the command line knows all protocols"
+assert tuple(PROTOCOLS) == PROTOCOL_NAMES, "settings.PROTOCOL_NAMES must list all protocols"
 
 
 def make_protocols(
@@ -27,15 +27,15 @@ def make_protocols(
     fine_tune: FineTuneSettings | None = None,
     lars: LarsSettings | None = None,
 ) -> tuple[Protocol, ...]:
-    """The protocols of these names, each once.
+    """Make the protocols of these names, without duplicates.
 
     Args:
-        shots: images per class of the few-shot protocols.
-        few_shot_probe: of few_shot_probe; few_shot_dpcap takes its number of draws from here.
-        lars: of linear_lars and linear_cls.
+        shots: images per class for the few-shot protocols.
+        few_shot_probe: settings of few_shot_probe, and number of draws of few_shot_dpcap.
+        lars: settings of linear_lars and linear_cls.
 
     Raises:
-        ConfigError: an unknown name, or none; a setting out of its range.
+        ConfigError: an unknown name, or none; a setting out of range.
     """
     names = checked_protocols(names)
     drawn, lars = few_shot_probe or FewShotProbeSettings(), lars or LarsSettings()

@@ -1,6 +1,6 @@
-"""Which records an evaluation learns from and which it is scored on, and whether their labels are fit for that.
+"""Select the training and test records of an evaluation, and check their labels.
 
-Legend: N records, D feature dimensions, C classes, K images per class.
+Legend: N records, D feature dimension, C classes, K images per class.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
 
 TEST_FRACTION = 0.2
-"""Expected share of the units of a single store that are kept for the test."""
+"""Expected share of the units of a single store that is held out for the test."""
 _IMPORT = "Import both with the same --label-from and the same class folders."
 
 
@@ -26,13 +26,13 @@ class LabelledFeatures:
     """float32 (N, D) each."""
     label_N: Tensor
     unit_N: np.ndarray
-    """Records of one person share a number."""
+    """Records of one person have the same number."""
     row_N: np.ndarray | None = None
-    """int64 rows of the store; needed where several labels are right."""
+    """int64 rows of the store; needed for ``any_of``."""
 
 
 def check_labels(train_label_N: Tensor, test_label_N: Tensor, names: Sequence[str] | None = None) -> None:
-    """Raise DataError unless the training labels have two classes or more and cover those of the test."""
+    """Raise DataError unless the training labels have two classes or more and include all test labels."""
     train, test = train_label_N.numpy(), test_label_N.numpy()
     known, asked = set(train.tolist()), set(test.tolist())
     if len(known) < 2:
@@ -51,11 +51,11 @@ def check_labels(train_label_N: Tensor, test_label_N: Tensor, names: Sequence[st
 
 
 def evaluation_rows(train_store: Store, test_store: Store | None) -> tuple[np.ndarray, np.ndarray]:
-    """Labelled rows to train and to test on; one store is split by units with keyed coins, as ``data split`` does.
+    """Return labelled rows for training and test. A single store is split by units with keyed random numbers, as ``data split`` does.
 
     Raises:
-        DataError: a store has no labels, their classes have other names, a label has no name, they share records or persons, or one is
-            too small to split.
+        DataError: a store has no labels, class names differ, a label has no name, the stores share records or persons, or a single
+            store is too small to split.
     """
     train_rows = _labelled_rows(train_store)
     if test_store is None:
@@ -70,27 +70,27 @@ def evaluation_rows(train_store: Store, test_store: Store | None) -> tuple[np.nd
             f"evaluate: classes of the stores differ ({len(names)}: {', '.join(names[:3])}, ...; {len(test_names)}: "
             f"{', '.join(test_names[:3])}, ...); expected the same names in the same order. {_IMPORT}"
         )
-    # Two halves of one store may be given, the same records or persons twice may not. Ids of different stores do not tell (they are keyed).
+    # Two parts of one store are allowed, shared records or persons are not. Ids of different stores are keyed and cannot be compared.
     if train_store.store_id == test_store.store_id:
         shared = len(np.intersect1d(units(train_store), units(test_store)))
         if shared:
             raise DataError(
                 f"evaluate: {test_store.path} shares records (or persons: {shared}) with the training store; expected none. "
-                "Give one store only, and it is split."
+                "Give only --train, which is then split."
             )
     return train_rows, _labelled_rows(test_store)
 
 
 def units(store: Store) -> np.ndarray:
-    """int64 (N,): the unit of each record, its own id where it has none."""
+    """Return the unit of each record, or its id if it has none: int64 (N,)."""
     return np.where(store.index["unit"] >= 0, store.index["unit"], store.index["id"]).astype(np.int64)
 
 
 def _labelled_rows(store: Store) -> np.ndarray:
     if store.multi_label:
         raise DataError(
-            f"evaluate: {store.path} has several labels a record; expected one, which is what probes learn. Score a run that was "
-            "trained with several by its own head: leave --train out."
+            f"evaluate: {store.path} has several labels per record; expected one for probes. To score a multi-label run's own head, drop "
+            "--train."
         )
     labels = store.labels
     rows = np.flatnonzero(labels >= 0)
@@ -106,26 +106,27 @@ def _labelled_rows(store: Store) -> np.ndarray:
 
 
 def only(features: LabelledFeatures, name: str) -> LabelledFeatures:
-    """The features of one encoder among those of several."""
+    """Return the features of one encoder."""
     return replace(features, features={key: x for key, x in features.features.items() if key[0] == name})
 
 
 def check_shots(shots: tuple[int, ...]) -> None:
-    """Raise ConfigError unless there are numbers of images per class, each at least 1."""
+    """Raise ConfigError unless ``shots`` is not empty and each number is at least 1."""
     if not shots or not all(k >= 1 for k in shots):
         raise ConfigError(f"evaluate: shots={shots!r}; expected at least 1 image per class. Use 10.")
 
 
 def draw_shots(label_N: np.ndarray, k: int, seed: int, *, names: Sequence[str] | None = None) -> np.ndarray:
-    """Sorted positions of K records of each class, uniformly without replacement.
+    """Draw K records of each class uniformly without replacement, and return their sorted positions.
 
     Args:
-        label_N: int64 labels, 0 and up; the classes are those that occur.
+        label_N: int64 labels, at least 0; the classes are those that occur.
         k: records per class.
-        names: of the classes, for the error.
+        names: names of the classes, for the error.
 
     Raises:
-        ConfigError: ``k`` is below 1. DataError: a class has fewer than ``k`` records.
+        ConfigError: ``k`` is below 1.
+        DataError: a class has fewer than ``k`` records.
     """
     if not k >= 1:
         raise ConfigError(f"few-shot: shots={k!r}; expected at least 1 image per class. Use 10.")
@@ -134,7 +135,7 @@ def draw_shots(label_N: np.ndarray, k: int, seed: int, *, names: Sequence[str] |
         small = np.argsort(num_C, kind="stable")[: int((num_C < k).sum())]
         shown = ", ".join(f"{class_name(int(classes[c]), names)} has {num_C[c]}" for c in small[:5])
         more = f" and {len(small) - 5} more" if len(small) > 5 else ""
-        raise DataError(f"few-shot: shots={k}, but {shown}{more}; expected {k} training images of each class. Ask for {num_C.min()}.")
+        raise DataError(f"few-shot: shots={k}, but {shown}{more}; expected {k} training images of each class. Use --shots {num_C.min()}.")
     shuffled = np.random.Generator(np.random.PCG64(seed)).permutation(len(label_N))
     by_class = shuffled[np.argsort(label_N[shuffled], kind="stable")]
     first_C = np.cumsum(num_C) - num_C
@@ -142,5 +143,5 @@ def draw_shots(label_N: np.ndarray, k: int, seed: int, *, names: Sequence[str] |
 
 
 def class_name(label: int, names: Sequence[str] | None) -> str:
-    """A class as errors print it."""
+    """Return a class as text for errors."""
     return f"{names[label]!r}" if names is not None and 0 <= label < len(names) else f"class {label}"

@@ -1,13 +1,12 @@
-"""Ridge probe: least squares on frozen features in closed form, seconds where logistic regression takes minutes.
+"""Ridge probe: closed-form least squares on frozen features, in seconds where logistic regression takes minutes.
 
 Minimises sum over records and classes of (target - x W - b)^2 + strength N ||W||^2, targets +1 for a record's class and -1 for the others
-(one against all), b unpenalised: what scikit-learn's RidgeClassifier minimises with alpha = strength N. Features are standardised by the
-training set's mean and standard deviation, so a strength means the same for every encoder. One eigendecomposition of the Gram matrix
-(D x D, or N x N where there are fewer records than numbers) serves all strengths (Hoerl & Kennard 1970; for N < D Hastie & Tibshirani
-2004, "Efficient quadratic regularization for expression arrays"). The strength is chosen on a fifth of the training set, never on the
-test set.
+(one against all), b unpenalised, as scikit-learn's RidgeClassifier with alpha = strength N. Features are standardised by the training
+set's mean and standard deviation, so that strengths are comparable between encoders. One eigendecomposition of the Gram matrix (D x D, or
+N x N if N < D) serves all strengths (Hoerl & Kennard 1970; for N < D Hastie & Tibshirani 2004, "Efficient quadratic regularization for
+expression arrays"). The strength is chosen on a fifth of the training set, never on the test set.
 
-Legend: N training records, M test records, D feature dimensions, K classes, R rank: the smaller of N and D.
+Legend: N training records, M test records, D feature dimension, K classes, R rank: the smaller of N and D.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +21,8 @@ from dpvision.eval.probes.linear_probe import held_out
 from dpvision.eval.probes.protocol import FeatureProtocol
 
 STRENGTHS = (10.0, 3.0, 1.0, 0.3, 0.1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 1e-5, 1e-6)
-"""All are tried; of equal held-out accuracies the strongest wins."""
-# Standardised float64 copies exist only in pieces of about this many numbers (64 MiB): 50,000 x 10,000 features stay float32.
+"""All are tried; the strongest wins ties of held-out accuracy."""
+# Standardised float64 copies are made in chunks of this size (64 MiB): 50,000 x 10,000 features stay float32.
 _CHUNK = 1 << 23
 
 
@@ -32,21 +31,21 @@ class FittedRidge:
     """A fitted ridge probe."""
 
     weight_DK: np.ndarray
-    """float64, of standardised features."""
+    """float64, for standardised features."""
     intercept_K: np.ndarray
     class_K: np.ndarray
     """Labels, sorted."""
     mean: np.ndarray
     scale: np.ndarray
     strength: float
-    """The strength that was chosen; alpha = strength N in scikit-learn's terms."""
+    """The chosen strength; scikit-learn's alpha is strength N."""
 
     def scores(self, x_MD: np.ndarray) -> np.ndarray:
-        """float64 (M, K): near +1 for the predicted class, near -1 for the others."""
+        """Return scores, float64 (M, K): near +1 for the predicted class, near -1 for the others."""
         return np.concatenate([z @ self.weight_DK + self.intercept_K for z in _standardised(x_MD, self.mean, self.scale)])
 
     def predict(self, x_MD: np.ndarray) -> np.ndarray:
-        """Predicted labels, int64 (M,)."""
+        """Return the predicted labels, int64 (M,)."""
         return self.class_K[self.scores(x_MD).argmax(axis=1)]
 
 
@@ -65,12 +64,12 @@ class Ridge(FeatureProtocol):
 def fit_ridge(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray | None = None, *, seed: int = 0) -> FittedRidge:
     """Choose the strength on held-out training records, then fit on all of them.
 
-    Memory beside the features: three float64 matrices of R x R (2.4 GB at R = 10,000).
+    Memory besides the features: three float64 matrices of R x R (2.4 GB at R = 10,000).
 
     Args:
         x_ND: finite features, float32.
         label_N: int64, two classes or more.
-        unit_N: records of the same unit (person) are held out together; if None, each record is its own.
+        unit_N: records of the same unit (person) are held out together; if None, each record is its own unit.
         seed: of the choice of the held-out records.
 
     Raises:
@@ -92,14 +91,14 @@ def fit_ridge(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray | None =
 def _fit_tall(
     x_ND: np.ndarray, target_NK: np.ndarray, held: np.ndarray, mean: np.ndarray, scale: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Through the features' second moments, D x D."""
+    """Fit via the features' second moments, D x D."""
     width, count = x_ND.shape[1], np.flatnonzero(~held).size
     parts = []
     for part in (~held, held):
         gram_DD, cross_DK, sum_D, done = np.zeros((width, width)), np.zeros((width, target_NK.shape[1])), np.zeros(width), 0
         rows, target_PK = np.flatnonzero(part), target_NK[part]
         for z in _standardised(x_ND, mean, scale, rows):
-            gram_DD += z.T @ z  # numpy sees the symmetry and computes one half
+            gram_DD += z.T @ z  # numpy detects the symmetry and computes one half
             cross_DK += z.T @ target_PK[done : done + len(z)]
             sum_D += z.sum(axis=0)
             done += len(z)
@@ -114,7 +113,7 @@ def _fit_tall(
     intercepts = [offset_K - centre_D @ weight_DK for weight_DK in weights]
     strength = _best(x_ND, target_NK, held, mean, scale, weights, intercepts)
     del kept_DD, basis_DD
-    # All records: their standardised mean is zero, so the intercept is that of the targets.
+    # The standardised mean of all records is zero, so the intercept is the targets' mean.
     held_DD[np.diag_indices(width)] += strength * len(x_ND)
     weight_DK = linalg.solve(held_DD, kept_DK + held_DK, assume_a="pos", overwrite_a=True, check_finite=False)
     return weight_DK, target_NK.mean(axis=0), strength
@@ -123,7 +122,7 @@ def _fit_tall(
 def _fit_wide(
     x_ND: np.ndarray, target_NK: np.ndarray, held: np.ndarray, mean: np.ndarray, scale: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Through the records' inner products, N x N: W = Z^T a."""
+    """Fit via the records' inner products, N x N: W = Z^T a."""
     total = len(x_ND)
     step = max(1, _CHUNK // total)
     columns = [slice(start, start + step) for start in range(0, x_ND.shape[1], step)]
@@ -134,7 +133,7 @@ def _fit_wide(
     kept, count = np.flatnonzero(~held), np.flatnonzero(~held).size
     kept_NN = gram_NN[np.ix_(kept, kept)]
     mean_N = kept_NN.mean(axis=0)
-    kept_NN += mean_N.mean() - mean_N - mean_N[:, None]  # records are centred on the mean of those that are kept
+    kept_NN += mean_N.mean() - mean_N - mean_N[:, None]  # centre the records on the mean of the kept ones
     offset_K = target_NK[kept].mean(axis=0)
     value_N, basis_NN = linalg.eigh(kept_NN, overwrite_a=True, check_finite=False)
     turned_NK = basis_NN.T @ (target_NK[kept] - offset_K)
@@ -143,7 +142,7 @@ def _fit_wide(
     def lifted(rows: np.ndarray, dual_NK: np.ndarray) -> np.ndarray:
         return np.concatenate([((x_ND[rows, part] - mean[part]) / scale[part]).T @ dual_NK for part in columns])
 
-    # The duals add up to zero, so that centred and plain records give the same W.
+    # The duals sum to zero, so centred and uncentred records give the same W.
     weights = np.split(lifted(kept, np.concatenate(duals, axis=1)), len(STRENGTHS), axis=1)
     sum_N = gram_NN[:, kept].mean(axis=1)[kept]
     intercepts = [offset_K - sum_N @ dual_NK for dual_NK in duals]
@@ -163,7 +162,7 @@ def _best(
     weights: list[np.ndarray],
     intercepts: list[np.ndarray],
 ) -> float:
-    """The strength with the most held-out records right."""
+    """Return the strength with the most correct held-out records."""
     weight_D, intercept = np.concatenate(weights, axis=1), np.concatenate(intercepts)
     rows, right_S = np.flatnonzero(held), np.zeros(len(STRENGTHS), dtype=np.int64)
     truth_M, done = target_NK[rows].argmax(axis=1), 0
@@ -175,18 +174,18 @@ def _best(
 
 
 def _moments(x_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float64 mean and standard deviation of each number; a constant one counts as having deviation 1."""
+    """Return the mean and standard deviation of each dimension, float64; constant dimensions get deviation 1."""
     mean = x_ND.mean(axis=0, dtype=np.float64)
     square = sum(((z**2).sum(axis=0) for z in _standardised(x_ND, mean, np.ones_like(mean))), np.zeros_like(mean))
     scale = np.sqrt(square / len(x_ND))
-    # What float32 makes of a constant is no signal: standardised, it would be noise of full size.
+    # float32 rounding of a constant is not signal: standardised, it would be noise of full size.
     scale[scale <= 1e-6 * np.abs(mean)] = 1
     scale[scale == 0] = 1
     return mean, scale
 
 
 def _standardised(x_ND: np.ndarray, mean: np.ndarray, scale: np.ndarray, rows: np.ndarray | None = None) -> Iterator[np.ndarray]:
-    """float64 pieces of the records, or of some rows of them."""
+    """Yield standardised chunks of the records, or of ``rows``, float64."""
     count = len(x_ND) if rows is None else len(rows)
     step = max(1, _CHUNK // x_ND.shape[1])
     for start in range(0, count, step):

@@ -1,4 +1,4 @@
-"""Names and settings of the protocols, as the command line takes them. They need nothing slow: `--help` and errors come at once."""
+"""Names and settings of the protocols for the command line, without slow imports, so that `--help` and errors are fast."""
 
 import math
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ CONTROLS: tuple[Control, ...] = get_args(Control)
 
 @dataclass(frozen=True)
 class FewShotProbeSettings:
-    """How a few-shot probe draws and what it fits."""
+    """Settings of the few-shot probe."""
 
     draws: int = 20
     """Independent draws of the K images per class."""
@@ -34,26 +34,26 @@ class FewShotProbeSettings:
 
 @dataclass(frozen=True)
 class FineTuneSettings:
-    """The paper's settings, with what a small machine may shrink."""
+    """Settings of few-shot fine-tuning; the defaults are the paper's."""
 
     draws: int = 3
-    """Independent draws of the K images per class; the interval is over them."""
+    """Independent draws of the K images per class; the interval is over draws."""
     epochs: int = 200
     """Passes over the K images per class."""
     warmup_epochs: int = 10
     """Epochs in which the rate rises to its peak."""
     batch_size: int = 64
-    """Largest batch; the images are cut into batches of nearly equal size."""
+    """Maximum batch size; the images are divided into batches of nearly equal size."""
     learning_rates: tuple[float, ...] | None = None
-    """To choose from; if None, 3e-3, 3e-4, 3e-5 for transformers, 1e-2, 1e-3, 1e-4 for convnets."""
+    """Rates to choose from; if None, 3e-3, 3e-4, 3e-5 for transformers and 1e-2, 1e-3, 1e-4 for convnets."""
     weight_decay: float = 0.05
-    """For transformers; convnets have none."""
+    """For transformers only."""
     momentum: float = 0.9
-    """For convnets."""
+    """For convnets only."""
     crop_scale: tuple[float, float] = (0.08, 1.0)
-    """Range of a crop's area as a part of the image's."""
+    """Range of a crop's area as a fraction of the image's."""
     auto_augment: bool = True
-    """AutoAugment with its ImageNet policy."""
+    """Whether to use AutoAugment with its ImageNet policy."""
 
     def __post_init__(self) -> None:
         rates = self.learning_rates
@@ -71,11 +71,11 @@ class FineTuneSettings:
         )
 
     def rates(self, encoder: "Encoder") -> tuple[float, ...]:
-        """The grid for this kind of network."""
+        """Return the learning rates for this kind of network."""
         return self.learning_rates or ((3e-3, 3e-4, 3e-5) if encoder.family == "transformer" else (1e-2, 1e-3, 1e-4))
 
     def words(self, encoder: "Encoder", k: int) -> str:
-        """The settings as scores name them."""
+        """Return the settings as text for scores."""
         rates = self.rates(encoder)
         grid = "/".join(f"{lr:g}" for lr in rates)
         if len(rates) == 1:
@@ -89,12 +89,12 @@ class FineTuneSettings:
 
 @dataclass(frozen=True)
 class LarsSettings:
-    """The paper's settings, with what a small machine may shrink."""
+    """Settings of the LARS probe; the defaults are the paper's."""
 
     blrs: tuple[float, ...] = (0.1, 0.05, 0.01)
-    """Base learning rates to choose from. The rate is blr x batch / 256: with few images it is small, and then takes many epochs."""
+    """Base learning rates to choose from. The rate is blr x batch / 256: with few images it is small and needs many epochs."""
     batch_size: int = 16_384
-    """Largest batch; fewer training images make one batch, and the rate follows."""
+    """Maximum batch size; fewer training images form one batch, which lowers the rate."""
     epochs: int = 90
     """Passes over the training images."""
     warmup_epochs: int = 10
@@ -103,13 +103,13 @@ class LarsSettings:
     trust: float = 1e-3
     """LARS's trust coefficient."""
     augment: bool = True
-    """Random resized crop and flip in each epoch: the encoder runs epochs x N times. False: features of the centre crop, once."""
+    """Whether to use random resized crops and flips, for which the encoder runs epochs x N times; if not, centre crops, once."""
     crop_scale: tuple[float, float] = (0.08, 1.0)
-    """Range of a crop's area as a part of the image's."""
+    """Range of a crop's area as a fraction of the image's."""
     eval_resize: float = 256 / 224
-    """Test images: shorter side resized to this multiple of the encoder's size, then the centre is cut."""
+    """Test images: resize the shorter side to this multiple of the encoder's size, then crop the centre."""
     num_blocks: int = 12
-    """Last blocks whose mean patch tokens are joined; all if there are fewer."""
+    """Number of last blocks whose mean patch tokens are concatenated; all if there are fewer."""
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -127,7 +127,7 @@ class LarsSettings:
         )
 
     def words(self, num_records: int) -> str:
-        """The settings as scores name them."""
+        """Return the settings as text for scores."""
         blrs = "/".join(f"{blr:g}" for blr in self.blrs)
         chosen = f"blr {blrs} by a held-out fifth" if len(self.blrs) > 1 else f"blr {blrs}"
         crop = f"crops {self.crop_scale[0]:g}-{self.crop_scale[1]:g} + flip" if self.augment else "no augmentation"
@@ -139,17 +139,15 @@ def middle_rate(rates: tuple[float, ...]) -> float:
 
 
 def checked_protocols(names: Iterable[str]) -> tuple[str, ...]:
-    """These names of protocols, each once. Raises ConfigError for an unknown one, or none."""
+    """Return the names of protocols without duplicates. Raises ConfigError for an unknown one, or none."""
     names = tuple(dict.fromkeys(names))
     if not names or set(names) - set(PROTOCOL_NAMES):
-        raise ConfigError(
-            f"evaluate: protocols={','.join(names)!r}; expected some of {', '.join(PROTOCOL_NAMES)}. Leave it out for knn, linear."
-        )
+        raise ConfigError(f"evaluate: protocols={','.join(names)!r}; expected some of {', '.join(PROTOCOL_NAMES)}. Omit it for knn,linear.")
     return names
 
 
 def checked_controls(names: Iterable[str]) -> tuple[Control, ...]:
-    """The controls of these names. Raises ConfigError for an unknown one."""
+    """Return the baselines of these names. Raises ConfigError for an unknown one."""
     if set(names) - set(CONTROLS):
-        raise ConfigError(f"evaluate: against={','.join(names)!r}; expected random, pixels, both or none. Leave it out for both.")
+        raise ConfigError(f"evaluate: against={','.join(names)!r}; expected random, pixels, both or none. Omit it for both.")
     return tuple(c for c in CONTROLS if c in names)

@@ -1,4 +1,4 @@
-"""The scores of an encoder, whoever made it: one protocol after the other, with random weights and raw pixels beside it."""
+"""Score an encoder of any origin by several protocols, against random weights and raw pixels."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,34 +37,34 @@ def evaluate(
     cache: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> list[Score]:
-    """Scores of an encoder and of its controls: its architecture with the run's initial random weights, and raw pixels.
+    """Return the scores of an encoder and its baselines: its architecture with the run's initial random weights, and raw pixels.
 
-    Protocols on features are run on every pooling that the encoder offers; controls go through each protocol that they can.
+    Protocols on features run on every pooling that the encoder offers; baselines run on every protocol that applies to them.
 
     Args:
-        spec: what ``encoders.open.open_encoder`` takes: a run folder, ``timm:NAME``, ``hog``, ...
-        train_store: labelled images to learn the classes from.
-        test_store: labelled images to score on; if None, about a fifth of the first store's units, the same ones every time.
+        spec: as for ``encoders.open.open_encoder``: a run folder, ``timm:NAME``, ``hog``, ...
+        train_store: labelled training images.
+        test_store: labelled test images; if None, a fixed fifth of the first store's units.
         protocols: with their settings; ``make_protocols`` makes them from names.
-        against: controls. "random" exists for runs only and is left out for other encoders.
-        metric: None: what the training store declares, else accuracy.
-        any_of: for each scored record, the classes that all count as right; the metric is then accuracy.
-        cache: keep features and scores under the stores' confidential/features/, and take them from there.
-        progress: called with a line on what is being done.
+        against: baselines. "random" exists only for runs.
+        metric: if None, the training store's, else accuracy.
+        any_of: sets of correct classes of each test record; the metric is then accuracy.
+        cache: whether to cache features and scores under the stores' confidential/features/.
+        progress: called with a line about the current work.
 
     Returns:
-        Scores by protocol, the encoder before its controls. They are private if a store is, or if the encoder was trained on private
+        Scores by protocol, the encoder before its baselines. They are private if a store is, or if the encoder was trained on private
         images without a guarantee.
 
     Raises:
-        ConfigError: no protocol, an unknown control, or a protocol that this encoder cannot go through.
+        ConfigError: no protocol, an unknown baseline, or a protocol that cannot score this encoder.
         DataError: a store has no labels, one class only, or labels that the training store lacks; too few images of a class for the
             shots; the stores share records; a feature is not finite.
         CheckpointError: the encoder cannot be read.
     """
     checked_controls(against)
     if not protocols:
-        raise ConfigError("evaluate: protocols=(); expected some. Leave it out for k-NN and the linear probe.")
+        raise ConfigError("evaluate: protocols=(); expected some. Omit it for k-NN and the linear probe.")
     train_rows, test_rows = evaluation_rows(train_store, test_store)
     scored_store = test_store or train_store
     train_labels, test_labels = (torch.from_numpy(s.labels[r]) for s, r in ((train_store, train_rows), (scored_store, test_rows)))
@@ -110,7 +110,7 @@ def _controls(subject: Subject, against: Sequence[Control], device: str | torch.
 
 
 def _fits(protocol: Protocol, subject: Subject, task: Task) -> bool:
-    """Whether a control can go through a protocol; none has a head of its own."""
+    """Return whether a protocol applies to a baseline; none has an own head."""
     if protocol.needs == "own head":
         return False
     try:
