@@ -74,7 +74,7 @@ def test_one_more_image_moves_the_sum_by_its_own_contribution_only(tmp_path: Pat
 
 def test_names_in_a_private_store_are_refused_without_a_list(tmp_path: Path) -> None:
     """Numbered by the alphabet, an image of a class "ash" moved the sum by 167 C."""
-    with pytest.raises(DataError, match=r"names of classes \('birch', 'oak'\) in a private store; .* --classes FILE"):
+    with pytest.raises(DataError, match=r"class names \('birch', 'oak'\) in a private store; .* --classes FILE"):
         moved(tmp_path, "ash")
     assert not (tmp_path / "one").exists()
 
