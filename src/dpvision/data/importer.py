@@ -117,7 +117,7 @@ def import_samples(
     Args:
         label_names: names of integer labels.
         caption_file: captions by the samples' names; its ``attach`` must not have been called yet.
-        metric: how scores on the labels are computed, "accuracy" or "mean_per_class"; if None, as the evaluation is asked to.
+        metric: how scores on the labels are computed, "accuracy" or "mean_per_class"; if None, the evaluation's setting.
     """
     target = Path(store_dir).resolve()
     with new_store_folder(target, private=not public) as folder, contextlib.ExitStack() as files:

@@ -196,8 +196,8 @@ def _lock(path: Path) -> int:
     """Descriptor of the ledger for appending, exclusively locked.
 
     Raises:
-        CheckpointError: another process has it.
-        PrivacyError: it is missing.
+        CheckpointError: another process has the lock.
+        PrivacyError: the ledger is missing.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_APPEND)

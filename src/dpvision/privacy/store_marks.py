@@ -236,7 +236,7 @@ class StoreLedgers:
         """
         if not anywhere:
             self.check_place()
-        family = self.family_marks()  # before the ledgers: a run that goes on meanwhile only lengthens them
+        family = self.family_marks()  # before the ledgers, which a running run can only lengthen
         shared = family.get(self.shared_path)
         if shared is None and (known := sorted({run_id for marks in family.values() for run_id in marks.runs})):
             raise PrivacyError(
@@ -246,7 +246,7 @@ class StoreLedgers:
         if shared is not None and self.own_path not in family and self.root.name in shared.members:
             raise PrivacyError(
                 f"ledger: {self.own_path}: missing; expected the marks that the store kept of its runs. Restore it from a backup, or from "
-                f"the copy that lies with the ledgers: {self._restore}."
+                f"the copy in the ledger folder: {self._restore}."
             )
         return self._read_ledgers(self.marks())
 

@@ -65,7 +65,7 @@ def require_space(root: Path, num_bytes: int) -> None:
 def require_new(root: Path) -> None:
     """Raise CheckpointError if the folder holds a run already."""
     if run_base(root) is not None:
-        raise CheckpointError(f"run: {root} holds a run already; expected a new name. Use --resume to go on, or another --name.")
+        raise CheckpointError(f"run: {root} holds a run already; expected a new name. Use --resume to continue it, or another --name.")
 
 
 def create_run(root: Path, config: RunConfig, about: dict[str, Any], *, wholly_confidential: bool) -> RunFolder:
