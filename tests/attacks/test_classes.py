@@ -74,7 +74,7 @@ def test_one_more_image_moves_the_sum_by_its_own_contribution_only(tmp_path: Pat
 
 def test_names_in_a_private_store_are_refused_without_a_list(tmp_path: Path) -> None:
     """Numbered by the alphabet, an image of a class "ash" moved the sum by 167 C."""
-    with pytest.raises(DataError, match=r"names of classes \('birch', 'oak'\) in a private store; .* --classes FILE"):
+    with pytest.raises(DataError, match=r"class names \('birch', 'oak'\) in a private store; .* --classes FILE"):
         moved(tmp_path, "ash")
     assert not (tmp_path / "one").exists()
 
@@ -83,7 +83,7 @@ def test_names_in_a_private_store_are_refused_without_a_list(tmp_path: Path) -> 
 def test_declared_numbers_are_those_of_the_list_whatever_else_there_is(tmp_path: Path, extra: str | None) -> None:
     folder = write_images(tmp_path / "a", extra)
     if extra is not None:
-        with pytest.raises(DataError, match=r"1 records of classes that are not declared \('ash'\); expected those of the list of 3"):
+        with pytest.raises(DataError, match=r"1 records of classes that are not declared \('ash'\); expected the 3 declared ones"):
             import_source(folder, tmp_path / "refused", classes=DECLARED)
     store = import_source(folder, tmp_path / "s", classes=ClassRule(CLASSES, "unlabelled"))
     named = {store.record(i).key.split("/")[0]: store.record(i).labels for i in range(store.num_records)}

@@ -153,7 +153,7 @@ def test_a_store_that_knows_people_is_not_trained_on_without_declaring_them(pati
     store = open_store(tmp_path / "mine")
     rows = store.eligible_rows(1, 0)
     record = PrivacyConfig(dataset_size=303, expected_batch_size=30, steps=2, noise_multiplier=5.0)
-    with pytest.raises(DataError, match=r"knows the unit \(parent\) of each record.*--privacy.num-units M"):
+    with pytest.raises(DataError, match=r"has units \(parent\).*--privacy.num-units M"):
         check_store(make_plan(record), store, rows)
     check_store(make_plan(dataclasses.replace(record, num_units=303)), store, rows)
     two = store.eligible_rows(2, 0)

@@ -249,7 +249,7 @@ def test_a_store_that_cannot_be_written_beside_leaves_the_name_free(
         patch.setattr("dpvision.privacy.ledger.make_folders", lambda _: (_ for _ in ()).throw(denied))
         assert main(argv) == 2
     err = capsys.readouterr().err
-    assert "x/LEDGERS (Permission denied); expected a place that you may write to" in err and err.count("\n") == 1
+    assert "x/LEDGERS (Permission denied); expected write access" in err and err.count("\n") == 1
     assert not (tmp_path / "first").exists()
     if recipe != "supervised.micro":  # two steps of a network take longer
         assert main(argv) == 0, "the name is free, and the store as it was"

@@ -252,7 +252,7 @@ def test_fields_and_labels_that_do_not_fit_are_refused(tmp_path):
             write_tar(tmp_path / "b.tar", {"1.png": png(1), "1.json": js(who="x", kind=1)}), out / "s", unit_from="patient")  # fmt: skip
     refused(r"label=\{'a': 1\}; expected one class, a name or a number from 0 on", tar, out / "s")
     mixed = write_tar(tmp_path / "c.tar", {"1.png": png(1), "1.cls": b"3", "2.png": png(2), "2.cls": b"cat"})
-    refused("names here and numbers there", mixed, out / "s", public=True)
+    refused("both names and numbers", mixed, out / "s", public=True)
     table = {"image": structs(png(1)), "label": [3]}
     named = parquet(tmp_path / "q" / "q.parquet", table, {"label": {"names": ["only"]}})
     refused("label=3", named, out / "s")

@@ -204,8 +204,8 @@ def test_scenes_are_labelled_with_all_their_shapes(tmp_path: Path) -> None:
     [
         ([[0], 1], r"label=1; expected a list of classes, as the images before it have"),
         ([1, [0]], r"label=\[0\]; expected one class, as the images before it have"),
-        ([["a"], [0]], "names here and numbers there"),
-        ([["a", 0]], "names here and numbers there"),
+        ([["a"], [0]], "both names and numbers"),
+        ([["a", 0]], "both names and numbers"),
         ([[0, 2, 0]], r"label=\[0, 2, 0\]; expected each class once"),
         ([[0, 1, 0, 0, 1]], "no row of zeros and ones"),
         ([["a", "a"]], "expected each class once"),
@@ -231,7 +231,7 @@ def test_lists_that_do_not_fit_are_refused_and_leave_nothing(tmp_path: Path, lab
 def test_numbers_beyond_the_named_classes_and_bad_separators_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"label=\[2\]; expected a list of classes, each a name or a number from 0 to 1"):
         several_store(tmp_path / "s", [[2]], label_names=["a", "b"])
-    with pytest.raises(DataError, match="label_separator=' '; expected a sign"):
+    with pytest.raises(DataError, match="label_separator=' '; expected a character"):
         several_store(tmp_path / "s", [[2]], label_separator=" ")
     with pytest.raises(DataError, match=r"label=\['a', '', 'b'\]; expected a list of classes"):
         import_samples([Sample("k", png(0), {"label": "a||b"})], tmp_path / "s", label_separator="|")

@@ -95,5 +95,5 @@ def test_textures_of_another_generator_are_refused(store: Store, tmp_path: Path)
     (tmp_path / "old").mkdir()
     text = (store.path / "store.json").read_text()
     (tmp_path / "old" / "store.json").write_text(text.replace(f'"generator_version": {VERSION}', '"generator_version": 0'))
-    with pytest.raises(DataError, match="anew"):
+    with pytest.raises(DataError, match="Make the store again"):
         open_store(tmp_path / "old")

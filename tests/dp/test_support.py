@@ -104,7 +104,7 @@ def test_unkeyed_random_numbers_are_refused():
     def loss_fn(model, batch, key):
         return (model(batch.image_BVCHW[:, 0]) * torch.rand(len(batch.record_id_B), 5)).sum(1)
 
-    with pytest.raises(PrivacyError, match=r"no random numbers but keyed ones.*StepKey"):
+    with pytest.raises(PrivacyError, match=r"keyed random numbers only.*StepKey"):
         check_separable(loss_fn, net(), make_batch(4), KEY)
 
 

@@ -182,7 +182,7 @@ def test_without_norms_every_block_of_a_stage_gets_a_signal_of_about_unit_varian
         ({"depths": ()}, "one for each of depths"),
         ({"depths": (0, 1)}, "numbers from 1"),
         ({"widths": (16, 30)}, "multiples of 4"),
-        ({"norm": "none", "weight_standardisation": False}, "nothing else holds the variance"),
+        ({"norm": "none", "weight_standardisation": False}, "nothing else controls the variance"),
         ({"norm": "batch"}, "one of 'group', 'none'"),
         ({"image_size": 0}, "at least 1"),
     ],

@@ -163,7 +163,7 @@ def _png(rng: np.random.Generator) -> bytes:
 @pytest.mark.parametrize(
     ("labels", "multi_label", "words"),
     [
-        ([[0], [1, 2], []], False, "several labels a record; expected one with multi_label=False. Say --model.multi-label"),
+        ([[0], [1, 2], []], False, "several labels a record; expected one with multi_label=False. Pass --model.multi-label"),
         ([0, 1, 2], True, "one label a record; expected several with multi_label=True. Drop --model.multi-label"),
         ([[0], [1, 9], [9]], True, "label=9 in 2 records is outside the range; expected 0 to 8"),
         ([[0], None, [1]], True, "1 of 3 records have no label; expected a list each.*Write \\[\\] for none"),

@@ -191,7 +191,7 @@ def test_weights_that_are_not_there_or_do_not_fit_are_refused(
 def test_other_constants_another_model_or_an_unopened_name_are_refused_before_a_charge(transfer: RunConfig, tmp_path: Path) -> None:
     right = transfer
     assert check_run(right, open_parent)[2] == 60
-    with pytest.raises(ConfigError, match=r"data: mean=.*with which .* was trained. Say --data.mean"):
+    with pytest.raises(ConfigError, match=r"data: mean=.*with which .* was trained. Pass --data.mean"):
         check_run(replace(right, data=replace(right.data, mean=(0.1, 0.2, 0.3))), open_parent)
     other = replace(right, model=replace(right.model, encoder=TimmConfig(name="test_vit2", image_size=64)))
     with pytest.raises(CheckpointError, match=r"encoder\.name='test_vit'; expected 'test_vit2'"):

@@ -1,7 +1,7 @@
-"""Every knob of a run: frozen dataclasses, validated when made, to and from JSON.
+"""All settings of a run: frozen dataclasses, validated when made, converted to and from JSON.
 
-Two kinds of knobs. ``HardwareConfig`` must not change the result beyond rounding; everything else is the recipe and changes
-what is learned or what is guaranteed. Ranges are written so that NaN fails them.
+``HardwareConfig`` must not change the result beyond rounding; everything else is the recipe and changes what is learned or what is
+guaranteed. Ranges are written so that NaN fails them.
 """
 
 from dpvision.config.heads import FrozenEncoderConfig, HeadConfig

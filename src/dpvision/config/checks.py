@@ -11,7 +11,7 @@ def require(ok: bool, where: str, name: str, got: object, rule: str, remedy: str
 
 
 def check_choices(config: Any) -> None:
-    """Refuse a value that is none of its setting's choices: Python does not enforce type annotations."""
+    """Refuse a value that is not among its setting's choices: Python does not enforce type annotations."""
     for name, hint in get_type_hints(type(config)).items():
         if get_origin(hint) is Literal:
             value, choices = getattr(config, name), get_args(hint)

@@ -1,4 +1,4 @@
-"""What each private head is fitted with unless a person says otherwise; chosen on public data (docs/heads.md)."""
+"""Default settings of each private head, chosen on public data (docs/heads.md)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,12 +15,12 @@ _UNUSED = OptimConfig(name="sgd", learning_rate=1.0, momentum=0.0, weight_decay=
 
 @dataclass(frozen=True)
 class HeadPreset:
-    """Settings that belong to one head."""
+    """Default settings of one head."""
 
     steps: int
-    """Releases, over full batches at no price in noise (docs/heads.md)."""
+    """Number of full-batch releases, over which the budget is divided without loss (docs/heads.md)."""
     optim: OptimConfig = _UNUSED
-    """Heads in closed form have none."""
+    """Not used by heads in closed form."""
     loss: Literal["auto", "sigmoid", "softmax"] = "sigmoid"
     bias: float | None = 0.0
     constant: float = 0.0
@@ -48,10 +48,10 @@ PRESETS: Mapping[HeadName, HeadPreset] = MappingProxyType(
 
 
 def with_head(config: RunConfig, head: HeadName, reason: str | None = None) -> RunConfig:
-    """A head run's config with another head, and that head's steps, optimizer, loss, bias and constant.
+    """Replace the head in a head run's config, with its steps, optimizer, loss, bias and constant.
 
     Args:
-        reason: why, where the head was chosen by rule.
+        reason: why the head was chosen, if by rule.
     """
     assert isinstance(config.model, HeadConfig)
     preset = PRESETS[head]
@@ -64,7 +64,7 @@ def with_head(config: RunConfig, head: HeadName, reason: str | None = None) -> R
 
 
 def with_candidates(config: RunConfig, candidates: tuple[HeadName, ...]) -> RunConfig:
-    """A head run's config that chooses among heads by a private score; all have as many releases as the one that wants most of them."""
+    """Make a head run's config choose among heads by a private score; all get the largest number of releases among them."""
     assert isinstance(config.model, HeadConfig)
     steps = max(PRESETS[name].steps for name in candidates)
     model = replace(config.model, head="auto", reason=None, candidates=candidates)
@@ -72,5 +72,5 @@ def with_candidates(config: RunConfig, candidates: tuple[HeadName, ...]) -> RunC
 
 
 def with_candidate(config: RunConfig, name: HeadName) -> RunConfig:
-    """The config of one candidate: its own head, optimizer, loss and bias, and the releases that all of them have."""
+    """Make the config of one candidate: its head, optimizer, loss and bias, with the common number of releases."""
     return replace(with_head(config, name), privacy=config.privacy)

@@ -1,4 +1,4 @@
-"""What the networks are: one frozen dataclass per kind, told apart by ``kind`` in JSON."""
+"""Settings of the networks: one frozen dataclass per kind, identified by ``kind`` in JSON."""
 
 import json
 import math
@@ -21,9 +21,9 @@ class ViTConfig:
     num_heads: int = 12
     mlp_ratio: float = 4.0
     qkv_bias: bool = True
-    """A bias on queries, keys and values: ViP has it, DP-Cap has not."""
+    """A bias on queries, keys and values: with in ViP, without in DP-Cap."""
     train_cls: bool = True
-    """False: the class token stays what the seed made it (DP-Cap)."""
+    """Whether the class token is trained; if False, it keeps its random initial value (DP-Cap)."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -32,8 +32,8 @@ class ViTConfig:
             require(getattr(self, name) >= 1, w, name, getattr(self, name), "at least 1", "See docs/models.md for the sizes.")
         ok = self.image_size % self.patch_size == 0
         require(ok, w, "patch_size", self.patch_size, f"a divisor of image_size={self.image_size}", "E.g. 16 for 224, 4 for 32.")
-        require(self.width % self.num_heads == 0, w, "num_heads", self.num_heads, f"a divisor of width={self.width}", "Change one.")
-        require(self.width % 4 == 0, w, "width", self.width, "a multiple of 4 (two-dimensional sin-cos positions)", "Change it.")
+        require(self.width % self.num_heads == 0, w, "num_heads", self.num_heads, f"a divisor of width={self.width}", "Use width / 64.")
+        require(self.width % 4 == 0, w, "width", self.width, "a multiple of 4 (two-dimensional sin-cos positions)", "Use 768.")
         require(0 < self.mlp_ratio < math.inf, w, "mlp_ratio", self.mlp_ratio, "a positive number", "The papers use 4.")
 
 
@@ -48,7 +48,7 @@ class MAEConfig:
     decoder_num_heads: int = 16
     mask_ratio: float = 0.75
     target: Literal["pixels", "normalised_pixels", "gradients"] = "pixels"
-    """What is predicted of a hidden patch (models/targets.py): ViP's plain pixels, MAE's normalised ones, MaskFeat's oriented gradients."""
+    """Target of a masked patch (models/targets.py): ViP's plain pixels, MAE's normalised pixels, MaskFeat's oriented gradients."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -56,7 +56,7 @@ class MAEConfig:
         for name in ("decoder_depth", "decoder_width", "decoder_num_heads"):
             require(getattr(self, name) >= 1, w, name, getattr(self, name), "at least 1", "ViP: 4 blocks of width 512, 16 heads.")
         ok = self.decoder_width % self.decoder_num_heads == 0 and self.decoder_width % 4 == 0
-        require(ok, w, "decoder_width", self.decoder_width, "a multiple of 4 and of decoder_num_heads", "Change one.")
+        require(ok, w, "decoder_width", self.decoder_width, "a multiple of 4 and of decoder_num_heads", "ViP: 512.")
         require(0 < self.mask_ratio < 1, w, "mask_ratio", self.mask_ratio, "strictly between 0 and 1", "ViP: 0.75.")
         even = self.target != "gradients" or self.encoder.patch_size % 2 == 0
         require(even, w, "target", self.target, "an even patch_size with gradients (two cells along a side)", "Use patches of 4 or 16.")
@@ -64,7 +64,7 @@ class MAEConfig:
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """A pre-activation residual network without statistics of a batch: GroupNorm or no norm, standardised weights (models/resnet.py)."""
+    """A pre-activation residual network without batch statistics: GroupNorm or no norm, standardised weights (models/resnet.py)."""
 
     kind: Literal["resnet"] = "resnet"
     image_size: int = 32
@@ -73,12 +73,12 @@ class ResNetConfig:
     depths: tuple[int, ...] = (2, 2, 2)
     """Blocks of each stage; every stage but the first halves the side."""
     widths: tuple[int, ...] = (64, 128, 256)
-    """Channels that each stage gives (WRN-16-4: 64, 128, 256)."""
+    """Output channels of each stage (WRN-16-4: 64, 128, 256)."""
     stem: Literal["3x3", "7x7"] = "3x3"
     """'3x3' keeps the side (32 px); '7x7' with stride 2 and a max pool divides it by four (224 px)."""
     stem_width: int = 16
     norm: Literal["group", "none"] = "group"
-    """'none': norm-free (Brock et al. 2021), scaled standardised convolutions with gains hold the variance instead."""
+    """'none': norm-free (Brock et al. 2021), scaled standardised convolutions with gains control the variance instead."""
     groups: int = 16
     """Groups of a GroupNorm; unused with norm=none."""
     weight_standardisation: bool = True
@@ -97,23 +97,23 @@ class ResNetConfig:
             fits = all(c % self.groups == 0 for c in channels)
             require(fits, w, "groups", self.groups, f"a divisor of all numbers of channels {sorted(set(channels))}", "16 or 32 are usual.")
         ok = self.norm == "group" or self.weight_standardisation
-        require(ok, w, "weight_standardisation", False, "True with norm=none: nothing else holds the variance", "Leave it on.")
+        require(ok, w, "weight_standardisation", False, "True with norm=none: nothing else controls the variance", "Leave it on.")
 
     @property
     def width(self) -> int:
-        """Numbers of a pooled feature."""
+        """int: feature dimension after pooling."""
         return self.widths[-1]
 
 
 @dataclass(frozen=True)
 class TimmConfig:
-    """An encoder that timm knows by name (models/timm_encoder.py). Its weights come by ``init_from``: nothing is downloaded."""
+    """A timm encoder by name (models/timm_encoder.py). Its weights come from ``init_from``; nothing is downloaded."""
 
     kind: Literal["timm"] = "timm"
     name: str = "vit_base_patch16_224"
-    """Without a tag, which names weights. Beside timm's own names there is ``resnetv2_{50,101,152}xWIDTH_bit`` for every WIDTH."""
+    """timm's name without a tag (tags name weights), or ``resnetv2_{50,101,152}xWIDTH_bit`` for any WIDTH."""
     image_size: int = 224
-    """Side of the images in pixels. Trained positions are interpolated where the weights had another size."""
+    """Side of the images in pixels. Position weights of another size are interpolated."""
     options: tuple[str, ...] = ()
     """Further arguments of timm's constructor, NAME=VALUE with a value as in JSON: ``depth=6``."""
 
@@ -126,7 +126,7 @@ class TimmConfig:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The options, read.
+        """dict: the parsed options.
 
         Raises:
             ConfigError: one is not NAME=VALUE.
@@ -155,44 +155,44 @@ class ClassifierConfig:
     num_classes: int = 1000
     """Labels are 0 ... num_classes - 1; a public number."""
     tuned: Tuned = "whole"
-    """What is trained beside the head: the whole encoder, its last blocks, nothing, low-rank additions to its linear maps (LoRA), a scale
-    and a shift after its norms (FiLM), or its biases. What is not trained is frozen, and costs no gradient."""
+    """Parts trained besides the head: the whole encoder, its last blocks, nothing, low-rank additions to its linear maps (LoRA), a scale
+    and a shift after its norms (FiLM), or its biases. All other parameters are frozen, and have no gradient."""
     last_blocks: int = 1
-    """Of tuned=last_blocks: these blocks and all that comes after them are trained."""
+    """With tuned=last_blocks, the number of blocks trained, with everything after them."""
     lora_rank: int = 8
     lora_scale: float = 1.0
     """Factor of the low-rank product (alpha / rank of Hu et al. 2022)."""
     lora_on: Literal["attention", "mlp", "both"] = "attention"
-    """Which linear maps of the blocks get one."""
+    """Linear maps of the blocks with a low-rank addition."""
     head_init: Literal["zero", "xavier", "lecun"] = "zero"
-    """Weights of the head at the start: zeros; uniform, as of MAE's linear maps; normal with variance 1 / width (LeCun)."""
+    """Initial weights of the head: zeros; uniform, as for MAE's linear maps; normal with variance 1 / width (LeCun)."""
     head_scale: float = 1.0
-    """Factor of these weights: with lecun, the scaled starts of Mehta et al. 2022, figure 2c."""
+    """Factor of the initial weights: with lecun, the scaled initialisations of Mehta et al. 2022, figure 2c."""
     head_bias: float = 0.0
-    """Bias of every class at the start. Mehta et al. 2022 have -10, with the sigmoid loss: at first no class is likely."""
+    """Initial bias of every class. Mehta et al. 2022 use -10 with the sigmoid loss, so that every class is unlikely at the start."""
     train_head_bias: bool = True
-    """False: the bias stays what it is."""
+    """Whether the bias is trained."""
     loss: Literal["softmax", "sigmoid"] = "softmax"
     """Cross-entropy over the classes, or the sum over the classes of binary cross-entropies, which also takes several labels."""
     multi_label: bool = False
-    """A record has any number of classes, as the store has them; needs the sigmoid loss."""
+    """Records may have any number of classes, as in the store; needs the sigmoid loss."""
     pooling: Literal["mean", "cls", "own"] = "mean"
-    """What the head sees: the mean of all places, a transformer's class token, or what a timm model itself hands to its classifier."""
+    """Input of the head: the mean over all positions, a transformer's class token, or a timm model's own input to its classifier."""
 
     def __post_init__(self) -> None:
         check_choices(self)
         w = "model"
-        require(self.num_classes >= 2, w, "num_classes", self.num_classes, "at least 2", "Count the classes of the store.")
+        require(self.num_classes >= 2, w, "num_classes", self.num_classes, "at least 2", "Declare the classes of the store.")
         ok = self.pooling != "cls" or not isinstance(self.encoder, ResNetConfig)
         require(ok, w, "pooling", self.pooling, "'mean' with a convolutional encoder, which has no class token", "Use mean.")
         ok = self.pooling != "own" or isinstance(self.encoder, TimmConfig)
-        require(ok, w, "pooling", self.pooling, "'mean' or 'cls' with an encoder of ours", "'own' is for timm's models.")
-        require(self.last_blocks >= 1, w, "last_blocks", self.last_blocks, "at least 1", "For none say --model.tuned head.")
-        require(self.lora_rank >= 1, w, "lora_rank", self.lora_rank, "at least 1", "Typical: 4 to 16. For none say --model.tuned head.")
+        require(ok, w, "pooling", self.pooling, "'mean' or 'cls' unless the encoder is timm's", "Use mean.")
+        require(self.last_blocks >= 1, w, "last_blocks", self.last_blocks, "at least 1", "For none pass --model.tuned head.")
+        require(self.lora_rank >= 1, w, "lora_rank", self.lora_rank, "at least 1", "Use 4 to 16. For none pass --model.tuned head.")
         require(0 < self.lora_scale < math.inf, w, "lora_scale", self.lora_scale, "a positive number", "Use 1.")
-        require(0 < self.head_scale < math.inf, w, "head_scale", self.head_scale, "a positive number", "For zeros say head_init=zero.")
+        require(0 < self.head_scale < math.inf, w, "head_scale", self.head_scale, "a positive number", "For zeros use head_init=zero.")
         ok = self.loss == "sigmoid" or not self.multi_label
-        require(ok, w, "loss", self.loss, "'sigmoid' with multi_label", "Softmax says that a record has one class.")
+        require(ok, w, "loss", self.loss, "'sigmoid' with multi_label", "Use sigmoid: softmax assumes one class per record.")
         require(-math.inf < self.head_bias < math.inf, w, "head_bias", self.head_bias, "a number", "The paper: -10; otherwise 0.")
 
 
@@ -210,7 +210,7 @@ class CrossDecoderConfig:
         for name in ("depth", "width", "num_heads"):
             require(getattr(self, name) >= 1, w, name, getattr(self, name), "at least 1", "DP-Cap-Base: 6 blocks of width 768, 12 heads.")
         ok = self.width % self.num_heads == 0 and self.width % 4 == 0
-        require(ok, w, "width", self.width, "a multiple of 4 and of num_heads", "Change one.")
+        require(ok, w, "width", self.width, "a multiple of 4 and of num_heads", "DP-Cap-Base: 768.")
         require(0 < self.mlp_ratio < math.inf, w, "mlp_ratio", self.mlp_ratio, "a positive number", "The papers use 4.")
 
 
@@ -223,7 +223,7 @@ class CrossMAEConfig:
     decoder: CrossDecoderConfig = field(default_factory=CrossDecoderConfig)
     mask_ratio: float = 0.75
     target: Literal["pixels", "normalised_pixels", "gradients"] = "pixels"
-    """As of ``MAEConfig``."""
+    """As in ``MAEConfig``."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -239,7 +239,7 @@ PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 
 @dataclass(frozen=True)
 class CaptionerConfig:
-    """Image captioner (DP-Cap): an encoder, and a decoder that says the caption word by word."""
+    """Image captioner (DP-Cap): an encoder, and a decoder that predicts the caption token by token."""
 
     kind: Literal["captioner"] = "captioner"
     encoder: ViTConfig = field(default_factory=lambda: ViTConfig(qkv_bias=False, train_cls=False))
@@ -247,21 +247,21 @@ class CaptionerConfig:
     vocab_size: int = 30_522
     """Entries of the tokenizer, special ones included."""
     num_tokens: int = 40
-    """Longest caption in tokens, with those of its beginning and its end."""
+    """Longest caption in tokens, BOS and EOS included."""
     parallel_rate: float = 0.0
-    """Share of the records of a step whose words are all predicted at once, from the image alone (CapPa, Tschannen et al. 2023: 0.75)."""
+    """Share of a step's records whose tokens are predicted in parallel, from the image alone (CapPa, Tschannen et al. 2023: 0.75)."""
     reconstruction_weight: float = 0.0
-    """Above 0, a second loss with this weight: hidden patches predicted through the same decoder (Cap + MAE)."""
+    """Above 0, the weight of a second loss: masked patches predicted through the same decoder (Cap + MAE)."""
     mask_ratio: float = 0.75
-    """Of that second loss."""
+    """Mask ratio of that second loss."""
     train_encoder: bool = True
-    """False: the encoder stays as it is and only the rest is trained (the paper's fine-tuning of the decoder, its Table 12)."""
+    """Whether the encoder is trained; False in the paper's fine-tuning of the decoder (its Table 12)."""
 
     def __post_init__(self) -> None:
         check_choices(self)
         w = "model"
         require(self.vocab_size > EOS_ID + 1, w, "vocab_size", self.vocab_size, "more than the three special tokens", "The papers: 30522.")
-        require(self.num_tokens >= 3, w, "num_tokens", self.num_tokens, "at least 3: beginning, a word, end", "DP-Cap: 40.")
+        require(self.num_tokens >= 3, w, "num_tokens", self.num_tokens, "at least 3: BOS, a token, EOS", "DP-Cap: 40.")
         require(0 <= self.parallel_rate <= 1, w, "parallel_rate", self.parallel_rate, "between 0 and 1", "Cap: 0; CapPa: 0.75.")
         weight = self.reconstruction_weight
         require(0 <= weight < math.inf, w, "reconstruction_weight", weight, "0 or more", "0 for captions alone.")
@@ -269,4 +269,4 @@ class CaptionerConfig:
 
 
 ModelConfig = MAEConfig | ClassifierConfig | CrossMAEConfig | CaptionerConfig | HeadConfig
-"""In JSON told apart by ``kind``, as are encoders."""
+"""Identified by ``kind`` in JSON, as are encoders."""

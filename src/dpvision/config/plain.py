@@ -1,4 +1,4 @@
-"""Settings to plain dicts, ready for JSON, and back."""
+"""Convert settings to plain dicts, ready for JSON, and back."""
 
 import dataclasses
 import json
@@ -12,20 +12,20 @@ T = TypeVar("T")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Plain dict of a config dataclass, ready for JSON; the inverse of ``from_dict``."""
+    """Convert a config dataclass to a plain dict, ready for JSON; the inverse of ``from_dict``."""
     return json.loads(json.dumps(dataclasses.asdict(config), allow_nan=False))
 
 
 def from_dict(cls: type[T], values: Any, where: str = "config") -> T:
-    """Config dataclass from the plain dict of ``to_dict``.
+    """Make a config dataclass from the plain dict of ``to_dict``.
 
     Raises:
-        ConfigError: a name is unknown or missing, a type does not fit, or a value is out of its range.
+        ConfigError: a name is unknown or missing, a type is wrong, or a value is out of range.
     """
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: {values!r}; expected an object of settings. Restore the file that the run wrote.")
     hints = get_type_hints(cls)
-    # A setting that this version has no more, and that was not used, says nothing.
+    # An unknown setting that is None was not used by the version that wrote it.
     values = {name: value for name, value in values.items() if name in hints or value is not None}
     unknown = sorted(set(values) - set(hints))
     if unknown:
@@ -63,11 +63,11 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 def _by_kind(options: list[Any], value: Any, where: str) -> Any:
-    """The class among several whose ``kind`` stands in ``value``; without a kind the first, which older files mean."""
+    """Choose the class by the ``kind`` in ``value``; without a kind the first, as in older files."""
     kinds = {get_args(get_type_hints(option)["kind"])[0]: option for option in options}
     kind = value.get("kind", next(iter(kinds))) if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
         got = f"{where}.kind: {kind!r}" if isinstance(value, dict) else f"{where}: {value!r}"
         choices = ", ".join(map(repr, kinds))
-        raise ConfigError(f"{got}; expected kind {choices}. Correct it, or use the version that wrote it.")
+        raise ConfigError(f"{got}; expected kind {choices}. Use one of them, or the version that wrote the file.")
     return kinds[kind]

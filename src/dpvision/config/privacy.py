@@ -1,4 +1,4 @@
-"""What is asked of the guarantee."""
+"""Settings of the guarantee."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dpvision.config.checks import check_choices, require
 
 @dataclass(frozen=True)
 class PrivacyConfig:
-    """What is asked of the guarantee; ``privacy.plan.make_plan`` turns it into the one object that keeps it."""
+    """The requested guarantee; ``privacy.plan.make_plan`` turns it into a plan."""
 
     dataset_size: int
     """Declared, public number of records N. The sample rate is expected_batch_size / dataset_size, whatever the store holds."""
@@ -18,7 +18,7 @@ class PrivacyConfig:
     steps: int
     """Number of logical steps T (releases)."""
     max_grad_norm: float | None = 1.0
-    """Clip norm C of a record's whole gradient; None only without a guarantee (no clipping)."""
+    """Clipping norm C of a record's whole gradient; None only without a guarantee (no clipping)."""
     noise_multiplier: float | None = None
     """Noise standard deviation / max_grad_norm. Give one of this, target_epsilon and target_unit_epsilon."""
     target_epsilon: float | None = None
@@ -26,21 +26,21 @@ class PrivacyConfig:
     target_unit_epsilon: float | None = None
     """The same for one unit (person) with all its records; needs num_units."""
     delta: float | None = None
-    """If None, 1 / (2 dataset_size), or 1 / (2 num_units) where units are declared; at most 1e-3."""
+    """If None, 1 / (2 dataset_size), or 1 / (2 num_units) if units are declared; at most 1e-3."""
     guarantee: Literal["dp", "none", "simulated"] = "dp"
-    """'none' and 'simulated' (TAN) run the same loop and say in every output that they guarantee nothing."""
+    """'none' and 'simulated' (TAN) run the same loop, and every output states that there is no guarantee."""
     sampling: Literal["poisson", "truncated_poisson", "full_batch"] = "poisson"
     max_batch_size: int | None = None
     """Cap of a truncated Poisson batch; required there, forbidden elsewhere."""
     max_records_per_unit: int = 1
-    """Bound k on the records of one unit (person) that take part; above 1 it needs num_units."""
+    """Bound k on the records of one unit (person) that are used; above 1 it needs num_units."""
     num_units: int | None = None
     """Declared, public number of units (people), for a store imported with --unit-from: the guarantee is then stated for the unit, and
     delta is judged by this number. If None, the unit of privacy is the record."""
     allow_weak_guarantee: bool = False
     """Train also with epsilon above 20 or delta above 1e-3, which are refused otherwise (docs/privacy.md)."""
     clipping: Literal["hard", "automatic"] = "hard"
-    """'hard': scale down to the clip norm what is longer. 'automatic': scale every gradient to nearly the clip norm (Bu et al. 2023)."""
+    """'hard': scale longer gradients down to the clipping norm. 'automatic': scale every gradient to nearly that norm (Bu et al. 2023)."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -49,24 +49,24 @@ class PrivacyConfig:
         require(n >= 1, w, "dataset_size", n, "at least 1", "Declare the number of records of the store.")
         require(0 < b < math.inf, w, "expected_batch_size", b, "a positive number", "Choose a batch between 1 and dataset_size.")
         require(b <= n, w, "expected_batch_size", b, f"at most dataset_size={n}", "Use a smaller batch, or sampling=full_batch.")
-        require(self.steps >= 1, w, "steps", self.steps, "at least 1", "Ask for one step or more.")
+        require(self.steps >= 1, w, "steps", self.steps, "at least 1", "Plan one step or more.")
         if self.max_grad_norm is not None:
-            require(0 < self.max_grad_norm < math.inf, w, "max_grad_norm", self.max_grad_norm, "a positive number", "Typical: 0.1 to 1.")
+            require(0 < self.max_grad_norm < math.inf, w, "max_grad_norm", self.max_grad_norm, "a positive number", "Use 0.1 to 1.")
         if self.noise_multiplier is not None:
-            require(0 <= self.noise_multiplier < math.inf, w, "noise_multiplier", self.noise_multiplier, "0 or more", "Typical: 0.5 to 5.")
+            require(0 <= self.noise_multiplier < math.inf, w, "noise_multiplier", self.noise_multiplier, "0 or more", "Use 0.5 to 5.")
         if self.target_epsilon is not None:
-            require(0 < self.target_epsilon < math.inf, w, "target_epsilon", self.target_epsilon, "a positive number", "Typical: 1 to 8.")
+            require(0 < self.target_epsilon < math.inf, w, "target_epsilon", self.target_epsilon, "a positive number", "Use 1 to 8.")
         if self.delta is not None:
             require(0 < self.delta < 1, w, "delta", self.delta, "strictly between 0 and 1", "Leave it out for the default.")
         k, units = self.max_records_per_unit, self.num_units
         require(k >= 1, w, "max_records_per_unit", k, "at least 1", "Use 1 for records.")
-        require(k == 1 or units is not None, w, "num_units", units, f"a number with max_records_per_unit={k}", "Declare the people.")
+        require(k == 1 or units is not None, w, "num_units", units, f"a number with max_records_per_unit={k}", "Declare it.")
         if units is not None:
             rule = f"dataset_size={n} between num_units and max_records_per_unit x num_units"
             require(1 <= units <= n <= k * units, w, "num_units", units, rule, f"With max_records_per_unit={k} declare numbers that fit.")
         target = self.target_unit_epsilon
         if target is not None:
-            require(0 < target < math.inf, w, "target_unit_epsilon", target, "a positive number", "Typical: 1 to 8.")
+            require(0 < target < math.inf, w, "target_unit_epsilon", target, "a positive number", "Use 1 to 8.")
         if self.sampling == "full_batch":
             require(b == n, w, "expected_batch_size", b, f"dataset_size={n} for sampling=full_batch", "Set it to dataset_size.")
         if self.sampling == "truncated_poisson":
@@ -77,7 +77,7 @@ class PrivacyConfig:
         names = ("noise_multiplier", "target_epsilon", "target_unit_epsilon")
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) > 1:
-            one_of = "noise_multiplier, target_epsilon or target_unit_epsilon, one of them"
+            one_of = "only one of noise_multiplier, target_epsilon and target_unit_epsilon"
             option = given[0].replace("_", "-")
             require(False, w, given[1], getattr(self, given[1]), one_of, f"Drop one: --privacy.{option} None.")
         if self.guarantee == "dp":
@@ -88,7 +88,7 @@ class PrivacyConfig:
             )  # fmt: skip
             require(
                 self.noise_multiplier is None or self.noise_multiplier > 0,
-                w, "noise_multiplier", self.noise_multiplier, "more than 0 in a private run", "For no privacy say guarantee=none.",
+                w, "noise_multiplier", self.noise_multiplier, "more than 0 in a private run", "For no privacy use guarantee=none.",
             )  # fmt: skip
         if self.guarantee == "none":
             require(

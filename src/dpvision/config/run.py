@@ -1,4 +1,4 @@
-"""A run's settings beside its network and its guarantee: data, optimizer, hardware; and the run itself."""
+"""Settings of data, optimizer and hardware, and of the whole run."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,28 +14,28 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which records, and how an image becomes a tensor. Augmentation is keyed by (seed, step, record id)."""
+    """The store, and the conversion of images to tensors. Augmentation is keyed by (seed, step, record id)."""
 
     store: str | None = None
     """Folder made by ``dpvision data import``."""
     pictures: Literal["store", "textures"] = "store"
-    """'textures': where no store is named, ``dpvision train`` makes one of privacy.dataset_size procedural textures."""
+    """'textures': if no store is named, ``dpvision train`` makes one of privacy.dataset_size procedural textures."""
     crop_scale: tuple[float, float] = (0.2, 1.0)
     """Area range of the random resized crop (ViP: 0.2 to 1)."""
     horizontal_flip: bool = True
     resize: int | None = None
-    """Side in pixels of the square to which an image is brought, its shape not kept, before it is cropped (transfer: 448, 384). None:
-    crops are taken from the image as it is."""
+    """Side in pixels of the square to which an image is resized, ignoring its aspect ratio, before it is cropped (transfer: 448, 384). If
+    None, crops are taken from the original image."""
     crop: Literal["random", "centre"] = "random"
-    """Of training views: a random resized crop, or the centre, of side ``image_size`` in the resized square. Evaluation has the centre of
-    the whole image, and with "centre" that of training."""
+    """Crop of training views: random and resized, or the centre of side ``image_size`` in the resized square. Evaluation uses the centre of
+    the whole image, or with "centre" the crop of training."""
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     own_sizes: tuple[int, ...] = ()
-    """Resolutions at which an image may be seen, px, in ascending order (``transform.own_size``). Frozen encoders set it for their
-    features; in a run's config it is empty, and every image is brought to one size."""
+    """Resolutions at which an image may be encoded, px, in ascending order (``transform.own_size``). Frozen encoders set it for their
+    features; in a run's config it is empty, and all images are resized to one size."""
     views: int = 1
-    """Augmented views of a record whose losses are averaged before the clip; each has a caption of its own where there are several."""
+    """Augmented views of a record, whose losses are averaged before the clip; each has its own caption if the record has several."""
     tokenizer: str | None = None
     """File made by ``dpvision data tokenizer``; needed by a captioner, unused by others."""
 
@@ -55,21 +55,21 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Optimizer, schedule and averaging: they see only privatized gradients (post-processing, free)."""
+    """Optimizer, schedule and averaging of privatized gradients: post-processing, at no privacy cost."""
 
     name: Literal["adamw", "sgd", "lamb"] = "adamw"
     """'lamb' (You et al. 2020) adapts every parameter's rate to its norm; decay is then part of the adapted update, as published."""
     learning_rate: float | None = 3.84e-4
-    """Peak rate, used as it stands: recipes that scale a base rate by batch / 256 do the arithmetic themselves. If None, by the public
-    rule of the head many_steps (``adapt.rate``), which a run's config has in figures."""
+    """Peak rate, not scaled by the batch size. If None, it is set by the public rule of the head many_steps (``adapt.rate``); the run's
+    config then has its value."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     momentum: float = 0.9
     """For sgd only."""
     weight_decay: float = 0.005
-    """Decoupled."""
+    """Decoupled weight decay."""
     decayed: Literal["all", "matrices"] = "all"
-    """Which trained parameters decay: all of them (ViP), or those of two dimensions and more (MAE)."""
+    """Trained parameters that decay: all (ViP), or those with at least two dimensions (MAE)."""
     schedule: Literal["vip", "cosine", "linear", "constant"] = "vip"
     """'vip': lr x min((t + 1) / warmup_steps, (1 + cos(pi t / T)) / 2). 'cosine' (MAE): the same warm-up, then a cosine from its end on.
     'linear' (DP-Cap): the same warm-up, then a straight line. 'constant': the same warm-up, then level."""
@@ -77,15 +77,15 @@ class OptimConfig:
     """Where cosine and linear reach zero, in multiples of the run's steps (DP-Cap: 2, so that the last rate is well above zero)."""
     warmup_steps: int = 0
     pretrained_multiplier: float = 1.0
-    """Factor of the rate for every parameter outside the module ``head``: what has been trained may want a smaller one (alpha of Mehta et
-    al. 2022, table 7)."""
+    """Factor of the rate for every parameter outside the module ``head``: pretrained weights may need a smaller rate (alpha of Mehta et al.
+    2022, table 7)."""
     global_clip: float | None = None
-    """Length to which the whole released gradient is shortened before the optimizer sees it: the usual clipping without privacy. It bounds
-    no record's part; None for none."""
+    """Norm to which the whole released gradient is clipped before the optimizer step, as usual without privacy; it bounds no record's
+    contribution. If None, no clipping."""
     ema_decay: float | None = None
-    """Exponential moving average of the weights, kept beside them, with a warm-up (optim/ema.py); None for none (ViP)."""
+    """Decay of an exponential moving average of the weights, with a warm-up (optim/ema.py); if None, no average (ViP)."""
     average: bool = False
-    """Mean of the weights after each step (Mehta et al. 2022, algorithm 1), kept beside them where an EMA would be."""
+    """Keep the mean of the weights after each step (Mehta et al. 2022, algorithm 1) instead of an EMA."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -110,20 +110,20 @@ class OptimConfig:
 
     @property
     def rate(self) -> float:
-        """The learning rate; raises ConfigError where a rule has yet to give it."""
+        """float: the learning rate; raises ConfigError if a rule has not set it yet."""
         require(self.learning_rate is not None, "optim", "learning_rate", None, "a positive number", "Only the head many_steps has a rule.")
         assert self.learning_rate is not None
         return self.learning_rate
 
     @property
     def averages(self) -> bool:
-        """Whether averaged weights are kept beside the last ones."""
+        """bool: whether averaged weights are kept."""
         return self.average or self.ema_decay is not None
 
 
 @dataclass(frozen=True)
 class HardwareConfig:
-    """Where and how fast; must not change the result beyond rounding (a test changes each and compares)."""
+    """Device and speed; must not change the result beyond rounding (a test changes each and compares)."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     physical_batch_size: int = 64
@@ -131,7 +131,7 @@ class HardwareConfig:
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Autocast of the forward pass; norms, sums and noise stay in float32. float16 takes its loss scale from a public batch."""
     compile: bool = False
-    """Compile transformer blocks (torch.compile); pays on a GPU and in long runs, and takes a minute or more at the start."""
+    """Compile transformer blocks (torch.compile): faster on a GPU and in long runs, after a minute or more at the start."""
     workers: int = 2
     """Threads that read and decode images."""
     checkpoint_every_s: float = 300.0
@@ -152,7 +152,7 @@ class RunConfig:
     """One run: recipe and hardware. Variants are made with ``dataclasses.replace``."""
 
     recipe: str
-    """Name in ``dpvision.recipes.RECIPES`` that this started from."""
+    """Name of the original recipe in ``dpvision.recipes.RECIPES``."""
     privacy: PrivacyConfig
     model: ModelConfig = field(default_factory=MAEConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -161,10 +161,10 @@ class RunConfig:
     seed: int = 0
     """Initialisation, masks and augmentation only: never the draw of the batch or the noise."""
     init_from: str | None = None
-    """Run folder or checkpoint whose weights this run starts from; its lineage is taken over."""
+    """Run folder or checkpoint whose weights this run starts from; its lineage is inherited."""
     public_weights: str | None = None
-    """For a file of weights that carries no lineage, with init_from or a head's encoder: your declaration that they are public, as 'NAME;
-    LICENCE; SOURCE'. The statement repeats it, and says that it is declared."""
+    """For weights without a lineage, from init_from or of a head's encoder: the declaration that they are public, as 'NAME; LICENCE;
+    SOURCE'. The statement repeats it as declared."""
 
     def __post_init__(self) -> None:
         require(not self.data.own_sizes, "run", "data.own_sizes", self.data.own_sizes, "none: a frozen encoder sets it", "Leave it out.")

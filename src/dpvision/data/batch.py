@@ -1,4 +1,4 @@
-"""What a loss function sees: one physical batch of records.
+"""The input of a loss function: one physical batch of records.
 
 Legend: B records (rows), V views of a record, C channels, H height, W width, L tokens, K labels.
 """
@@ -20,5 +20,5 @@ class Batch(NamedTuple):
     token_BVL: Tensor | None = None
     """int64 token ids, None without captions."""
     label_B: Tensor | None = None
-    """int64 of shape (B,), -1 for none; or, where records may have several labels, uint8 (B, K), 1 for each class of the record and 0
-    elsewhere, ``multi_label.NOT_KNOWN`` throughout for no answer. None without labels."""
+    """int64 of shape (B,), -1 if unlabelled. With several labels per record, uint8 (B, K): 1 for each class of the record, 0 elsewhere,
+    ``multi_label.NOT_KNOWN`` throughout if unlabelled. None if the store has no labels."""

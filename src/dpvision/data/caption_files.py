@@ -22,20 +22,20 @@ IMAGE_COLUMNS = ("image", "file_name", "filename", "image_name", "path")
 
 
 class CaptionFile:
-    """Captions by the name of their image. Held in memory: about 200 bytes a caption."""
+    """Captions by image name, held in memory (about 200 bytes per caption)."""
 
     def __init__(self, path: str | Path) -> None:
         """Read the file.
 
         Raises:
-            DataError: it cannot be read, is in an encoding that cannot be told, or has none of the three forms.
+            DataError: the file cannot be read, its encoding cannot be determined, or it has none of the three formats.
         """
         self._path = Path(path)
         self._captions: dict[str, list[str]] = {}
         for name, caption in _entries(self._path):
             self._captions.setdefault(name.removeprefix("./"), []).append(caption)
         if not self._captions:
-            raise DataError(f"captions: {path} has none; expected a caption at least. Name the file that has them.")
+            raise DataError(f"captions: {path} has none; expected at least one caption. Pass the file that holds them with --captions.")
         self._without_extension: dict[str, str | None] = {}
         for name in self._captions:
             stem = _stem(name)
@@ -43,13 +43,12 @@ class CaptionFile:
         self._taken: dict[str, str] = {}
 
     def attach(self, samples: Iterable[Sample]) -> Iterator[Sample]:
-        """The samples, each with the captions that stand under its name, besides those it has.
+        """Yield the samples, each with the captions listed under its name added to its own.
 
-        An image is found under its path in the source, or under its file's name alone; with or without its extension, as members of
-        tars are known without.
+        An image matches by its path in the source or by its file name, with or without the extension (tar members have none).
 
         Raises:
-            DataError: one name would be that of two images.
+            DataError: one name matches two images.
         """
         for sample in samples:
             name = None if sample.problem is not None else self._name_of(sample.key)
@@ -59,7 +58,7 @@ class CaptionFile:
             if name in self._taken:
                 raise DataError(
                     f"captions: {self._path}: {name!r} is the name of two images, {self._taken[name]!r} and {sample.key!r}; "
-                    "expected one. Write their paths below the source, or import the folders separately."
+                    "expected one. Write paths relative to the source in the file, or import the folders separately."
                 )
             self._taken[name] = sample.key
             own = sample.fields.get("captions")
@@ -67,7 +66,7 @@ class CaptionFile:
             yield sample._replace(fields=sample.fields | {"captions": [*given, *self._captions[name]]})
 
     def summary(self) -> dict[str, int]:
-        """Counts for the operator, once all samples have passed.
+        """Counts for the operator, valid once all samples were attached.
 
         Raises:
             DataError: no image has a caption.
@@ -76,7 +75,7 @@ class CaptionFile:
             example = next(iter(self._captions))
             raise DataError(
                 f"captions: {self._path}: none of its {len(self._captions):,} images ({example!r}, ...) is in the source; "
-                "expected their names. Check that file and images belong together."
+                "expected names of its images. Pass the caption file that belongs to this source."
             )
         unused = [name for name in self._captions if name not in self._taken]
         return {
@@ -108,8 +107,8 @@ def _entries(path: Path) -> Iterator[tuple[str, str]]:
         raise DataError(f"captions: {path}: {error.strerror}; expected a readable file. Check the path.") from None
     if text is None:
         raise DataError(
-            f"captions: {path} is in another encoding; expected UTF-8, or UTF-16 with its mark. "
-            "Convert it, e.g. `iconv -f WINDOWS-1252 -t UTF-8`, with the encoding that it was written in."
+            f"captions: {path} is in another encoding; expected UTF-8, or UTF-16 with a byte order mark. "
+            "Convert it, e.g. `iconv -f WINDOWS-1252 -t UTF-8`, from the encoding that it was written in."
         )
     if path.suffix.lower() == ".json":
         return _coco(text, path)
@@ -125,13 +124,13 @@ def _coco(text: str, path: Path) -> Iterator[tuple[str, str]]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"captions: {path} ({error!r}); expected images with id and file_name, annotations with image_id and caption. "
-            "Name one of COCO's files, or a table."
+            "Pass a caption file of COCO, or a table."
         ) from None
     return ((name, _text(caption)) for name, caption in entries)
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""  # counted at the import as an empty one
+    return value if isinstance(value, str) else ""  # the import counts it as empty
 
 
 def _tabbed(text: str, path: Path) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Captions of a store as rows of a batch: which caption a view gets is the record's own draw.
+"""Captions of a store as token rows of a batch; each record draws which of its captions a view gets.
 
 Legend: B records, V views, L tokens.
 """
@@ -17,25 +17,25 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class CaptionReader:
-    """Reads, chooses and encodes; safe to use from several threads."""
+    """Reads, chooses and encodes captions; safe to use from several threads."""
 
     tokenizer: CaptionTokenizer
     num_tokens: int
-    """L, with BOS and EOS, at least 2."""
+    """L, BOS and EOS included, at least 2."""
 
     def read(self, store: Store, rows: np.ndarray, key: StepKey, views: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token rows of the records ``rows``.
+        """Draw and encode one caption per view for the records ``rows``.
 
-        A record's captions are put in an order drawn by (seed, step, record id) in the stream "caption"; view v takes the v-th of them,
-        starting over where there are fewer. So each is as likely as the others, and no view repeats one before all had their turn.
+        A record's captions are permuted by (seed, step, record id) in the stream "caption"; view v takes the v-th of them, starting over
+        if there are fewer. So all captions are equally likely, and none repeats before each was used.
 
         Returns:
-            token_BVL int64, and has_caption_B bool. A record without a caption, or whose line in the store is damaged, gets the tokens
-            of an empty one, with which any loss is finite: it is to have weight zero.
+            token_BVL int64, and has_caption_B bool. A record without a caption, or with a damaged line in the store, gets the tokens of
+            an empty caption, so that its loss is finite; the caller gives it weight zero.
         """
         captions = store.captions_many(rows)
         most = max(map(len, captions), default=0)
-        # number i of a record is the same however many are drawn, so that neighbours with more captions change nothing
+        # a record's i-th number is the same however many are drawn, so neighbours with more captions change nothing
         uniform = key.uniform_numpy(store.index["id"][rows], "caption", max(most, 1))
         token_BVL = np.empty((len(rows), views, self.num_tokens), dtype=np.int64)
         empty_L = self.tokenizer.encode("", self.num_tokens)
@@ -53,11 +53,11 @@ class CaptionReader:
 def check_captions(store: Store, rows: np.ndarray) -> None:
     """Refuse a store that a captioner cannot be trained on.
 
-    How many captions there are is private where the images are: the message is for whoever holds them, and stands in no file of the
-    run. During a step nothing is raised.
+    The number of captions in a private store is private: the message is for the operator's terminal and goes into no file of the run.
+    Nothing is raised during a step.
 
     Args:
-        rows: int64 rows that take part.
+        rows: int64 rows that may be drawn.
 
     Raises:
         DataError: a record has no caption.

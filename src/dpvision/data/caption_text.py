@@ -1,4 +1,4 @@
-"""Text to train a tokenizer on: files, public stores, the sentences of procedural scenes. What is in it ends up in the tokenizer's file."""
+"""Text to train a tokenizer on: files, public stores, captions of procedural scenes. It ends up in the tokenizer's file."""
 
 import gzip
 import io
@@ -18,10 +18,10 @@ _ROWS_AT_ONCE = 1024
 
 
 def file_captions(paths: Sequence[Path]) -> Iterator[str]:
-    """Lines of text files, one caption each; .gz files are unpacked as they are read.
+    """Yield the lines of text files, one caption each; .gz files are decompressed as they are read.
 
     Raises:
-        DataError: a file cannot be read, or is in an encoding that cannot be told.
+        DataError: a file cannot be read, or its encoding cannot be determined.
     """
     for path in paths:
         try:
@@ -34,17 +34,17 @@ def file_captions(paths: Sequence[Path]) -> Iterator[str]:
                     yield line
         except UnicodeError:
             raise DataError(
-                f"tokenizer: {path} is in another encoding; expected UTF-8, or UTF-16 with its mark. Convert it, e.g. with iconv."
+                f"tokenizer: {path} is in another encoding; expected UTF-8, or UTF-16 with a byte order mark. Convert it with iconv."
             ) from None
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"tokenizer: {path}: {error}; expected a readable text file. Check the path, or copy it again.") from None
 
 
 def store_captions(store: Store) -> Iterator[str]:
-    """All captions of a public store, record by record.
+    """Yield all captions of a public store, record by record.
 
     Raises:
-        PrivacyError: the store is private. A tokenizer shows which words occur, and no noise is added to it (guarantee.md, rule 7).
+        PrivacyError: the store is private. A tokenizer shows which words occur, and no noise is added to it (docs/privacy.md).
     """
     if store.visibility != "public":
         raise PrivacyError(
@@ -61,7 +61,7 @@ def _store_captions(store: Store) -> Iterator[str]:
 
 
 def scene_captions(num: int) -> Iterator[str]:
-    """Sentences of the scenes 0 ... num - 1 without drawing them: those of ``synthetic.scenes.make_scene``.
+    """Captions of the scenes 0 ... num - 1, the same as ``synthetic.scenes.make_scene`` gives, without rendering the images.
 
     Raises:
         ConfigError: ``num`` is below 1.

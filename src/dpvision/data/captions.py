@@ -1,6 +1,6 @@
-"""Captions as they come, and as the store keeps them: read without guessing, repaired, cleaned, cut, each once.
+"""Clean captions at the import: decode without guessing, repair, truncate, drop repeats.
 
-All of it happens once, at the import, so that ``records.jsonl`` holds what is trained on.
+This happens once, so ``records.jsonl`` holds the text that is trained on.
 """
 
 import codecs
@@ -14,13 +14,13 @@ import ftfy
 
 CAPTION_FIELDS = ("captions", "caption", "text")
 MAX_CAPTION_CHARS = 1000
-"""A learned entry of a tokenizer is rarely longer than twenty characters, so that 40 tokens (DP-Cap) see no more than this."""
+"""A tokenizer's entries are rarely longer than 20 characters, so 40 tokens (DP-Cap) reach no further."""
 MAX_TEXT_BYTES = 1 << 20
-"""Of a file beside an image: longer ones are no captions."""
+"""Limit for the text file of an image; a longer one is not a caption."""
 
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
-    # UTF-32's little-endian mark begins with UTF-16's: it has to be asked for first
+    # UTF-32's little-endian mark begins with UTF-16's, so it is tested first
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
@@ -32,20 +32,20 @@ _CONTROLS_IN_TEXT = 0.1
 
 
 class Captions(NamedTuple):
-    """What a sample's caption fields gave."""
+    """Captions of a sample, and counts of those cut or dropped."""
 
     kept: tuple[str, ...]
     """Clean, distinct, in the order of the source."""
     num_cut: int
-    """Of ``kept``: those that were longer than MAX_CAPTION_CHARS."""
+    """Number of ``kept`` that were longer than ``MAX_CAPTION_CHARS``."""
     dropped: Counter[str]
-    """Captions that were given and not kept, by reason; one that repeats another is merged with it, and not counted."""
+    """Number of captions dropped, by reason. Repeats are merged and not counted."""
 
 
 def find_captions(fields: Mapping[str, Any]) -> Captions:
-    """Captions of a sample from its ``CAPTION_FIELDS``, each a text, the bytes of a text file, or a list of them.
+    """Collect a sample's captions from its ``CAPTION_FIELDS``: strings, bytes of text files, or lists of these.
 
-    Nothing here raises: what is no text, is empty once cleaned, or is in an encoding that cannot be told, is dropped and counted.
+    Never raises: a value that is not text, is empty once cleaned, or has an unknown encoding is dropped and counted.
     """
     kept: dict[str, bool] = {}
     dropped: Counter[str] = Counter()
@@ -69,20 +69,20 @@ def find_captions(fields: Mapping[str, Any]) -> Captions:
 
 
 def clean_caption(text: str) -> str:
-    """The caption as it is stored: broken encodings, HTML entities, curly quotes and ligatures repaired (ftfy), control and format
-    characters removed, white space squeezed to single blanks, at most ``MAX_CAPTION_CHARS`` characters, cut between words where it can be.
+    """Return the caption as it is stored: broken encodings, HTML entities, curly quotes and ligatures repaired (ftfy), control and format
+    characters removed, white space collapsed, cut to ``MAX_CAPTION_CHARS`` characters, between words if possible.
 
-    Case stays: folding it is the tokenizer's business. The result may be empty.
+    Case is kept; the tokenizer folds it. The result may be empty.
     """
     return _clean(text)[0]
 
 
 def decode_text(data: bytes) -> str | None:
-    """The text of a file, or None where its encoding cannot be told.
+    """Return the text of a file, or None if its encoding cannot be determined.
 
-    UTF-8, or UTF-16 and UTF-32 with their mark at the beginning: these can be checked. Windows-1252, Latin-2, Shift-JIS and the like
-    cannot: any bytes are text in several of them, and a wrong guess garbles without a word. NUL, escape sequences or many control
-    characters are the traces of other encodings whose bytes happen to be valid UTF-8 (UTF-16 without a mark, ISO-2022).
+    UTF-8, and UTF-16 and UTF-32 with a byte order mark, can be checked. Windows-1252, Latin-2, Shift-JIS and the like cannot: any bytes
+    are valid in several of them, and a wrong guess garbles the text silently. NUL, escape sequences or many control characters indicate
+    other encodings whose bytes happen to be valid UTF-8 (UTF-16 without a mark, ISO-2022).
     """
     try:
         text = data.decode(text_encoding(data))
@@ -94,15 +94,15 @@ def decode_text(data: bytes) -> str | None:
 
 
 def text_encoding(head: bytes) -> str:
-    """Python's name of the encoding that the mark at the beginning says; UTF-8, to be checked by decoding, without one."""
+    """Python's name of the encoding that the byte order mark gives; UTF-8, checked by decoding, if there is none."""
     return next((name for mark, name in _MARKS if head.startswith(mark)), "utf-8")
 
 
 def _clean(text: str) -> tuple[str, bool]:
     squeezed = " ".join(text.split())
-    # ten times: repairs can shorten a text (an entity is up to ten characters long), and cost time where it is long
+    # ten times the limit: repairs shorten text (an HTML entity has up to ten characters), and are slow on long text
     raw = squeezed[: 10 * MAX_CAPTION_CHARS]
-    if not (raw.isascii() and raw.isprintable() and "&" not in raw):  # such a text is what ftfy makes of it
+    if not (raw.isascii() and raw.isprintable() and "&" not in raw):  # ftfy leaves such text unchanged
         raw = "".join(c for c in ftfy.fix_text(raw) if c.isspace() or c in _JOINERS or unicodedata.category(c) not in ("Cc", "Cf"))
         raw = " ".join(raw.split())
     is_cut = len(raw) > MAX_CAPTION_CHARS or len(squeezed) > 10 * MAX_CAPTION_CHARS

@@ -1,4 +1,4 @@
-"""The papers' data sets by name: how each lies on disk, its splits, its classes in their fixed order, and how it is scored.
+"""The papers' data sets by name: layout on disk, splits, classes in a fixed order, and metric.
 
 Nothing is downloaded. ``ROOT`` is the folder into which the official archives (or torchvision) were unpacked.
 """
@@ -20,27 +20,27 @@ from dpvision.data.sources import Sample, Source, file_sample, open_source
 from dpvision.errors import DataError
 
 Metric = Literal["accuracy", "mean_per_class"]
-_TRAIN_PER_CLASS = 30  # Caltech-101's custom
+_TRAIN_PER_CLASS = 30  # Caltech-101's usual protocol
 _CIFAR_PX = 32
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What is fixed about a data set."""
+    """The published facts of a data set, and its reader."""
 
     title: str
     num_classes: int
     splits: dict[str, int]
-    """Images of each split as published; the last is the one that papers score on."""
+    """Number of images in each split as published; papers report scores on the last."""
     metric: Metric
     layout: str
-    """What is expected below ROOT, for documentation and errors."""
+    """Files expected below ROOT, for documentation and errors."""
     licence: str
     read: Callable[["Dataset", Path, str], Source]
 
 
 def dataset_source(name: str, split: str, root: str | Path) -> Source:
-    """Samples of one split with integer labels, and the names of the classes, whose order is the same for every split.
+    """Open one split: samples with integer labels, and the class names, in the same order for every split.
 
     Args:
         name: a key of ``DATASETS``.
@@ -48,13 +48,13 @@ def dataset_source(name: str, split: str, root: str | Path) -> Source:
         root: the folder into which its archives were unpacked.
 
     Raises:
-        DataError: unknown name or split; a folder, a list or a class is missing, or there are more classes than there should be.
+        DataError: unknown name or split; a folder, a list or a class is missing, or there are too many classes.
     """
     dataset = find_dataset(name)
     if split not in dataset.splits:
         raise DataError(f"dataset {name}: split={split!r}; expected one of {', '.join(dataset.splits)}. Name it with --split.")
     if not Path(root).is_dir():
-        raise DataError(f"dataset {name}: {root} is no folder; expected {dataset.layout}. Correct the path.")
+        raise DataError(f"dataset {name}: {root} is no folder; expected {dataset.layout}. Pass the folder of the unpacked archives.")
     source = dataset.read(dataset, Path(root), split)
     got = len(source.label_names or [])
     if got != dataset.num_classes:
@@ -63,7 +63,7 @@ def dataset_source(name: str, split: str, root: str | Path) -> Source:
 
 
 def find_dataset(name: str) -> Dataset:
-    """The entry of ``DATASETS``; raises DataError with the closest names."""
+    """Return the entry of ``DATASETS``, or raise DataError with the closest names."""
     if name in DATASETS:
         return DATASETS[name]
     close = difflib.get_close_matches(name, DATASETS, n=2)
@@ -75,12 +75,15 @@ def find_dataset(name: str) -> Dataset:
 
 
 def _find(dataset: Dataset, root: Path, *candidates: str) -> Path:
-    """The first of several places that exists below root, or below the one folder that an archive unpacks to."""
+    """Return the first of the candidate paths that exists below ``root``."""
     for candidate in candidates:
         if (root / candidate).exists():
             return root / candidate
     there = sorted(entry.name for entry in root.iterdir())[:6]
-    raise DataError(f"dataset: {root} has no {' or '.join(candidates)} (it has {there}); expected {dataset.layout}. Correct the path.")
+    raise DataError(
+        f"dataset: {root} has no {' or '.join(candidates)} (it has {there}); expected {dataset.layout}. Pass the folder of the unpacked "
+        "archives."
+    )
 
 
 def _lines(file: Path) -> list[str]:
@@ -106,7 +109,7 @@ def _folders(folder: Path) -> list[str]:
 
 
 def _class_folders(dataset: Dataset, folder: Path, others: list[Path]) -> Source:
-    """Class folders below ``folder``; the same ones must be in every other split that is there."""
+    """Open class folders below ``folder``; every other split on disk must have the same ones."""
     names = _folders(folder)
     for other in [o for o in others if o.is_dir()]:
         differ = sorted(set(names) ^ set(_folders(other)))
@@ -153,7 +156,7 @@ def _places365(dataset: Dataset, root: Path, split: str) -> Source:
 
 def _places205(dataset: Dataset, root: Path, split: str) -> Source:
     inside = "trainvalsplit_places205"
-    # the class names stand in the paths of the training list only: abbey in a/abbey/x.jpg
+    # only the paths of the training list hold the class names: abbey in a/abbey/x.jpg
     names: dict[int, str] = {}
     listed = {s: list(_pairs(_find(dataset, root, f"{inside}/{s}_places205.csv", f"{s}_places205.csv"))) for s in ("train", split)}
     for name, label in listed["train"]:
@@ -199,7 +202,10 @@ def _cifar(dataset: Dataset, root: Path, split: str) -> Source:
         python = " (the Python version is a pickle, which dpvision does not open: take the binary version)"
         found = any((root / p).exists() for p in ("cifar-100-python", "cifar-10-batches-py", "data_batch_1"))
         found = found or (many and (root / "train").is_file())
-        raise DataError(f"dataset: {root} has no .bin files; expected {dataset.layout}{python if found else ''}. Correct the path.")
+        raise DataError(
+            f"dataset: {root} has no .bin files; expected {dataset.layout}{python if found else ''}. Pass the folder of the unpacked "
+            "archives."
+        )
     if many:
         files = [_find(dataset, folder, f"{split}.bin")]
     else:
@@ -256,7 +262,7 @@ def _aircraft(dataset: Dataset, root: Path, split: str) -> Source:
     return Source(_listed(_find(dataset, data, "images"), chosen, len(names)), names)
 
 
-# Counts: the publishers' pages; Caltech-101's without its background class, split by this file.
+# Counts are the publishers'; Caltech-101 is without its background class, and this file splits it.
 DATASETS: dict[str, Dataset] = {
     "imagenet": Dataset(
         "ImageNet-1K", 1000, {"train": 1_281_167, "val": 50_000}, "accuracy", "train/WNID/ and val/WNID/ (as torchvision sorts them)",

@@ -1,4 +1,4 @@
-"""Declared public numbers (of records, of units) beside what a store holds. Every count here is private: for the operator only."""
+"""Compare declared public numbers (of records, of units) with a store's counts, which are private: for the operator only."""
 
 import math
 
@@ -7,16 +7,16 @@ import numpy as np
 from dpvision.data.store import Store
 
 TOLERANCE = 0.01
-"""How far a store's count may be from the declared number, as a share of it: the number is public and may be rounded."""
+"""Largest relative difference between a store's count and the declared number, which is public and may be rounded."""
 
 
 def fits(count: int, declared: int, *, at_most: bool = False) -> bool:
-    """Whether ``count`` is within 1% of ``declared``, and with ``at_most`` no larger."""
+    """Return whether ``count`` is within 1% of ``declared``, and with ``at_most`` no larger."""
     return math.fabs(count - declared) <= TOLERANCE * declared and not (at_most and count > declared)
 
 
 def rounded_up(count: int) -> int:
-    """The roundest number that ``count`` fits, never below it: of as few significant digits as 1% allows, so 8981 gives 9000."""
+    """Round ``count`` up to as few significant digits as 1% allows: 8981 gives 9000."""
     for power in range(len(str(count)) - 1, 0, -1):
         rounded = -(-count // 10**power) * 10**power
         if fits(count, rounded, at_most=True):
@@ -25,11 +25,11 @@ def rounded_up(count: int) -> int:
 
 
 def has_units(store: Store) -> bool:
-    """Whether the import named the unit (person) of each record."""
+    """Return whether the import recorded units (persons)."""
     return store.meta.get("unit_field") is not None
 
 
 def count_units(store: Store, rows: np.ndarray) -> int:
-    """Units among int64 ``rows``; a record without one is its own."""
+    """Number of units among int64 ``rows``; a record without one is its own unit."""
     unit = store.index["unit"][rows]
     return len(np.unique(unit[unit >= 0])) + int((unit < 0).sum())

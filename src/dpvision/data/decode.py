@@ -1,6 +1,6 @@
-"""Bytes of an image to uint8 RGB pixels: every colour mode, EXIF orientation honoured, bombs refused from the header.
+"""Decode image files to uint8 RGB pixels: every colour mode, EXIF orientation applied, decompression bombs refused from the header.
 
-The store keeps the original bytes; what is below happens each time a record is read, and depends on nothing but its bytes:
+The store keeps the original bytes. These rules apply each time a record is read, and depend on its bytes only:
 
 - JPEG in grey, YCbCr or RGB by simplejpeg; HEIF by pillow-heif, where it is installed; everything else, and JPEG that simplejpeg
   refuses, by Pillow.
@@ -38,7 +38,7 @@ Image.init()  # registers every reader now: done lazily it is a race between the
 
 
 class BadImage(DataError):
-    """Bytes that cannot become pixels. ``reason`` is one of a few words, fit for counting."""
+    """Bytes that cannot be decoded; ``reason`` is one of a fixed set, for counting."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         remedy = 'Install pillow-heif (the extra "heif"), or convert it to JPEG.' if reason == "HEIF" else "Leave it out or repair it."
@@ -47,7 +47,7 @@ class BadImage(DataError):
 
 
 def decode(data: bytes) -> np.ndarray:
-    """Upright pixels of an image, uint8 of shape (H, W, 3).
+    """Return the upright pixels of an image, uint8 of shape (H, W, 3).
 
     Args:
         data: a whole image file in one of ``FORMATS``, or HEIF where pillow-heif is installed.
@@ -110,7 +110,7 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _decode_jpeg(data: bytes) -> np.ndarray | None:
-    """Pixels by simplejpeg; None when it is a case for Pillow (CMYK, or one that only a lenient reader takes)."""
+    """Decode with simplejpeg; None if Pillow has to try (CMYK, or a file that only a lenient reader accepts)."""
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:

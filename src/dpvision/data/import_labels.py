@@ -1,8 +1,8 @@
-"""Labels of an import as they come: one a record or several, names or numbers, never both in one store.
+"""Labels at the import: one or several per record, names or numbers, one kind per store.
 
-A class's number must not depend on private records: numbers by the alphabet of the names that were found shift when one more image brings a
-class of its own, and with them every contribution of every other record. So the classes of a private store are declared, in a list or by
-numbers; only those of a public store are numbered by the names found.
+A class number must not depend on private records: if the names found were numbered alphabetically, one image of a new class would shift
+the numbers, and with them the contributions of other records. So the classes of a private store are declared, in a list or as numbers;
+only a public store is numbered by the names found.
 """
 
 import json
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
 UnknownClasses = Literal["refuse", "unlabelled"]
 _SHOWN = 100
 _NAMED_AT_MOST = 5
-_REMEDY = "Correct it, or choose another --label-from."
+_REMEDY = "Change it in the source, or choose another --label-from."
 
 
 @dataclass(frozen=True)
 class ClassRule:
-    """How names become classes."""
+    """How class names become numbers."""
 
     declared: tuple[str, ...] | None = None
-    """Names of the classes in the order of their numbers; if None, the source's, else those found, sorted, in a public store only."""
+    """Class names in the order of their numbers; if None, the source's names, else, in a public store only, those found, sorted."""
     unknown: UnknownClasses = "refuse"
-    """What becomes of a record with a class that is not among them."""
+    """What to do with a record of another class."""
 
 
 def read_classes(path: str | Path) -> tuple[str, ...]:
-    """Names of classes from a file, one a line or as a JSON list; their order is that of the numbers.
+    """Read class names from a file, one per line or as a JSON list, in the order of their numbers.
 
     Raises:
-        DataError: it cannot be read, is empty, or has a name twice.
+        DataError: the file cannot be read, is empty, or repeats a name.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         names = json.loads(text) if text.lstrip().startswith("[") else [line.strip() for line in text.splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise DataError(f"classes: {path}: {error}; expected a list of names in UTF-8, one a line or as JSON. Check the file.") from None
+        raise DataError(f"classes: {path}: {error}; expected names in UTF-8, one per line or as a JSON list. Rewrite it so.") from None
     if not all(isinstance(name, str) and name for name in names) or not names or len(set(names)) < len(names):
-        raise DataError(f"classes: {path}: {len(names)} entries; expected one or more different names. Correct the list.")
+        raise DataError(f"classes: {path}: {len(names)} entries; expected one or more different names. Remove the repeated ones.")
     return tuple(names)
 
 
 class ImportedLabels:
-    """What a field says of each record, as a number for the index; ``finish`` turns these numbers into classes.
+    """Labels from one field, as provisional numbers for the index; ``finish`` turns these into classes.
 
-    A list gives a record several labels, and an empty list is an answer; a field that is missing, null or -1 is none.
+    A list gives a record several labels; an empty list means none of the classes. A field that is missing, null or -1 means no label.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class ImportedLabels:
     ) -> None:
         """
         Args:
-            names: of the classes, where the source numbers them.
-            separator: between the classes of one record in a text; if None, a text is one class.
-            private: names are numbered by a declared list only.
-            rule: that list, and what becomes of other names.
+            names: class names, if the source has integer labels.
+            separator: separates the classes of one record in a string; if None, a string is one class.
+            private: number names by a declared list only.
+            rule: the declared list, and what to do with other names.
         """
         if separator is not None and not separator.strip():
-            raise DataError(f"data import: label_separator={separator!r}; expected a sign that no class has in its name. Use '|'.")
+            raise DataError(f"data import: label_separator={separator!r}; expected a character that no class name contains. Use '|'.")
         self.field, self._names, self._separator = field, names, separator
         self._private, self._rule = private, rule or ClassRule()
         self._number_of = {name: i for i, name in enumerate(self._rule.declared or ())}
@@ -79,17 +79,17 @@ class ImportedLabels:
         self._numbers = False
 
     def value(self, sample: "Sample") -> Any:
-        """What the field says, with a text cut at the separator; None where it says nothing."""
+        """The field's value, with a string split at the separator; None if there is no label."""
         value = sample.fields.get(self.field)
         if self._separator is not None and isinstance(value, str):
             return [part.strip() for part in value.split(self._separator)] if value.strip() else []
-        return None if not isinstance(value, list | tuple) and value == -1 else value  # -1: how public sets mark that there is none
+        return None if not isinstance(value, list | tuple) and value == -1 else value  # -1 marks a missing label in public data sets
 
     def number(self, key: str, value: Any) -> int:
-        """Of a value of the record ``key``: its class, or its set, as ``finish`` knows them; -1 for none.
+        """Provisional number of a value's class, or set of classes, for ``finish``; -1 for no label.
 
         Raises:
-            DataError: it is no class or no list of different classes, or a list where those before it were none.
+            DataError: the value is neither a class nor a list of different classes, or some records have lists and others single classes.
         """
         if value is None:
             return -1
@@ -110,14 +110,14 @@ class ImportedLabels:
         return self._sets.add(frozenset(classes))
 
     def _class(self, key: str, one: Any, value: Any) -> Any:
-        """Of one class of a record its number, as ``finish`` knows it; None where it is not declared."""
+        """Provisional number of one class; None if it is not declared."""
         several = isinstance(value, list | tuple)
         if isinstance(one, str) and (one or not several):
             if self._rule.declared is None and not self._private:
                 return self._classes.setdefault(one, len(self._classes))
             if self._rule.declared is not None or not one.isdecimal():
                 return self._declared(one)
-            one = int(one)  # a text that is a number needs no list
+            one = int(one)  # a numeric string needs no list
         whole = isinstance(one, int) or (isinstance(one, float) and one.is_integer())
         if not whole or (several and isinstance(one, bool)) or not 0 <= one < (len(self._names) if self._names else 2**31):
             last = f" to {len(self._names) - 1}" if self._names else " on"
@@ -135,12 +135,12 @@ class ImportedLabels:
 
     @property
     def num_unknown(self) -> int:
-        """Records with a class that is not declared."""
+        """int: number of records with a class that is not declared."""
         return self._num_unknown
 
     @property
     def may_be_unlabelled(self) -> bool:
-        """Whether the operator has said that records without a known class stay, without a label."""
+        """bool: whether records of undeclared classes are kept without a label."""
         return self._rule.unknown == "unlabelled"
 
     def _check_unknown(self) -> None:
@@ -149,13 +149,13 @@ class ImportedLabels:
         shown = ", ".join(map(repr, list(self._unknown)[:_NAMED_AT_MOST])) + (", ..." if len(self._unknown) > _NAMED_AT_MOST else "")
         if self._rule.declared is None:
             raise DataError(
-                f"data import: {self.field}: names of classes ({shown}) in a private store; expected a declared list, for numbers by the "
-                "names found would depend on the images. Write the classes, one a line, and say --classes FILE; to import without labels, "
-                "say --unknown-classes unlabelled."
+                f"data import: {self.field}: class names ({shown}) in a private store; expected a declared list, because numbers derived "
+                "from the names found would depend on the images. Write the classes, one per line, and pass --classes FILE; to import "
+                "without labels, pass --unknown-classes unlabelled."
             )
         raise DataError(
-            f"data import: {self.field}: {self._num_unknown:,} records of classes that are not declared ({shown}); expected those of the "
-            f"list of {len(self._rule.declared)}. Complete --classes, or say --unknown-classes unlabelled."
+            f"data import: {self.field}: {self._num_unknown:,} records of classes that are not declared ({shown}); expected the "
+            f"{len(self._rule.declared)} declared ones. Complete the file of --classes, or pass --unknown-classes unlabelled."
         )
 
     def _error(self, key: str, value: Any, rule: str) -> DataError:
@@ -165,20 +165,19 @@ class ImportedLabels:
 
     def _check_kind(self) -> None:
         if self._classes and self._numbers:
-            raise DataError("data import: labels are names here and numbers there; expected one kind. Choose another --label-from.")
+            raise DataError("data import: labels are both names and numbers; expected one kind. Choose another --label-from.")
 
     def finish(self, rows: np.ndarray, folder: Path) -> tuple[list[str] | None, tuple[str, int] | None]:
-        """Put classes, or places of sets, into the column ``label`` of ``rows``.
+        """Replace the provisional numbers in the column ``label`` of ``rows`` by classes, or by positions of label sets.
 
         Args:
-            folder: of the store, for the file of the sets.
+            folder: the store's folder, for the file of label sets.
 
         Returns:
-            Names of the classes: declared, the source's, or of a public store those found, sorted; name and size of the file of sets, where
-            there are any.
+            Class names (declared, the source's, or in a public store those found, sorted); name and size of the file of label sets, if any.
 
         Raises:
-            DataError: names and numbers in one store, or classes that are not declared.
+            DataError: names and numbers in one store, or undeclared classes.
         """
         self._check_kind()
         self._check_unknown()
@@ -195,5 +194,5 @@ class ImportedLabels:
             rows["label"] = place_of[rows["label"]]
             return self._names, (LABELS_FILE, (folder / LABELS_FILE).stat().st_size)
         if class_of is not None:
-            rows["label"] = np.append(class_of, -1)[rows["label"]]  # the last one serves label -1
+            rows["label"] = np.append(class_of, -1)[rows["label"]]  # the last entry serves label -1
         return self._names, None

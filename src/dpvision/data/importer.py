@@ -1,6 +1,6 @@
-"""From what a person has to a store: check every image, hash it, merge identical ones, write the index; all of it or nothing.
+"""Make a store from a source: check and hash every image, merge identical ones, write the index; all or nothing.
 
-The bytes of images are kept as they are; orientation and colour modes are handled each time they are read (decode.py).
+Image bytes are kept as they are; orientation and colour modes are handled at each read (decode.py).
 """
 
 import contextlib
@@ -49,9 +49,9 @@ def import_source(
     workers: int = 2,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
-    """Store made from an image folder, parquet files or WebDataset tars; tars are indexed where they are, the rest is copied.
+    """Import an image folder, parquet files or WebDataset tars into a new store; tars are indexed in place, the rest is copied.
 
-    Images that cannot be read, are oversized, damaged or no images are left out, counted by reason in ``Store.import_summary`` and
+    Files that cannot be read, are oversized or damaged, or are not images are left out: counted by reason in ``Store.import_summary``, and
     named only in ``confidential/left_out.jsonl``. Rows with identical image bytes become one record with all their captions.
 
     Args:
@@ -60,13 +60,13 @@ def import_source(
         public: the images need no protection; what is computed from them may be shown.
         unit_from: field that names the person an image belongs to.
         label_from: field that holds the class, or a list of classes; default the class folder, or the field ``label``.
-        label_separator: between the classes of one image where that field is a text, as in a table; an empty text is then an empty list.
-        classes: the declared classes, which a private store whose labels are names needs.
-        captions: a file of captions for these images, see ``caption_files``; those that stand beside an image stay.
-        require_captions: leave images without a caption out.
+        label_separator: separates the classes of one image if that field is a string; an empty string is then an empty list.
+        classes: the declared classes; required for a private store with class names.
+        captions: a file of captions for these images, see ``caption_files``; the source's own captions are kept too.
+        require_captions: leave out images without a caption.
         licence: licence of the images, for the statement of runs on a public store.
         workers: threads that decode.
-        progress: called now and then with the number of images looked at so far.
+        progress: called from time to time with the number of images checked so far.
 
     Raises:
         DataError: the source is empty, unknown or damaged, a field is missing, ``store_dir`` exists, or the disk is full. Nothing
@@ -112,12 +112,12 @@ def import_samples(
     workers: int = 2,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
-    """Store made from any iterable of samples; see ``import_source``.
+    """Import any iterable of samples into a new store; see ``import_source``.
 
     Args:
         label_names: names of integer labels.
-        caption_file: captions by the samples' names, new.
-        metric: what scores on the labels are, "accuracy" or "mean_per_class"; if None, whatever the evaluation is asked for.
+        caption_file: captions by the samples' names; its ``attach`` must not have been called yet.
+        metric: how scores on the labels are computed, "accuracy" or "mean_per_class"; if None, the evaluation's setting.
     """
     target = Path(store_dir).resolve()
     with new_store_folder(target, private=not public) as folder, contextlib.ExitStack() as files:
@@ -142,10 +142,10 @@ def _require_new(target: Path) -> None:
 
 @contextlib.contextmanager
 def new_store_folder(target: Path, *, private: bool) -> Iterator[Path]:
-    """A folder under a temporary name beside ``target``, given its name when the block ends well and removed when it does not.
+    """Yield a temporary folder next to ``target``; rename it to ``target`` if the block succeeds, remove it if not.
 
     Raises:
-        DataError: ``target`` exists, or something cannot be written (a full disk, say).
+        DataError: ``target`` exists, or a write fails (disk full).
     """
     _require_new(target)
     try:
@@ -161,13 +161,13 @@ def new_store_folder(target: Path, *, private: bool) -> Iterator[Path]:
 class _Checked(NamedTuple):
     sample: Sample
     problem: str | None
-    """Reason to leave it out."""
+    """Reason to leave the image out, or None."""
     record_id: int
     text: Captions
 
 
 def _checked(samples: Iterable[Sample], key: bytes, require_captions: bool, workers: int) -> Iterator[list[_Checked]]:
-    """Chunks of samples, in order, decoded and their captions cleaned by threads."""
+    """Yield chunks of samples in order; threads decode the images and clean the captions."""
 
     def check(chunk: list[Sample]) -> list[_Checked]:
         return [_check(sample, key, require_captions) for sample in chunk]
@@ -190,7 +190,7 @@ def _check(sample: Sample, key: bytes, require_captions: bool) -> _Checked:
 
 
 class _Build:
-    """The parts of a store as they grow inside ``folder``."""
+    """A store under construction in ``folder``."""
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ class _Build:
 
 
 class _ShardWriter:
-    """Tar shards of about ``SHARD_BYTES``: NUMBER.jpg, and NUMBER.json with what stood beside the image."""
+    """Writes tar shards of about ``SHARD_BYTES``: NUMBER.jpg, and NUMBER.json with key, captions, label and unit."""
 
     def __init__(self, folder: Path, files: contextlib.ExitStack) -> None:
         self._folder, self._files = folder, files
@@ -306,7 +306,7 @@ class _ShardWriter:
         self._number = 0
 
     def add(self, sample: Sample, captions: tuple[str, ...], label: Any, unit: int) -> tuple[int, int]:
-        """Write one sample; returns its shard and the offset of the image there."""
+        """Write one sample; return its shard number and the image's offset in it."""
         if self._tar is not None and self._tar.position >= SHARD_BYTES:
             self._close()
         if self._tar is None:
@@ -330,7 +330,7 @@ class _ShardWriter:
         self._tar = self._file = None
 
     def finish(self) -> list[tuple[str, int]]:
-        """Close the last shard; returns (path inside the store, size in bytes) of each."""
+        """Close the last shard; return (path inside the store, size in bytes) of each."""
         if self._tar is not None:
             self._close()
         return self._done

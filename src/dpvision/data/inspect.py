@@ -1,4 +1,4 @@
-"""What is in a store: counts, sizes, a sheet of images. Of a private store all of this is for the operator only."""
+"""Summaries of a store: counts, sizes, a sheet of images. Those of a private store are for the operator only."""
 
 from collections import Counter
 from typing import Any
@@ -18,7 +18,7 @@ _QUANTILES = (0, 5, 50, 95, 100)
 
 
 def inspect_store(store: Store, seed: int = 0) -> dict[str, Any]:
-    """Counts and distributions of a store, ready for JSON.
+    """Return counts and distributions of a store, ready for JSON.
 
     Image sizes and captions per record come from at most ``SAMPLED`` records. For a private store the result is a function of private
     data: show it on the terminal or write it under ``confidential/``.
@@ -54,9 +54,9 @@ def inspect_store(store: Store, seed: int = 0) -> dict[str, Any]:
 
 
 def contact_sheet(store: Store, num: int = 64, *, tile_px: int = 96, columns: int = 8, seed: int = 0) -> Image.Image:
-    """A sheet of ``num`` random records as square tiles (centre crops), each with the name of its label, or labels, under it.
+    """Make a sheet of ``num`` random records as square tiles (centre crops), each with its label names below.
 
-    For a private store it shows private images: keep it under ``confidential/``.
+    The sheet of a private store shows private images: keep it under ``confidential/``.
     """
     rows = _sample(store, num, seed)
     strip_px = 14 if store.labelled[rows].any() else 0
@@ -82,11 +82,11 @@ def contact_sheet(store: Store, num: int = 64, *, tile_px: int = 96, columns: in
 
 
 def texture_sheet(num: int, size_px: int, *, first: int = 0, instance: int | None = None, columns: int = 12) -> Image.Image:
-    """A sheet of the textures ``first`` ... ``first + num - 1``, row by row.
+    """Make a sheet of the textures ``first`` ... ``first + num - 1``, row by row.
 
     Args:
-        num: at least 1.
-        instance: the look at them; if None, the straight one.
+        num: 1 to 10,000.
+        instance: seed of the random view of each texture; if None, the canonical view.
 
     Raises:
         ConfigError: ``num`` or ``size_px`` is out of range.

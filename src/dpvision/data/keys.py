@@ -1,8 +1,8 @@
-"""Randomness of one record: keyed by (config seed, step, the record's own id), never by its row or place in the batch.
+"""Random numbers of one record, keyed by (config seed, step, record id), never by its row or position in the batch.
 
 A counter-based generator (splitmix64's finaliser over a keyed counter), the same bits in numpy (data side) and in torch
 (model side, any device, also under ``torch.func.vmap``). This is for masks, crops and flips, which need to be reproducible
-and well spread. It is not for noise or for drawing the batch: those are secret (guarantee.md, rule 4).
+and well spread. It is not for noise or for drawing the batch: those are secret (docs/privacy.md).
 
 Legend: B records, N numbers per record.
 """

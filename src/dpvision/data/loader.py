@@ -1,9 +1,9 @@
 """Records of a store as tensors: threads read, decode and augment; the order of the rows is kept.
 
 A record's tensor depends on its bytes, on (seed, step, id) and on the settings: never on its neighbours, its row, the number of workers or
-the size of the physical batch (guarantee.md, rule 2). Bytes that do not decode give ``valid`` False and zeros, and so does an image
-without a caption where captions are asked for; the record is neither replaced nor skipped. A shard that cannot be read is another matter,
-the machine's and not the record's, and raises DataError.
+the size of the physical batch (docs/privacy.md). Bytes that do not decode give ``valid`` False and zeros, and so does an image without a
+caption if captions are requested; the record is neither replaced nor skipped. A shard that cannot be read is a fault of the machine, not
+of a record, and raises DataError.
 
 Legend: B records, V views, C channels, H height, W width, L tokens.
 """
@@ -25,10 +25,10 @@ from dpvision.data.transform import decoded, evaluation_view, normalise, normali
 from dpvision.errors import DataError
 
 _CHUNK = 64
-"""Records in one piece of work for a thread; larger physical batches are put together from several."""
+"""Records per task of a thread; larger physical batches are joined from several tasks."""
 _AHEAD_BATCHES = 2
 _Arrays = tuple[np.ndarray, ...]
-"""id or row (B,), valid (B,), normalised pixels; of training batches with captions also tokens (B, V, L)."""
+"""id or row (B,), valid (B,), normalised pixels; in training batches with captions also tokens (B, V, L)."""
 
 
 def physical_batches(
@@ -44,20 +44,19 @@ def physical_batches(
     captions: CaptionReader | None = None,
     num_classes: int | None = None,
 ) -> Iterator[Batch]:
-    """Augmented batches of the given rows, in their order; the last one may be smaller, and no rows give no batch.
+    """Yield augmented batches of the given rows in order; the last one may be smaller, and no rows yield no batch.
 
-    Each view is a crop (``transform.training_box``, bicubic) and a horizontal flip with probability 1/2, drawn
-    from ``key`` and the record's id in the streams "crop.V" and "flip.V". Of a store of textures it is a look instead, of the stream
-    "look.V".
+    Each view is a crop (``transform.training_box``, bicubic) and a horizontal flip with probability 1/2, drawn from ``key`` and the
+    record's id in the streams "crop.V" and "flip.V". A view of a texture is drawn from the stream "look.V" instead.
 
     Args:
         rows: int64 positions in the store.
         key: seed and step.
-        physical_batch_size: records in a batch, at least 1; or those of each batch one by one, whose sum is the number of rows.
-        workers: threads, at least 1. Neither of the last two changes a bit of any record.
-        device: textures are made where they are needed; other images come on the CPU whatever it is.
-        captions: reads token_BVL beside the images (``caption_reader``); if None, no tokens.
-        num_classes: declared; K of the labels of a store whose records may have several, which has no labels without it.
+        physical_batch_size: records in a batch, at least 1; or one size per batch, which sum to the number of rows.
+        workers: threads, at least 1. Neither this nor ``physical_batch_size`` changes a bit of any record.
+        device: where textures are generated; other images are on the CPU in any case.
+        captions: reads token_BVL (``caption_reader``); if None, no tokens.
+        num_classes: the declared K of a store with several labels per record; if None, such a store yields no labels.
 
     Yields:
         Batch with image_BVCHW float32 of size ``image_size``, normalised, and label_B (None if the store has none).
@@ -96,15 +95,15 @@ def physical_batches(
 def pictures(
     store: Store, rows: np.ndarray | None, image_size: int, data: DataConfig, *, batch_size: int, workers: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Images as they are for evaluation: ``transform.evaluation_box`` resized to ``image_size`` (bicubic), normalised; with
-    ``data.own_sizes`` at their own resolution on a canvas of ``image_size`` (``transform.evaluation_view``).
+    """Yield images for evaluation: ``transform.evaluation_box`` resized to ``image_size`` (bicubic), normalised; with ``data.own_sizes``
+    at their own resolution on a canvas of ``image_size`` (``transform.evaluation_view``).
 
     Args:
         rows: int64 positions in the store; if None, all of them.
 
     Yields:
-        x_BCHW float32, row_B int64, label_B int64 (-1 where there is none, and throughout where records may have several: those are to be
-        asked of the store). Records that do not decode are absent.
+        x_BCHW float32, row_B int64, label_B int64 (-1 if unlabelled, and for every record of a store with several labels per record: see
+        ``Store.targets``). Records that do not decode are absent.
     """
     rows = np.arange(store.num_records) if rows is None else _checked_rows(store, rows)
 
@@ -121,7 +120,7 @@ def pictures(
 def _texture_batches(
     store: Store, parts: list[np.ndarray], key: StepKey, data: DataConfig, image_size: int, device: torch.device
 ) -> Iterator[Batch]:
-    """Looks at textures, made on ``device``: a GPU makes them faster than threads could hand them over."""
+    """Yield views of textures generated on ``device``: a GPU generates them faster than threads could copy them."""
     mean, std = (torch.tensor(v, device=device)[:, None, None] for v in (data.mean, data.std))
     for part in parts:
         x_BVCHW, valid_B = store.views(part, key, data, image_size, device)
@@ -143,7 +142,7 @@ def _sliced(rows: np.ndarray, batch_size: int | Sequence[int]) -> list[np.ndarra
 
 
 def _batched(work: Callable[[np.ndarray], _Arrays], parts: list[np.ndarray], workers: int) -> Iterator[tuple[np.ndarray, _Arrays]]:
-    """``work`` done on every chunk by threads, its arrays joined to batches of the rows of each part."""
+    """Apply ``work`` to chunks in threads, and yield each part of the rows with its arrays joined."""
     largest = max(map(len, parts), default=1)
     chunk = min(_CHUNK, -(-largest // workers))
     chunks = [[part[i : i + chunk] for i in range(0, len(part), chunk)] for part in parts]

@@ -1,4 +1,4 @@
-"""Rows of a source that share an image become one record, so that one person's image is clipped and counted once."""
+"""Merge rows with the same image into one record, so that one person's image is clipped and counted once."""
 
 import json
 from typing import BinaryIO
@@ -9,18 +9,18 @@ from dpvision.data.record_lines import append_line
 
 
 def merge_duplicates(rows: np.ndarray, text: BinaryIO) -> tuple[np.ndarray, dict[str, int]]:
-    """Rows with distinct ids, each the first of its image, with the captions of all rows of the same unit.
+    """Keep the first row of each image, with the captions of all its rows of the same unit.
 
     Two rows with one id have identical bytes (the chance that 63 bits collide among 200 million images is 0.2%, and costs one
-    record). The first row's label (or labels) and unit stand. Captions under another unit are dropped: the record is bounded and removed
-    with the first unit, so nothing of the other may hang on it.
+    record). The first row's label (or labels) and unit are kept. Captions under another unit are dropped: the record is bounded and
+    removed with the first unit, so it must hold nothing of another.
 
     Args:
         rows: ROW array in the order of the source.
         text: records.jsonl, open for reading and appending; a merged record gets a new line at its end.
 
     Returns:
-        The rows that stay, in order, and counts for the operator: duplicates_merged, label_conflicts, unit_conflicts.
+        The rows kept, in order, and counts for the operator: duplicates_merged, label_conflicts, unit_conflicts.
     """
     order = np.argsort(rows["id"], kind="stable")
     repeats = np.flatnonzero(np.diff(rows["id"][order]) == 0) + 1  # places in `order` that repeat the one before

@@ -1,11 +1,11 @@
-"""Several labels a record: a set of classes for each, which may be empty. Equal sets are stored once.
+"""Several labels per record: a set of classes, which may be empty. Equal sets are stored once.
 
-    labels.npy    int32: of each set the number of its classes, then the classes, ascending; memory-mapped
-    index.npy     the column ``label`` is the place of the record's set in labels.npy, -1 where the record has no answer
+    labels.npy    int32: for each set the number of its classes, then the classes, ascending; memory-mapped
+    index.npy     the column ``label`` is the position of the record's set in labels.npy, -1 if the record is unlabelled
 
-An empty set is an answer, "none of them"; no set is none.
+An empty set means none of the classes; an unlabelled record has no set.
 
-Legend: B records, M labels of all of them, K classes.
+Legend: B records, M labels of all these records, K classes.
 """
 
 from pathlib import Path
@@ -16,20 +16,20 @@ from dpvision.errors import DataError
 
 LABELS_FILE = "labels.npy"
 NOT_KNOWN = 255
-"""What ``zero_one`` has in every class of a record without a set, or with a class out of range: no target, so that it takes no part."""
-_MOST_NUMBERS = 1 << 31  # the index has 32 bits for a place
+"""Target of every class for a record that is unlabelled or has a class out of range; such a record contributes zero."""
+_MOST_NUMBERS = 1 << 31  # the index has 32 bits for a position
 _REMEDY = "Import the source again, or restore the file."
 
 
 class LabelSets:
-    """The sets of a store, by their places in ``flat``, which is what labels.npy holds."""
+    """The label sets of a store, by position in ``flat``, the array of labels.npy."""
 
     def __init__(self, flat: np.ndarray) -> None:
         self.flat = flat
 
     @classmethod
     def open(cls, path: Path, num_bytes: int) -> "LabelSets":
-        """Sets of a file. Raises DataError when it is not there, is no such file, or has not ``num_bytes`` bytes."""
+        """Open labels.npy. Raises DataError if it is missing, is another kind of file, or does not have ``num_bytes`` bytes."""
         try:
             found = path.stat().st_size
             flat = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -41,7 +41,7 @@ class LabelSets:
         return cls(flat)
 
     def check(self, place_B: np.ndarray) -> None:
-        """Refuse places at which no set lies. Raises DataError."""
+        """Raise DataError if a position holds no set."""
         place = np.unique(place_B[place_B >= 0])
         inside = place < len(self.flat)
         if inside.all():
@@ -51,7 +51,7 @@ class LabelSets:
             raise DataError(f"store: the index names labels that {LABELS_FILE} does not have; expected the files of one import. {_REMEDY}")
 
     def listed(self, place_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All labels of records whose sets are at ``place_B``: which record (0 ... B - 1) and which class, int64 (M,) each, in order."""
+        """All labels of the records with sets at ``place_B``: record (0 ... B - 1) and class of each, int64 (M,), in order."""
         place_B = place_B.astype(np.int64)
         count_B = np.where(place_B >= 0, self.flat[place_B], 0).astype(np.int64) if len(self.flat) else np.zeros_like(place_B)
         record_M = np.repeat(np.arange(len(place_B)), count_B)
@@ -60,11 +60,11 @@ class LabelSets:
 
 
 def zero_one(record_M: np.ndarray, class_M: np.ndarray, known_B: np.ndarray, num_classes: int) -> np.ndarray:
-    """uint8 (B, K): 1 for each class of a record, 0 elsewhere; ``NOT_KNOWN`` throughout for a record that ``known_B`` denies or that has a
-    class outside 0 ... K - 1.
+    """Targets, uint8 (B, K): 1 for each class of a record, 0 elsewhere; ``NOT_KNOWN`` throughout where ``known_B`` is False or a class is
+    outside 0 ... K - 1.
 
     Args:
-        record_M, class_M: as ``LabelSets.listed`` gives them.
+        record_M, class_M: as returned by ``LabelSets.listed``.
     """
     target_BK = np.zeros((len(known_B), num_classes), dtype=np.uint8)
     inside_M = (class_M >= 0) & (class_M < num_classes)
@@ -75,23 +75,23 @@ def zero_one(record_M: np.ndarray, class_M: np.ndarray, known_B: np.ndarray, num
 
 
 class LabelSetWriter:
-    """Numbers sets as they come, and writes the distinct ones. In memory it has each distinct set once."""
+    """Numbers distinct sets in order of arrival, and writes them; holds each distinct set once in memory."""
 
     def __init__(self) -> None:
         self._number: dict[frozenset[int], int] = {}
 
     def add(self, classes: frozenset[int]) -> int:
-        """Number of a set, 0 for the first."""
+        """Return the number of a set, 0 for the first."""
         return self._number.setdefault(classes, len(self._number))
 
     def write(self, path: Path, class_of: np.ndarray | None = None) -> np.ndarray:
-        """Write labels.npy; returns the place of each set by its number, int32, and -1 at the end, for records without one.
+        """Write labels.npy; return the position of each set by its number, int32, with -1 appended for unlabelled records.
 
         Args:
-            class_of: classes in the place of the numbers that were added.
+            class_of: class of each number that was added; if None, the numbers are the classes.
 
         Raises:
-            DataError: more numbers than the index can name.
+            DataError: more numbers than the index can address.
         """
         parts, places, position = [], [], 0
         for classes in self._number:
@@ -100,6 +100,6 @@ class LabelSetWriter:
             places.append(position)
             position += 1 + len(numbers)
         if position >= _MOST_NUMBERS:
-            raise DataError(f"data import: {position} numbers of labels; expected fewer than {_MOST_NUMBERS}. Import fewer images.")
+            raise DataError(f"data import: {position} label entries; expected fewer than {_MOST_NUMBERS}. Import fewer images.")
         np.save(path, np.concatenate(parts), allow_pickle=False)
         return np.array([*places, -1], dtype=np.int32)

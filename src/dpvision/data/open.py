@@ -1,4 +1,4 @@
-"""Open a store of either kind: image files in tar shards (``store``), or images that a generator makes (``texture_store``)."""
+"""Open a store of either kind: image files in tar shards (``store``), or generated textures (``texture_store``)."""
 
 import json
 from pathlib import Path
@@ -13,16 +13,16 @@ from dpvision.errors import DataError
 
 
 def is_store(path: str | Path) -> bool:
-    """Whether a folder is a store, intact or not."""
+    """Return whether a folder is a store, intact or not."""
     return (Path(path) / "store.json").exists()
 
 
 def open_store(path: str | Path) -> Store:
-    """Open a store and check it: every shard is there with its recorded size, every row lies inside its shard, and the last row of each
-    shard sits behind a tar header of its size.
+    """Open a store and check it: every shard has its recorded size, every row lies inside its shard, and the last row of each shard
+    follows a tar header of its size.
 
     Raises:
-        DataError: not a store, written by another version, or files and index do not fit together.
+        DataError: not a store, written by another version, or files and index do not match.
     """
     path = Path(path)
     meta = _description(path)
@@ -42,7 +42,7 @@ def open_store(path: str | Path) -> Store:
 
 
 def _description(path: Path) -> dict[str, Any]:
-    """Content of store.json, every field present."""
+    """Return the content of store.json, with every field present."""
     file = path / "store.json"
     try:
         meta = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""Work spread over threads, results in order, a bounded number of items ahead."""
+"""Map a function over items in threads: results in order, a bounded number of items ahead."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -10,10 +10,10 @@ R = TypeVar("R")
 
 
 def ordered_map(function: Callable[[T], R], items: Iterable[T], *, workers: int, ahead: int) -> Iterator[R]:
-    """``function`` of each item, in the order of the items, computed by ``workers`` threads.
+    """Yield ``function(item)`` in the order of the items, computed by ``workers`` threads.
 
-    Items are taken from the iterable at most ``ahead`` before their result is asked for, so memory stays bounded. An exception of
-    ``function`` or of the iterable comes out where its result would have; leaving the iterator early cancels what has not begun.
+    At most ``ahead`` items are taken before their result is requested, so memory stays bounded. An exception of ``function`` or of the
+    iterable is raised in place of its result; closing the iterator early cancels the calls that have not begun.
     """
     pool = ThreadPoolExecutor(workers)
     pending: deque[Future[R]] = deque()

@@ -1,9 +1,9 @@
-"""Which images of a public store are in a private one too: identical bytes, identical pixels, near perceptual hashes.
+"""Find images of a public store that are also in a private one: identical bytes, identical pixels, near perceptual hashes.
 
-Each reason holds for two images whatever other images there are, so that a private image without a public twin changes nothing.
+Whether two images match does not depend on other images, so a private image without a public twin changes nothing.
 
-Each store is read once; of an image 64 bytes stay in memory. What is found names private images and is as confidential as they are.
-``docs/overlap.md`` says what may be done with it, and decision 0018 why.
+Each store is read once; 64 bytes per image stay in memory. Matches name private images and are as confidential as these.
+docs/overlap.md describes how they may be used, decision 0018 why.
 
 Legend: N images of a store, M matches.
 """
@@ -28,29 +28,29 @@ from dpvision.errors import DataError
 
 How = Literal["bytes", "pixels", "perceptual", "features"]
 HOWS: tuple[How, ...] = get_args(How)
-"""Strongest first: of several reasons for a match the first stands."""
+"""Strongest first: a match for several reasons keeps the first."""
 _CHUNK = 64
 
 
 @dataclass(frozen=True)
 class Signatures:
-    """What is kept of the images of a store, in the order of its rows."""
+    """Digests and perceptual hashes of a store's images, in the order of its rows."""
 
     bytes_N: np.ndarray
-    """uint64: of the file."""
+    """uint64 digest of the file."""
     pixels_N: np.ndarray
-    """uint64: of the decoded image, its size included."""
+    """uint64 digest of the decoded image, its size included."""
     hash_N22: np.ndarray
-    """uint64: perceptual hashes of the image and of its mirror image (``perceptual``)."""
+    """uint64 perceptual hashes of the image and of its mirror image (``perceptual``)."""
     readable_N: np.ndarray
-    """False where the image does not decode: then only its bytes count."""
+    """bool: False if the image does not decode; then only its bytes are compared."""
     hashed_N: np.ndarray
-    """False also where it is of one colour: then only bytes and pixels count."""
+    """bool: False also if the image is of one colour; then only bytes and pixels are compared."""
 
 
 @dataclass(frozen=True)
 class Matches:
-    """Images of the public store with one of the private store that each is alike to; at most one each."""
+    """Images of the public store, each with one matching image of the private store."""
 
     public_M: np.ndarray
     """int64 rows, ascending."""
@@ -58,10 +58,10 @@ class Matches:
     how_M: np.ndarray
     """int64 positions in ``HOWS``."""
     distance_M: np.ndarray
-    """float64: 0 for bytes and pixels; bits that differ; 1 - cosine."""
+    """float64: 0 for bytes and pixels, differing bits for perceptual hashes, 1 - cosine for features."""
 
     def joined(self, other: "Matches") -> "Matches":
-        """Both; of two reasons for the same public image the stronger, then the nearer."""
+        """Merge both; of two matches of a public image the stronger is kept, then the nearer."""
         parts = [np.concatenate(pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True)]
         public, private, how, distance = parts
         order = np.lexsort((distance, how, public))
@@ -70,7 +70,7 @@ class Matches:
 
 
 def signatures(store: Store, *, workers: int = 2, progress: Callable[[int], None] | None = None) -> Signatures:
-    """Signatures of all images of a store, read once.
+    """Compute the signatures of all images of a store, which is read once.
 
     Raises:
         DataError: the store holds textures, or a shard cannot be read. ConfigError: imagehash is not installed.
@@ -88,7 +88,7 @@ def signatures(store: Store, *, workers: int = 2, progress: Callable[[int], None
 
 def _check_images(store: Store) -> None:
     if store.generated:
-        raise DataError(f"overlap: {store.path} holds textures, which no image is like; expected images. Leave it out.")
+        raise DataError(f"overlap: {store.path} holds generated textures; expected images. Leave it out.")
 
 
 def _signed(store: Store, rows: np.ndarray) -> np.ndarray:
@@ -107,15 +107,15 @@ def _signed(store: Store, rows: np.ndarray) -> np.ndarray:
 
 
 def _digest(data: bytes) -> int:
-    """64 bits: among a million million pairs of images, one chance in ten million that two that differ look the same."""
+    """64-bit digest: among 10^12 pairs of different images the chance of a collision is about 1 in 10^7."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
 def find_matches(public: Signatures, private: Signatures, *, radius: int | None = RADIUS) -> Matches:
-    """Matches by bytes, pixels and perceptual hashes.
+    """Match images by bytes, pixels and perceptual hashes, mirror images included.
 
     Args:
-        radius: bits by which perceptual hashes may differ, 0 to 11; if None, only what is identical counts. A mirror image counts as alike.
+        radius: bits by which perceptual hashes may differ, 0 to 11; if None, only identical bytes and pixels match.
 
     Raises:
         ConfigError: the radius is out of range.
@@ -143,13 +143,13 @@ def _equal(public_N: np.ndarray, private_N: np.ndarray, public_ok: np.ndarray, p
 
 
 def matches_of(public_M: np.ndarray, private_M: np.ndarray, how: How, distance_M: np.ndarray) -> Matches:
-    """Matches of one kind."""
+    """Make ``Matches`` of one kind."""
     how_M = np.full(len(public_M), HOWS.index(how), dtype=np.int64)
     return Matches(public_M.astype(np.int64), private_M.astype(np.int64), how_M, distance_M.astype(np.float64))
 
 
 def write_pairs(path: Path, public: Store, private: Store, found: Matches) -> None:
-    """One JSON line for each match: names and rows in both stores, how, and the distance. Confidential: it names private images."""
+    """Write one JSON line per match: names and rows in both stores, kind, distance. Confidential: it names private images."""
     with path.open("w", encoding="utf-8") as file:
         for ours, theirs, how, distance in zip(*(part.tolist() for part in vars(found).values()), strict=True):
             line = {"public": public.record(ours).key, "private": private.record(theirs).key, "how": HOWS[how], "distance": distance}
@@ -157,7 +157,7 @@ def write_pairs(path: Path, public: Store, private: Store, found: Matches) -> No
 
 
 def check_out(public: Store, out: str | Path) -> Path:
-    """The folder that ``write_without`` would make. Raises DataError where it would be refused."""
+    """Return the folder that ``write_without`` would make; raise DataError if it would refuse."""
     _check_images(public)
     target, home = Path(out).resolve(), public.path.resolve()
     if public.visibility != "public":
@@ -170,15 +170,15 @@ def check_out(public: Store, out: str | Path) -> Path:
 
 
 def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Store, methods: list[str]) -> Store:
-    """A store of the public images but those of ``rows``, with a record of what was done, for the lineage of what is trained on it.
+    """Write a store of the public images except ``rows``, with a record of the removal for the lineage of runs trained on it.
 
-    It reads the shards of the public store where they are and keeps its id, as the halves of a split do. Which images are missing, and
-    how many, depends on the private store: the folder is readable by its owner only, the record has no count of them, and whatever is
-    computed from the rest is the operator's (``Store.results_visibility``). ``cleared_from`` is the public store's own number of records.
+    It reads the public store's shards in place and keeps its id, like the halves of a split. Which images are missing, and how many,
+    depends on the private store: the folder is readable by its owner only, the record has no count of them, and results computed from the
+    remaining images are private (``Store.results_visibility``). ``cleared_from`` is the public store's number of records.
 
     Args:
-        out: folder to make, beside the public store.
-        methods: in words.
+        out: folder to make, next to the public store.
+        methods: descriptions of how the rows were found.
 
     Raises:
         DataError: the store is not public, ``out`` exists or lies elsewhere, or nothing would be left.
@@ -187,7 +187,7 @@ def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Sto
     keep = np.ones(public.num_records, dtype=bool)
     keep[rows] = False
     if not keep.any():
-        raise DataError(f"overlap: every image of {public.path} is in {private.path}; expected some that are not. It is the same data.")
+        raise DataError(f"overlap: every image of {public.path} is in {private.path}; expected some that are not. Use another store.")
     text, labels = public.meta["text"], public.meta.get("labels")
     before = public.meta.get("deduplicated") or {"against": [], "methods": []}
     record = {

@@ -1,16 +1,17 @@
-"""Perceptual hashes, and the search for near ones in time and memory that grow with the number of images, not with its square.
+"""Perceptual hashes, and a search for near ones in time and memory linear in the number of images.
 
-A hash is two times 64 bits: which low frequencies of a grey thumbnail are above their median (imagehash.phash, after Zauner 2010), and in
-which places of a smaller one it grows brighter to the right (imagehash.dhash). Recompression, resizing and small changes of colour move
-a few bits of either; other images differ in about 32. The second is for scans and drawings, all alike in their low frequencies.
+A hash is two times 64 bits: which low frequencies of a grey thumbnail are above their median (imagehash.phash, after Zauner 2010), and
+where a smaller thumbnail gets brighter to the right (imagehash.dhash). Recompression, resizing and small changes of colour flip a few bits
+of either; unrelated images differ in about 32. The second is for scans and drawings, which are all alike in their low frequencies.
 
-The search (Norouzi, Punjani and Fleet 2012): of four pieces of 16 bits, one pair differs in at most radius / 4 bits where two hashes
-differ in at most ``radius``. So each hash asks four tables of 2^16 drawers for few drawers each, and only what lies there is compared.
+The search (Norouzi, Punjani and Fleet 2012): if two hashes differ in at most ``radius`` bits, then at least one of their four 16-bit pieces
+differs in at most radius / 4 bits. So each hash looks up a few buckets in each of four tables of 2^16 buckets, and is compared with their
+content only.
 
-Whether two images are alike depends on these two only. A search that first took the nearest and then looked at it more closely would let
-one image hide the match of another, and what is found could not be accounted for image by image (decision 0018).
+Whether two images match depends on these two only. A search that took the nearest first and examined it second would let one image hide
+the match of another, and matches could not be accounted for image by image (decision 0018).
 
-Legend: N hashes that ask, M hashes that are asked, H height, W width.
+Legend: N query hashes, M base hashes, H height, W width.
 """
 
 from itertools import combinations
@@ -23,19 +24,19 @@ from dpvision.errors import ConfigError
 
 NUM_BITS = 64
 LARGEST_RADIUS = 11
-"""Beyond it a search opens thousands of drawers, and images of nothing in common begin to meet."""
+"""Beyond it a search opens thousands of buckets, and unrelated images begin to match."""
 RADIUS = 6
-"""Bits by which hashes of like images may differ, unless asked otherwise."""
+"""Default number of bits by which the first hashes of matching images may differ."""
 SECOND_RADIUS = 10
-"""Of the second hash."""
+"""The same for the second hash."""
 _PIECES, _PIECE_BITS = 4, 16
 _FLAT = 3.0
-"""Standard deviation of grey levels (0 to 255) below which an image has no frequencies to speak of: all such hashes are alike."""
+"""Standard deviation of grey levels (0 to 255) below which an image is flat and its hash means nothing."""
 _PAIRS_AT_ONCE = 1 << 22
 
 
 def perceptual_hashes(pixels_HWC: np.ndarray) -> np.ndarray | None:
-    """Both hashes, unsigned 64 bits, of an image and of its mirror image: uint64 (2, 2); None for an image of one colour or nearly.
+    """Compute both hashes of an image and of its mirror image, uint64 (2, 2); None for an image of (nearly) one colour.
 
     Args:
         pixels_HWC: uint8 RGB.
@@ -49,7 +50,7 @@ def perceptual_hashes(pixels_HWC: np.ndarray) -> np.ndarray | None:
         raise ConfigError(
             "overlap: imagehash is not installed; expected it for perceptual hashes. pip install dpvision[overlap]."
         ) from None
-    # The side that the first hash works on: its own resizing of the mirror image has nothing left to do.
+    # phash works at this size, so it resizes neither the image nor its mirror image again.
     small = Image.fromarray(pixels_HWC).convert("L").resize((32, 32), Image.Resampling.LANCZOS)
     if np.asarray(small, dtype=np.float32).std() < _FLAT:
         return None
@@ -64,16 +65,16 @@ def _number(hashed: Any) -> int:
 def nearest_within(
     hash_N2: np.ndarray, base_M2: np.ndarray, radius: int, second_radius: int = SECOND_RADIUS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each hash, the nearest one of ``base_M2`` by the first 64 bits, of those within both radii.
+    """Find for each hash the nearest of ``base_M2`` by the first 64 bits, among those within both radii.
 
     Args:
         hash_N2, base_M2: uint64; equal ones are compared once.
-        radius: of the first 64 bits, 0 to 11.
-        second_radius: of the second, 0 to 64.
+        radius: largest number of differing bits in the first 64, 0 to 11.
+        second_radius: the same for the second 64, 0 to 64.
 
     Returns:
-        int64 (N,) positions in ``base_M2``, -1 where there is none, one of them where several are as near; int64 (N,) bits of the first 64
-        that differ, 65 where there is none.
+        int64 (N,) positions in ``base_M2``, -1 for none (one of them if several are equally near), and int64 (N,) differing bits of the
+        first 64, 65 for none.
 
     Raises:
         ConfigError: a radius is out of range.
@@ -97,7 +98,7 @@ def nearest_within(
 
 
 def _masks(most: int) -> list[np.uint16]:
-    """All changes of at most ``most`` bits of a piece."""
+    """All masks of at most ``most`` bits of a piece."""
     return [np.uint16(sum(1 << bit for bit in chosen)) for k in range(most + 1) for chosen in combinations(range(_PIECE_BITS), k)]
 
 
@@ -112,12 +113,12 @@ def _look_into(
     nearest: np.ndarray,
     bits: np.ndarray,
 ) -> None:
-    """Compare each asked hash with the base hashes in its drawer; updates ``nearest`` and ``bits``."""
+    """Compare each query hash with the base hashes in its bucket; updates ``nearest`` and ``bits`` in place."""
     first, count = start[drawer], start[drawer.astype(np.int64) + 1] - start[drawer]
     ends = np.cumsum(count)
     at = 0
     while at < len(asked):
-        # As many as fit at once; a drawer that is fuller than that is taken alone.
+        # As many queries as fit at once; a larger bucket is processed alone.
         stop = max(at + 1, int(np.searchsorted(ends, (ends[at - 1] if at else 0) + _PAIRS_AT_ONCE, side="right")))
         num = count[at:stop]
         who = np.repeat(np.arange(at, stop), num)
@@ -128,7 +129,7 @@ def _look_into(
         who, found, differ = who[better], found[better], differ[better]
         better = np.bitwise_count(asked[who, 1] ^ base[found, 1]) <= second_radius
         who, found, differ = who[better], found[better], differ[better]
-        # Of several in one drawer the nearest, then the first: the last one written stands.
+        # Of several in one bucket keep the nearest, then the first: the last write wins.
         last = np.lexsort((-found, -differ, who))
         bits[who[last]], nearest[who[last]] = differ[last], found[last]
         at = stop

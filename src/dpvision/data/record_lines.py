@@ -1,6 +1,6 @@
-"""Lines of a store's records.jsonl: the key in the source and the captions of one record each.
+"""Lines of a store's records.jsonl: each holds a record's key in the source and its captions.
 
-Legend: B rows asked for.
+Legend: B requested rows.
 """
 
 import json
@@ -10,11 +10,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-_LIST_END = 4  # of a line's bytes: the one before `]}` and the line's end
+_LIST_END = 4  # from the end of a line to the byte before `]}` and the newline
 
 
 def captions_of(line: bytes) -> tuple[str, ...]:
-    """Captions of a line; none of a damaged one."""
+    """Return the captions of a line; a damaged line has none."""
     try:
         captions = json.loads(line)["captions"]
     except (ValueError, KeyError, TypeError):
@@ -23,7 +23,7 @@ def captions_of(line: bytes) -> tuple[str, ...]:
 
 
 def have_captions(text: Path, offset_B: np.ndarray, size_B: np.ndarray) -> np.ndarray:
-    """Which lines of a records.jsonl hold a caption, by their ends: ``append_line`` closes an empty list with `[]}`, others with `"]}`."""
+    """Which lines of records.jsonl hold a caption, bool (B,), read from their ends: `[]}` closes an empty list, `"]}` any other."""
     if not len(offset_B):
         return np.zeros(0, dtype=bool)
     data = np.memmap(text, dtype=np.uint8, mode="r")
@@ -31,7 +31,7 @@ def have_captions(text: Path, offset_B: np.ndarray, size_B: np.ndarray) -> np.nd
 
 
 def append_line(text: BinaryIO, key: str, captions: Sequence[str]) -> tuple[int, int]:
-    """Write a record's line at the place of ``text``, an open records.jsonl; returns its offset and size."""
+    """Write a record's line at the current position of ``text``, an open records.jsonl; return its offset and size."""
     line = json.dumps({"key": key, "captions": captions}).encode() + b"\n"
     position = text.tell()
     text.write(line)

@@ -1,6 +1,6 @@
-"""What a person has, as samples: image folders, parquet files, WebDataset tars.
+"""Read image folders, parquet files and WebDataset tars as samples.
 
-Every kind yields ``Sample``; what it means (label, unit, captions) is decided in one place, importer.py.
+Every kind yields ``Sample``; importer.py alone interprets its fields (label, unit, captions).
 """
 
 import csv
@@ -26,22 +26,22 @@ _BESIDE = (".txt", ".json")
 
 
 class Sample(NamedTuple):
-    """One image of a source with what stands beside it."""
+    """One image of a source with its metadata."""
 
     key: str
-    """Its name in the source."""
+    """The image's name in the source."""
     image: bytes
     """The image file; empty when ``problem`` is set."""
     fields: dict[str, Any]
     """Everything that ``--unit-from`` and ``--label-from`` can name; ``label`` and the ``CAPTION_FIELDS`` are used by default."""
     place: tuple[Path, int] | None = None
-    """Tar and offset where the bytes may stay; if None, they are to be written to a shard of the store."""
+    """Tar and offset at which the bytes stay; if None, the importer copies them to a shard of the store."""
     problem: str | None = None
-    """Reason to leave it out, found before decoding."""
+    """Reason to leave the image out, found before decoding."""
 
 
 class Source(NamedTuple):
-    """Samples in a fixed order, and the names of integer labels where the source has them."""
+    """Samples in a fixed order, and the names of integer labels if the source has them."""
 
     samples: Iterator[Sample]
     label_names: list[str] | None = None
@@ -55,17 +55,17 @@ def open_source(
     label_separator: str | None = None,
     workers: int = 2,
 ) -> Source:
-    """Samples of an image folder, of parquet files or of WebDataset tars.
+    """Open an image folder, parquet files or WebDataset tars.
 
     Args:
         source: a folder of images (flat, or with class folders), a .parquet or .tar file, a folder of either, or a pattern such as
             ``photos/train-*.tar``.
-        unit_from, label_from: fields that have to be read (parquet columns, columns of metadata.csv, ``parent``, keys of the json).
-        label_separator: where there is one, an empty label in a table is an answer and not a missing one.
+        unit_from, label_from: fields to read (parquet columns, columns of metadata.csv, ``parent``, keys of the json).
+        label_separator: if given, an empty label in a table is an empty list, not a missing label.
         workers: threads that scan tars.
 
     Raises:
-        DataError: there is nothing at ``source``, it is of no known kind, or a field does not exist in it.
+        DataError: ``source`` does not exist or is of no known kind, or a field does not exist in it.
     """
     kind, paths = _recognise(Path(source))
     wanted = [name for name in (unit_from, label_from) if name is not None]
@@ -103,7 +103,7 @@ def _recognise(source: Path) -> tuple[str, list[Path]]:
 def _require_fields(wanted: Iterable[str], known: Iterable[str], where: object) -> None:
     for name in wanted:
         if name not in set(known):
-            raise DataError(f"source: {where}: field={name!r}; expected one of {sorted(known)}. Correct --unit-from or --label-from.")
+            raise DataError(f"source: {where}: field={name!r}; expected one of {sorted(known)}. Change --unit-from or --label-from.")
 
 
 def _folder_samples(root: Path, unit_from: str | None, wanted: list[str], may_be_empty: str | None) -> Iterator[Sample]:
@@ -138,7 +138,7 @@ def _is_image(name: str) -> bool:
 
 
 def _texts_beside(folder: str, names: list[str]) -> dict[str, list[Path]]:
-    """NAME.txt and NAME.json that stand beside an image of that name, by NAME."""
+    """NAME.txt and NAME.json files next to an image of that name, by NAME."""
     pictures = {Path(name).stem for name in names if _is_image(name)}
     found: dict[str, list[Path]] = {}
     for name in sorted(names):
@@ -148,9 +148,9 @@ def _texts_beside(folder: str, names: list[str]) -> dict[str, list[Path]]:
 
 
 def _read_beside(paths: list[Path]) -> dict[str, Any]:
-    """Caption fields of the texts beside an image; classes and persons come from folders and the table only.
+    """Caption fields from the text files next to an image; classes and persons come from folders and the table only.
 
-    What cannot be read stands there as no text, or as its bytes: the importer counts it.
+    An unreadable file becomes an empty text, a null caption or its bytes, and the importer counts it.
     """
     fields: dict[str, Any] = {}
     for path in paths:
@@ -170,7 +170,7 @@ def _read_beside(paths: list[Path]) -> dict[str, Any]:
 
 
 def _text_or_bytes(data: bytes) -> str | bytes:
-    """The text of a file; its bytes where the encoding cannot be told, or there are too many of them for a caption."""
+    """The text of a file; its bytes if the encoding cannot be determined or the file is too long for a caption."""
     text = decode_text(data) if len(data) <= MAX_TEXT_BYTES else None
     return data if text is None else text.strip()
 
@@ -180,7 +180,7 @@ def _raise(error: OSError) -> None:
 
 
 def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
-    """The file as a sample; one that is no file, oversized or unreadable has a ``problem`` instead of bytes."""
+    """Read a file as a sample; one that is not a file, oversized or unreadable gets a ``problem`` instead of bytes."""
     try:
         if not path.is_file():
             return Sample(key, b"", fields, problem="not a file")
@@ -192,10 +192,10 @@ def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
 
 
 def _read_metadata(root: Path, may_be_empty: str | None) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Columns and rows (by file_name) of the table beside the images, as Hugging Face's imagefolder has it; empty without one.
+    """Columns and rows (by file_name) of the metadata table of Hugging Face's imagefolder layout; empty if there is no table.
 
     Args:
-        may_be_empty: the column of which an empty cell is kept; all others are left out where they are empty.
+        may_be_empty: the column whose empty cells are kept; those of other columns are dropped.
     """
     files = [root / name for name in METADATA_NAMES if (root / name).exists()]
     if not files:
@@ -264,13 +264,13 @@ def _image_column(schema: pa.Schema, path: Path) -> str:
 
     for field in schema:
         in_struct = pa.types.is_struct(field.type) and any(f.name == "bytes" and holds_bytes(f.type) for f in field.type.fields)
-        if field.name not in CAPTION_FIELDS and (holds_bytes(field.type) or in_struct):  # captions may be binary, too
+        if field.name not in CAPTION_FIELDS and (holds_bytes(field.type) or in_struct):  # captions may be binary too
             return field.name
     raise DataError(f"source: {path}: columns {schema.names}; expected one with image bytes (binary, or a struct with `bytes`). Add it.")
 
 
 def _class_names(schema: pa.Schema, label: str) -> list[str] | None:
-    """Names of the classes from the metadata that Hugging Face datasets leaves in the schema, of a column of classes or of lists."""
+    """Class names from the metadata that Hugging Face datasets writes into the schema, for a column of classes or of lists."""
     try:
         feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]
         if isinstance(feature, list):
@@ -310,7 +310,7 @@ def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Samp
         return os.pread(fd, size if limit is None else min(size, limit), parts[extension].offset)
 
     try:
-        fields = json.loads(beside("json")) if "json" in parts else {}  # of bytes: UTF-8, UTF-16 or UTF-32 as the standard tells them
+        fields = json.loads(beside("json")) if "json" in parts else {}  # json.loads detects UTF-8, UTF-16 and UTF-32 in bytes
         if not isinstance(fields, dict):
             raise ValueError("not an object")
         if "txt" in parts:
@@ -318,6 +318,6 @@ def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Samp
         if "cls" in parts:
             label = beside("cls").decode().strip()
             fields["label"] = int(label) if label.isdecimal() else label
-    except (ValueError, RecursionError):  # damaged UTF-8 or JSON, or JSON nested without end
+    except (ValueError, RecursionError):  # damaged UTF-8 or JSON, or JSON nested too deeply
         return Sample(key, b"", {}, place=place, problem="damaged text")
     return Sample(key, os.pread(fd, picture.size, picture.offset), fields, place)

@@ -1,4 +1,4 @@
-"""Two stores from one, without copying an image and without cutting a person in two."""
+"""Split a store into two without copying images; all images of a person go to the same half."""
 
 import shutil
 from pathlib import Path
@@ -14,23 +14,23 @@ from dpvision.errors import DataError
 
 
 def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fraction: float, seed: int = 0) -> tuple[Store, Store]:
-    """Split a store by persons: each unit (a record without one is its own) goes wholly to A, with probability ``fraction``, or to B.
+    """Split a store by units: each unit (a record without one is its own) goes to A with probability ``fraction``, else to B.
 
-    Each unit's half follows from a keyed hash of (seed, unit), so that who else is in the store does not move anybody; the sizes are
-    therefore near, not exactly, the fraction. Both halves read the shards of the parent where they are, keep its record ids and their key,
-    and keep its ``store_id``: they draw on one privacy account, which is why they must lie beside the parent, where its ledgers are.
+    A unit's half follows from a keyed hash of (seed, unit), so it does not depend on other units; the sizes are therefore only close to
+    the fraction. Both halves read the parent's shards in place and keep its record ids, their key and its ``store_id``: they share one
+    privacy account, so they must be in the parent's folder, where its ledgers are.
 
     Args:
-        store_dir: the parent; it has to stay.
+        store_dir: the parent, which must be kept.
         out_a, out_b: folders to make, in the folder of the parent.
-        fraction: expected part of the units in A, strictly between 0 and 1.
+        fraction: expected share of the units in A, strictly between 0 and 1.
         seed: public.
 
     Raises:
         DataError: ``fraction`` is out of range, a half would be empty, a folder exists or lies elsewhere.
     """
     if not 0 < fraction < 1:
-        raise DataError(f"data split: fraction={fraction}; expected strictly between 0 and 1. E.g. 0.8.")
+        raise DataError(f"data split: fraction={fraction}; expected strictly between 0 and 1. Use 0.8.")
     store = open_store(store_dir)
     if store.generated:
         raise DataError(f"data split: {store_dir} holds textures; expected images. Make a second store with `dpvision synth --first`.")
@@ -72,7 +72,7 @@ def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> 
             split=split,
             metric=store.meta.get("metric"),
             may_be_unlabelled=store.meta.get("may_be_unlabelled", False),
-            # Not cleared_from: how many records of the whole store this half had is not known without those that are missing.
+            # Not cleared_from: without the removed records, this half's original number of records is unknown.
             cleared={"deduplicated": store.meta["deduplicated"]} if "deduplicated" in store.meta else None,
             labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),
         )

@@ -4,13 +4,13 @@ A store is a folder::
 
     store.json          format, store_id (random), visibility, num_records, shards [{path, bytes}], text {path, bytes}, label_names, ...
     index.npy           one row per record, ROW below; memory-mapped
-    ledger_marks.json   what the store remembers of its runs (privacy.marks)
-    labels.npy          of a store whose records may have several labels (multi_label.py)
+    ledger_marks.json   marks of the runs on this store (privacy.marks)
+    labels.npy          label sets, only in a store with several labels per record (multi_label.py)
     records.jsonl       one line per record: its key in the source and its captions
-    shards/*.tar        WebDataset shards; tars that were already in that form stay where they are and shards names their paths
+    shards/*.tar        WebDataset shards; tars of that format stay in place, and ``shards`` has their paths
     confidential/       what the import left out and why; the key of the ids (store_key.py)
 
-Legend: B rows asked for, V views, C channels, H height, W width, N records of the store, M labels of all rows asked for, K classes.
+Legend: B requested rows, V views, C channels, H height, W width, N records of the store, M labels of all requested rows, K classes.
 """
 
 import functools
@@ -36,9 +36,9 @@ from dpvision.privacy.store_marks import StoreLedgers
 
 FORMAT = "dpvision-store-1"
 SEVERAL_FORMAT = "dpvision-store-several-1"
-"""A store whose records may have several labels: a name of its own, for the column ``label`` means something else there."""
+"""Format of a store with several labels per record: a separate name, because the column ``label`` has another meaning there."""
 TEXTURES_FORMAT = "dpvision-textures-1"
-"""A store that the texture generator stands behind (``data.texture_store``)."""
+"""Format of a store of generated textures (``data.texture_store``)."""
 ROW = np.dtype(
     [
         ("shard", "<u4"),
@@ -51,8 +51,8 @@ ROW = np.dtype(
         ("label", "<i4"),
     ]
 )
-"""caption_offset and caption_size: the record's line in records.jsonl. unit and label are -1 where there is none. With several labels
-label is the place of the record's set (multi_label.py)."""
+"""caption_offset and caption_size: the record's line in records.jsonl. unit and label are -1 for none. With several labels per record,
+label is the position of the record's set (multi_label.py)."""
 
 _OPEN_SHARDS = 256
 _CHECK_ROWS = 1 << 20
@@ -64,18 +64,18 @@ class Record:
     """One record: an image with all its captions."""
 
     id: int
-    """63-bit hash of the image's bytes under the store's secret key: immutable, and independent of its place."""
+    """63-bit hash of the image's bytes under the store's secret key: immutable, and independent of the record's position."""
     key: str
-    """Its name in the source."""
+    """The image's name in the source."""
     unit: str | None
-    """The person it belongs to, as the keyed hash of the name in 16 hexadecimal digits; if None, the record is its own unit."""
+    """The person the image belongs to, as a keyed hash of the name in 16 hexadecimal digits; if None, the record is its own unit."""
     image: bytes
     captions: tuple[str, ...]
     labels: tuple[int, ...]
 
 
 class _Shard:
-    """An open file that closes itself when the last reader has let go of it."""
+    """An open file, closed when its last reader releases it."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -93,9 +93,9 @@ class Store:
     """Records by position, 0 ... num_records - 1. Opened by ``data.open.open_store``; safe to read from several threads."""
 
     generated: ClassVar[bool] = False
-    """Whether a generator makes the images, rather than files that were imported."""
+    """Whether the images are generated, not imported."""
     label_sets: LabelSets | None = None
-    """Of a store whose records may have several labels."""
+    """Label sets of a store with several labels per record, else None."""
 
     def __init__(self, path: Path, meta: dict[str, Any], index: np.memmap, label_sets: LabelSets | None = None) -> None:
         self.path = path
@@ -115,13 +115,13 @@ class Store:
 
     @property
     def results_visibility(self) -> Literal["private", "public"]:
-        """Who may see what is computed from these records. Of a public store that was cleared of private twins (overlap.py) it is the
-        operator alone: its images are public, but which and how many of them are left depends on the private store."""
+        """str: visibility of results computed from these records. "private" for a public store cleared of private twins (overlap.py): its
+        images are public, but which and how many of them remain depends on the private store."""
         return "private" if "deduplicated" in self.meta else self.visibility
 
     def check(self) -> None:
-        """Check that every file has its recorded size, that every row lies inside its file, and that the last row of each shard sits
-        behind a tar header of its size. Raises DataError where it does not."""
+        """Raise DataError unless every file has its recorded size, every row lies inside its file, and the last row of each shard follows
+        a tar header of its size."""
         files = [*zip(self.shard_paths, (s["bytes"] for s in self.meta["shards"]), strict=True)]
         text = self.meta["text"]
         for file, size in [*files, (self.path / text["path"], text["bytes"])]:
@@ -158,7 +158,7 @@ class Store:
                 raise DataError(f"store: index row {row} does not match {file}; expected the member it was made from. {REMEDY}")
 
     def read(self, row: int) -> bytes:
-        """Bytes of one image file. Raises DataError when the shard cannot be read."""
+        """Bytes of one image file. Raises DataError if the shard cannot be read."""
         return self.read_many(np.array([row]))[0]
 
     def read_many(self, rows: np.ndarray) -> list[bytes]:
@@ -173,7 +173,7 @@ class Store:
         return [image for part in parts for image in part]
 
     def _read_some(self, rows: np.ndarray) -> list[bytes]:
-        """Images of rows in at most ``_OPEN_SHARDS`` shards. Written for speed: what this adds to os.pread is measured."""
+        """Images of rows in at most ``_OPEN_SHARDS`` shards. Written for speed: its overhead over os.pread is benchmarked."""
         shards, sizes, offsets = (column[rows].tolist() for column in self._where)
         held = {shard: self._shard(shard) for shard in set(shards)}  # keeps the files open until they are read
         fd_of = {shard: file.fd for shard, file in held.items()}
@@ -181,31 +181,31 @@ class Store:
             read = list(map(os.pread, map(fd_of.__getitem__, shards), sizes, offsets))
         except OSError as error:
             raise DataError(f"store: {self.path}: {error.strerror}; expected readable shards. {REMEDY}") from None
-        if sum(map(len, read)) != sum(sizes):  # none can be longer than asked for
+        if sum(map(len, read)) != sum(sizes):  # none can be longer than requested
             raise DataError(f"store: {self.path}: a shard ends early; expected the size it was indexed with. {REMEDY}")
         return read
 
     def views(
         self, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, device: str | torch.device = "cpu"
     ) -> tuple[Tensor, Tensor]:
-        """This step's augmented views of int64 ``rows`` (B,): image_BVCHW uint8, and valid_B, False where a file does not decode.
+        """This step's augmented views of int64 ``rows`` (B,): image_BVCHW uint8, and valid_B bool, False if a file does not decode.
 
-        Both are on the CPU whatever ``device`` is; only generated images are made on it. Raises DataError as ``read_many`` does.
+        Both are on the CPU; ``device`` matters to generated images only. Raises DataError as ``read_many`` does.
         """
         pixels_BVHWC, valid_B = random_views(self.read_many(rows), self.index["id"][rows].astype(np.int64), key, data, image_size)
         return torch.from_numpy(pixels_BVHWC).permute(0, 1, 4, 2, 3), torch.from_numpy(valid_B)
 
     def captions(self, row: int) -> tuple[str, ...]:
-        """Captions of one record; those of all rows of the source that had the same image."""
+        """Captions of one record, from all rows of the source that had the same image and unit."""
         return tuple(self._line(row)["captions"])
 
     def captions_many(self, rows: np.ndarray) -> list[tuple[str, ...]]:
-        """Captions of each of the int64 ``rows`` (B,). A damaged line has none: in a step it takes its own record out, and nobody else's.
+        """Captions of each of the int64 ``rows`` (B,). A damaged line has none: in a step it removes its own record only.
 
         Raises:
             DataError: records.jsonl can no longer be read, or ends early.
         """
-        text = self._text()  # held until it is read: of two threads that open it at once, one's file is kept by nobody else
+        text = self._text()  # held while it is read: if two threads open it at once, the cache keeps only one of the files
         sizes, offsets = (self.index[name][rows].tolist() for name in ("caption_size", "caption_offset"))
         try:
             lines = [os.pread(text.fd, size, offset) for size, offset in zip(sizes, offsets, strict=True)]
@@ -216,13 +216,13 @@ class Store:
         return [captions_of(line) for line in lines]
 
     def has_captions(self, rows: np.ndarray) -> np.ndarray:
-        """Which of the int64 ``rows`` (B,) have at least one caption: bool (B,). A second for a million, as no line is parsed."""
+        """Which of the int64 ``rows`` (B,) have at least one caption, bool (B,). No line is parsed: a second per million."""
         text = self.meta["text"]
         index = self.index[rows]
         return have_captions(self.path / text["path"], index["caption_offset"], index["caption_size"])
 
     def record(self, row: int) -> Record:
-        """One record with everything the store knows about it."""
+        """One record with its image, captions and labels."""
         entry, line = self.index[row], self._line(row)
         unit = int(entry["unit"])
         return Record(
@@ -245,26 +245,26 @@ class Store:
 
     @property
     def multi_label(self) -> bool:
-        """Whether records may have several labels."""
+        """bool: whether records may have several labels."""
         return self.label_sets is not None
 
     @property
     def labelled(self) -> np.ndarray:
-        """Which records have a label, or a list of labels that may be empty: bool (N,)."""
+        """bool (N,): which records have a label, or a list of labels, which may be empty."""
         return self.index["label"] >= 0
 
     @property
     def labels(self) -> np.ndarray:
-        """int64 labels of all records (N,), -1 where there is none. Raises DataError where records may have several."""
+        """int64 (N,): label of each record, -1 for none. Raises DataError if records may have several."""
         if self.multi_label:
             raise DataError(
-                f"store: {self.path} has several labels a record; expected one each for this. What takes several: `dpvision adapt` and "
-                "`dpvision train` with --model.multi-label, and `dpvision evaluate RUN --test STORE` on such a run."
+                f"store: {self.path} has several labels a record; expected one each for this. Use `dpvision adapt` or `dpvision train` "
+                "with --model.multi-label, and `dpvision evaluate RUN --test STORE` on such a run."
             )
         return self.index["label"].astype(np.int64)
 
     def classes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All labels of int64 ``rows`` (B,), in order: the place in ``rows`` and the class of each, int64 (M,)."""
+        """All labels of int64 ``rows`` (B,), in order: position in ``rows`` and class of each, int64 (M,)."""
         label_B = self.index["label"][rows]
         if self.label_sets is not None:
             return self.label_sets.listed(label_B)
@@ -272,8 +272,8 @@ class Store:
         return place_M, label_B[place_M].astype(np.int64)
 
     def targets(self, rows: np.ndarray, num_classes: int) -> np.ndarray:
-        """Labels of int64 ``rows`` (B,) as zeros and ones, uint8 (B, K); a record without any answer, or with a class outside
-        0 ... K - 1, has ``multi_label.NOT_KNOWN`` throughout."""
+        """Labels of int64 ``rows`` (B,) as zeros and ones, uint8 (B, K); ``multi_label.NOT_KNOWN`` throughout for a record that is
+        unlabelled or has a class outside 0 ... K - 1."""
         return zero_one(*self.classes(rows), self.index["label"][rows] >= 0, num_classes)
 
     def eligible_rows(self, max_records_per_unit: int, seed: int) -> np.ndarray:
@@ -295,7 +295,7 @@ class Store:
         return np.sort(np.concatenate([np.flatnonzero(alone), kept])).astype(np.int64)
 
     def import_summary(self) -> dict[str, Any]:
-        """Counts of the import: records, what was left out by reason, duplicates merged. For the operator: private."""
+        """Counts of the import: records, images left out by reason, duplicates merged. Private: for the operator only."""
         try:
             return json.loads((self.path / "confidential" / "import.json").read_text())
         except (OSError, ValueError) as error:
@@ -321,9 +321,14 @@ def write_description(
     may_be_unlabelled: bool = False,
     cleared: dict[str, Any] | None = None,
 ) -> None:
-    """Write index.npy and store.json, the two files that make a folder a store, and ledger_marks.json; ``metric`` is what scores on its
-    labels are, ``labels`` path and size of labels.npy where records may have several; ``may_be_unlabelled``: in training a record without
-    a label is zero; ``cleared``: what was taken out of a public store (overlap.py)."""
+    """Write index.npy and store.json, the two files that make a folder a store, and ledger_marks.json.
+
+    Args:
+        metric: how scores on the labels are computed.
+        labels: path and size of labels.npy, for several labels per record.
+        may_be_unlabelled: a record without a label contributes zero in training.
+        cleared: the record of images removed from a public store (overlap.py).
+    """
     np.save(folder / "index.npy", index, allow_pickle=False)
     meta = {
         "format": FORMAT if labels is None else SEVERAL_FORMAT,

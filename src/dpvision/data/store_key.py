@@ -1,8 +1,8 @@
-"""The secret of a store under which records and persons are hashed.
+"""The secret key of a store, under which records and persons are hashed.
 
-A store's id is published with every statement. Hashes under it would let whoever holds an image and a leaked list of record ids test
-whether that image is in the store. The key is random, never leaves the store's ``confidential/`` folder, and no run reads it: an id is
-computed once, at the import. Halves of a split store and copies share it, so a record has one id in all of them.
+A store's id is published with every statement. Hashes keyed by it would let anyone with an image and a leaked list of record ids test
+whether the image is in the store. The key is random, stays in the store's ``confidential/`` folder, and no run reads it: ids are computed
+once, at the import. Copies and halves of a store share it, so a record has the same id in all of them.
 """
 
 import os
@@ -17,23 +17,23 @@ _KEY_BYTES = 32
 
 
 def new_key(store_dir: Path) -> bytes:
-    """A fresh key of 32 random bytes, written to the ``confidential/`` folder of a store that is being made; readable by its owner only."""
+    """Draw a key of 32 random bytes and write it to the ``confidential/`` folder of a new store, readable by its owner only."""
     key = secrets.token_bytes(_KEY_BYTES)
     _write(store_dir, key)
     return key
 
 
 def copy_key(source_dir: Path, store_dir: Path) -> None:
-    """Give a store that shares the records of another one its key too; a store without a key (textures) has none to give."""
+    """Copy the key to a store that shares the records; does nothing if the source has no key (textures)."""
     if (source_dir / KEY_FILE).exists():
         _write(store_dir, read_key(source_dir))
 
 
 def read_key(store_dir: Path) -> bytes:
-    """The key of a store, to find the records of an image or of a person again.
+    """Read the key of a store, to find the records of an image or a person again.
 
     Raises:
-        DataError: it is not there, may not be read, or is no key.
+        DataError: the key is missing, not readable, or malformed.
     """
     path = store_dir / KEY_FILE
     try:
@@ -46,7 +46,7 @@ def read_key(store_dir: Path) -> bytes:
 
 
 def keyed_hash(key: bytes, data: bytes) -> int:
-    """63-bit BLAKE2b of ``data`` under a store's key: without the key it says nothing of ``data``, and ids of two stores do not match."""
+    """63-bit keyed BLAKE2b of ``data``: reveals nothing about ``data`` without the key, and differs between stores."""
     return int.from_bytes(blake2b(data, key=key, digest_size=8).digest(), "little") >> 1
 
 

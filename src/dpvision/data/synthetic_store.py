@@ -32,20 +32,20 @@ def write_scenes(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
-    """Store of the captioned scenes ``first`` ... ``first + num - 1`` as PNG files; the label is the shape of the largest object.
+    """Make a store of the captioned scenes ``first`` ... ``first + num - 1`` as PNG files; the label is the shape of the largest object.
 
-    Scenes are public by nature; ``public=False`` lets them stand in for a private set, with everything that this forbids.
+    Scenes are public by nature; ``public=False`` treats them as a private set, with all its restrictions.
 
     Args:
-        num: scenes to make, at least 1. Scenes that happen to be identical become one record.
-        multi_label: the labels are the shapes of all objects instead.
-        workers: processes that draw. One draws in this process.
+        num: scenes to make, at least 1. Identical scenes become one record.
+        multi_label: use the shapes of all objects as labels.
+        workers: processes that draw; 1 draws in this process.
 
     Raises:
         DataError: ``num`` is below 1, or as for ``importer.import_source``.
     """
     if not num >= 1:
-        raise DataError(f"scenes: num={num}; expected at least 1. Ask for some.")
+        raise DataError(f"scenes: num={num}; expected at least 1. Use 1000.")
     with contextlib.ExitStack() as stack:
         draw, numbers = partial(make_scene, size_px=size_px), range(first, first + num)
         scenes: Iterator[Scene] = map(draw, numbers)
@@ -62,17 +62,17 @@ def write_scenes(
 def write_textures(
     store_dir: str | Path, num: int, size_px: int = 64, *, first: int = 0, workers: int = 1, progress: Callable[[int], None] | None = None
 ) -> Store:
-    """Public store of the straight looks at textures ``first`` ... ``first + num - 1`` as PNG files.
+    """Make a public store of the canonical views of textures ``first`` ... ``first + num - 1`` as PNG files.
 
     Args:
         num: textures to make, at least 1.
-        workers: processes that draw. One draws in this process.
+        workers: processes that draw; 1 draws in this process.
 
     Raises:
         DataError: ``num`` is below 1, or as for ``importer.import_source``.
     """
     if not num >= 1:
-        raise DataError(f"synth: num={num}; expected at least 1. Ask for some.")
+        raise DataError(f"synth: num={num}; expected at least 1. Use 1000.")
     parts = [range(i, min(i + _TEXTURES_AT_ONCE, first + num)) for i in range(first, first + num, _TEXTURES_AT_ONCE)]
     with contextlib.ExitStack() as stack:
         draw = partial(_draw_textures, size_px=size_px)
@@ -85,7 +85,7 @@ def write_textures(
 
 
 def _draw_textures(numbers: range, size_px: int) -> list[tuple[str, bytes]]:
-    torch.set_num_threads(1)  # one thread a process: two pools on the same cores stand in each other's way
+    torch.set_num_threads(1)  # one thread per process: two pools on the same cores slow each other down
     return texture_files(numbers, size_px)
 
 

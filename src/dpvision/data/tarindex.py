@@ -1,4 +1,4 @@
-"""Where each member of a tar file lies, from its headers alone: no data is read, nothing is unpacked.
+"""Index the members of a tar file from its headers alone: no data is read, nothing is unpacked.
 
 The format is POSIX ustar with the two usual ways to write long names (GNU 'L' members, pax 'x' members). Python's tarfile builds an
 object for every member; this reads one 512-byte header per member with ``os.pread`` and keeps name, offset and size.
@@ -27,7 +27,7 @@ class Member(NamedTuple):
 
 
 def scan(path: Path) -> list[Member]:
-    """Regular members of a tar file in the order of the file; folders, links and devices are passed over.
+    """List the regular members of a tar file in order; folders, links and devices are skipped.
 
     Raises:
         DataError: the file cannot be read, is not an uncompressed tar, or ends inside a member.
@@ -48,7 +48,7 @@ def member_size(header: bytes) -> int:
     Raises:
         ValueError: the bytes are no tar header.
     """
-    if header[257:262] != b"ustar":  # tars older than the magic: only the checksum can tell
+    if header[257:262] != b"ustar":  # tars older than the magic have only the checksum
         stored = int(header[148:156].strip(b"\0 ") or b"x", 8)
         if stored != sum(header) - sum(header[148:156]) + 8 * 32:
             raise ValueError("no tar header")
@@ -116,14 +116,14 @@ def _pax(data: bytes, path: Path) -> dict[str, str]:
 
 
 class TarWriter:
-    """Writes plain tar files: members one after another, no names of owners, no times."""
+    """Writes plain tar files: members in sequence, without owners and times."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.position = 0
 
     def add(self, name: str, data: bytes) -> int:
-        """Append a member; returns the offset of its bytes in the tar."""
+        """Append a member; return the offset of its bytes in the tar."""
         info = tarfile.TarInfo(name)
         info.size = len(data)
         header = info.tobuf(tarfile.GNU_FORMAT)
@@ -135,7 +135,7 @@ class TarWriter:
         return offset
 
     def finish(self) -> int:
-        """Write the end mark; returns the size of the tar in bytes."""
+        """Write the end-of-archive blocks; return the size of the tar in bytes."""
         self._file.write(_END * 2)
         self.position += 2 * BLOCK
         return self.position

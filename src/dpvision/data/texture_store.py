@@ -1,9 +1,9 @@
-"""A store of procedural textures that holds no images: a description, and the generator makes each image when it is asked for.
+"""A store of procedural textures that holds a description only; each image is generated when it is read.
 
     store.json    format, store_id (random), visibility "public", num_records, first, size_px, generator_version
 
-As training data a record is looked at anew in every step and view (another place, zoom, turn, mirror and exposure of the same world), which
-takes the part of the random resized crop. For everything else (contact sheets, features, export to shards) it is a PNG file of ``size_px``.
+In training, a record gets a new view in every step (another position, zoom, rotation, mirroring and exposure of the same texture), which
+replaces the random resized crop. For everything else (contact sheets, features, export to shards) it is a PNG file of ``size_px``.
 
 Legend: B records, V views, C channels, H height, W width.
 """
@@ -40,8 +40,8 @@ class TextureStore(Store):
         if meta.get("generator_version") != VERSION:
             got = meta.get("generator_version")
             raise DataError(
-                f"store: {path}: textures of generator {got!r}; expected {VERSION}, whose images are others. "
-                "Make it anew with `dpvision synth`."
+                f"store: {path}: textures of generator {got!r}; expected {VERSION}, which makes other images. "
+                "Make the store again with `dpvision synth`."
             )
         self.path, self.meta = path, {"shards": [], "unit_field": None, **meta}
         self.store_id, self.visibility, self.num_records = meta["store_id"], "public", meta["num_records"]
@@ -52,49 +52,49 @@ class TextureStore(Store):
         self.index: Any = {"id": np.arange(self.first, self.first + self.num_records), "unit": none, "label": none, "size": no_bytes}
 
     def read_many(self, rows: np.ndarray) -> list[bytes]:
-        """PNG files of the straight look at the textures of ``rows``."""
+        """PNG files of the canonical views of the textures of ``rows``."""
         number_B = torch.from_numpy(self.index["id"][np.asarray(rows)])
         return [_png(x) for x in textures(number_B, self.size_px).permute(0, 2, 3, 1).numpy()]
 
     def views(
         self, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, device: str | torch.device = "cpu"
     ) -> tuple[Tensor, Tensor]:
-        """This step's looks at the textures of ``rows``, functions of (seed, step, view, number): image_BVCHW uint8 and valid_B, all True,
-        both on ``device``. A look is a crop already, so ``data`` says only how many."""
+        """This step's views of the textures of ``rows``, functions of (seed, step, view, number): image_BVCHW uint8 and valid_B, all True,
+        both on ``device``. Each replaces a crop, so only the number of views is taken from ``data``."""
         number_B = torch.from_numpy(self.index["id"][rows])
         looks = [key.bits(number_B, f"look.{v}", 1)[:, 0] for v in range(data.views)]
         image_BVCHW = torch.stack([textures(number_B, image_size, instance_N=look_B, device=device) for look_B in looks], dim=1)
         return image_BVCHW, torch.ones(len(rows), dtype=torch.bool, device=device)
 
     def captions(self, row: int) -> tuple[str, ...]:
-        """None."""
+        """Return no captions."""
         return ()
 
     def captions_many(self, rows: np.ndarray) -> list[tuple[str, ...]]:
-        """None for each."""
+        """Return no captions for each row."""
         return [()] * len(rows)
 
     def has_captions(self, rows: np.ndarray) -> np.ndarray:
-        """False for each."""
+        """Return False for each row."""
         return np.zeros(len(rows), dtype=bool)
 
     def record(self, row: int) -> Record:
-        """One record; its key is its number."""
+        """One record; its id is its texture's number."""
         number = int(self.index["id"][row])
         return Record(id=number, key=f"texture-{number}", unit=None, image=self.read(row), captions=(), labels=())
 
     def import_summary(self) -> dict[str, Any]:
-        """What there is to say of a store that nothing was imported into."""
+        """The number of records, and a flag for textures."""
         return {"records": self.num_records, "textures": True}
 
 
 def write_texture_store(store_dir: str | Path, num: int, *, first: int = 0, size_px: int = 64) -> TextureStore:
-    """Make the folder of a store of ``num`` textures; takes no time and a few hundred bytes.
+    """Make the folder of a store of ``num`` textures, a few hundred bytes.
 
     Args:
         num: records, 1 to 2^32.
-        first: number of the first texture; other numbers are other textures.
-        size_px: side of the images outside training; training makes them at the model's size.
+        first: number of the first texture; different numbers are different textures.
+        size_px: side of the images outside training; training generates them at the model's size.
 
     Raises:
         DataError: a number is out of range, or the folder exists.
@@ -115,12 +115,12 @@ def write_texture_store(store_dir: str | Path, num: int, *, first: int = 0, size
         with new_folder(store_dir) as folder:
             (folder / "store.json").write_text(json.dumps(meta, indent=1))
     except OSError as error:
-        raise DataError(f"synth: {store_dir} ({error.strerror}); expected a folder that can be made. Choose another place.") from None
+        raise DataError(f"synth: {store_dir} ({error.strerror}); expected a folder that can be made. Choose another path.") from None
     return TextureStore(store_dir, meta)
 
 
 def texture_files(numbers: Sequence[int], size_px: int) -> list[tuple[str, bytes]]:
-    """(key, PNG file) of the straight look at each texture."""
+    """(key, PNG file) of the canonical view of each texture."""
     made = textures(torch.tensor(numbers, dtype=torch.int64), size_px).permute(0, 2, 3, 1).numpy()
     return [(f"texture-{number}", _png(x)) for number, x in zip(numbers, made, strict=True)]
 

@@ -1,8 +1,8 @@
 """Captions as token ids: byte-level BPE (Hugging Face ``tokenizers``) in one JSON file, trained offline on public or synthetic text.
 
-Case and spelling variants of characters are folded by a normaliser inside the file (NFKC, lower case): the captions in the DP-Cap paper's
-figures are in lower case, its 30,522 entries are the size of a lower-case vocabulary, CIDEr folds case too, and under noise one embedding
-for "A dog" and "a dog" that learns from both is worth more than two. Any text has a spelling in bytes: there is no unknown token.
+A normaliser inside the file folds case and variants of characters (NFKC, lower case): the captions in the DP-Cap paper's figures are in
+lower case, 30,522 entries is the size of a lower-case vocabulary, CIDEr folds case too, and under noise one embedding that learns from both
+"A dog" and "a dog" is better than two. Every text can be encoded in bytes, so there is no unknown token.
 
 Legend: L tokens of a caption.
 """
@@ -26,30 +26,30 @@ ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
 """One character for each of the 256 bytes."""
 MIN_VOCAB_SIZE = len(ALPHABET) + len(SPECIAL)
 _MAX_VOCAB_SIZE = 1_000_000
-_MIN_COUNT = 2  # what occurs once in the text is learned by heart, and met by hardly any caption
+_MIN_COUNT = 2  # a merge that occurs once memorises its text and is useless for other captions
 
 
 class CaptionTokenizer:
-    """From a caption to ids and back. Made by ``CaptionTokenizer.load`` or ``train_tokenizer``; safe to use from several threads."""
+    """Encodes captions as ids, and decodes them. Made by ``load`` or ``train_tokenizer``; safe to use from several threads."""
 
     def __init__(self, canonical: str) -> None:
         """``canonical`` is the file's canonical JSON (``_canonical``), checked."""
         self._json = canonical
         self._tokenizer = Tokenizer.from_str(canonical)
-        # "<eos>" written in a caption is five characters; without this it would be the end of it
+        # without this, "<eos>" written in a caption would end it; it must be five characters
         self._tokenizer.encode_special_tokens = True
         self.vocab_size: int = self._tokenizer.get_vocab_size()
-        """Entries, the special ones included; ids run from 0 to vocab_size - 1."""
+        """Number of entries, special ones included; ids run from 0 to vocab_size - 1."""
         self.digest = hashlib.sha256(canonical.encode()).hexdigest()
-        """SHA-256 of the canonical JSON (sorted keys, no blanks): the same however the file is laid out."""
+        """SHA-256 of the canonical JSON (sorted keys, no blanks), independent of the file's layout."""
 
     @classmethod
     def load(cls, path: str | Path) -> "CaptionTokenizer":
-        """The tokenizer of a file.
+        """Load a tokenizer from a file.
 
         Raises:
-            DataError: there is none, or it is not a byte-level BPE whose special ids are those of ``dpvision.config``, or something in it
-                would lose text (a byte without an entry, truncation) or depend on chance (BPE dropout).
+            DataError: the file is missing; it is not a byte-level BPE with the special ids of ``dpvision.config``; or it would lose text
+                (a byte without an entry, truncation) or be random (BPE dropout).
         """
         path = Path(path)
         try:
@@ -63,13 +63,13 @@ class CaptionTokenizer:
             problem = "not JSON"
         except Exception as error:  # the library's only type of error
             problem = str(error)
-        raise DataError(f"tokenizer: {path}: {problem}; expected a file made by `dpvision data tokenizer`. Make one, or correct the path.")
+        raise DataError(f"tokenizer: {path}: {problem}; expected a file made by `dpvision data tokenizer`. Make one, or pass another path.")
 
     def save(self, path: str | Path) -> None:
         """Write the one JSON file, in canonical form: its SHA-256 is ``digest``. An existing file is not replaced.
 
         Raises:
-            DataError: there is a file already, or it cannot be written.
+            DataError: the file exists, or cannot be written.
         """
         path = Path(path)
         try:
@@ -81,15 +81,15 @@ class CaptionTokenizer:
             raise DataError(f"tokenizer: {path}: {error.strerror}; expected to write it. Choose another place.") from None
 
     def to_bytes(self) -> bytes:
-        """The file as ``save`` writes it."""
+        """Return the file as ``save`` writes it."""
         return self._json.encode()
 
     def words(self, caption: str) -> list[int]:
-        """Ids of the caption, uncut, without BOS and EOS; no special id is among them, whatever the text is."""
+        """Ids of the whole caption, without BOS and EOS; never a special id, whatever the text."""
         return self._tokenizer.encode(_without_surrogates(caption)).ids
 
     def encode(self, caption: str, num_tokens: int) -> np.ndarray:
-        """A row of a batch: BOS, words, EOS, then PAD; a longer caption loses its last words, and EOS still stands last.
+        """Encode a caption as a row of a batch: BOS, ids, EOS, then PAD; a longer caption is cut before EOS.
 
         Args:
             num_tokens: L, at least 2; 40 in DP-Cap.
@@ -103,9 +103,9 @@ class CaptionTokenizer:
         return token_L
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids up to the first EOS; special ids and ids without an entry give nothing, broken UTF-8 gives U+FFFD.
+        """Decode ids up to the first EOS; special ids and ids without an entry are skipped, broken UTF-8 gives U+FFFD.
 
-        The inverse of ``words``, up to what the normaliser folds.
+        The inverse of ``words``, except for what the normaliser folds.
         """
         words: list[int] = []
         for i in map(int, ids):
@@ -116,26 +116,26 @@ class CaptionTokenizer:
         return self._tokenizer.decode(words)
 
     def pieces(self, caption: str) -> list[str]:
-        """How the caption is split: the text of each of its ids; a piece of a character shows as U+FFFD."""
+        """Split the caption into the texts of its ids; part of a character gives U+FFFD."""
         return [self._tokenizer.decode([i]) for i in self.words(caption)]
 
 
 def train_tokenizer(captions: Iterable[str], vocab_size: int) -> CaptionTokenizer:
-    """Byte-level BPE of exactly ``vocab_size`` entries: 3 special ones, 256 bytes, the rest merges in the order of how often they occur.
+    """Train a byte-level BPE of exactly ``vocab_size`` entries: 3 special tokens, 256 bytes, and merges by frequency.
 
-    Deterministic: the same captions, in whatever order, give the same file. They are cleaned as an import does it. Their text ends up in
-    the file, so they must be public or synthetic (guarantee.md, rule 7).
+    Deterministic: the same captions in any order give the same file. They are cleaned as at an import. Their text ends up in the file, so
+    they must be public or synthetic (docs/privacy.md).
 
     Args:
         vocab_size: 259 (bytes only) to 1,000,000; DP-Cap: 30,522.
 
     Raises:
         ConfigError: ``vocab_size`` is out of range.
-        DataError: there is no text, or too little for so many entries: a merge has to occur twice.
+        DataError: there is no text, or too little for so many entries: a merge must occur twice.
     """
     if not MIN_VOCAB_SIZE <= vocab_size <= _MAX_VOCAB_SIZE:
         rule = f"{MIN_VOCAB_SIZE} (256 bytes and {len(SPECIAL)} special tokens) to {_MAX_VOCAB_SIZE:,}"
-        raise ConfigError(f"tokenizer: vocab_size={vocab_size}; expected {rule}. DP-Cap has 30,522; 440 do for scenes.")
+        raise ConfigError(f"tokenizer: vocab_size={vocab_size}; expected {rule}. DP-Cap uses 30,522; 440 suffice for scenes.")
     num_captions = 0
 
     def cleaned() -> Iterator[str]:
@@ -146,7 +146,7 @@ def train_tokenizer(captions: Iterable[str], vocab_size: int) -> CaptionTokenize
                 yield clean
 
     made = Tokenizer(models.BPE())
-    # lower-casing can leave a letter and an accent that have a common character: NFKC again, else a text and its folded form would differ
+    # lower-casing can leave a letter and an accent that compose to one character: NFKC again, so that folding is idempotent
     made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.NFKC()])
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -165,7 +165,7 @@ def train_tokenizer(captions: Iterable[str], vocab_size: int) -> CaptionTokenize
     if (got := made.get_vocab_size()) != vocab_size:
         raise DataError(
             f"tokenizer: {num_captions:,} captions give {got:,} entries; expected vocab_size={vocab_size:,}, each merge occurring twice. "
-            f"Give more text, or say --vocab-size {got}."
+            f"Give more text, or pass --vocab-size {got}."
         )
     return CaptionTokenizer(_canonical(json.loads(made.to_str())))
 
@@ -175,7 +175,7 @@ def _canonical(parsed: Any) -> str:
 
 
 def _without_surrogates(text: str) -> str:
-    """Half characters (JSON can spell them) as U+FFFD: the library takes whole ones only."""
+    """Replace lone surrogates, which JSON can encode, by U+FFFD: the library rejects them."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -184,7 +184,7 @@ def _without_surrogates(text: str) -> str:
 
 
 def _problem(parsed: Any) -> str | None:
-    """What keeps a parsed tokenizer file from being one of ours."""
+    """Why a parsed tokenizer file is not acceptable; None if it is."""
     model = parsed.get("model") if isinstance(parsed, dict) else None
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(model, dict) or model.get("type") != "BPE" or not isinstance(vocab, dict):

@@ -1,4 +1,4 @@
-"""From uint8 pixels to the tensors a model sees: random crops and flips for training, a centre crop for everything else.
+"""Convert uint8 pixels to model inputs: random crops and flips for training, a centre crop for everything else.
 
 Crop and resize are one call of Pillow's antialiased bicubic filter (``resize(box=...)``); at the edge of a box the filter sees the pixels
 just outside it, as if the whole image had been resized and then cut.
@@ -22,9 +22,9 @@ from dpvision.errors import DataError
 CROP_RATIO = (3 / 4, 4 / 3)
 CROP_TRIES = 10
 ENLARGEMENT = 1.25
-"""Of ``own_size``: 28 px count as 32, 56 px as 64."""
+"""Largest enlargement in ``own_size``: 28 px may become 32, 56 px may become 64."""
 CROP_NUMBERS = 2 * CROP_TRIES + 2
-"""Uniform numbers that one crop consumes: an area and a shape for each try, then a place."""
+"""Uniform numbers that one crop consumes: an area and a shape for each try, then a position."""
 
 
 def crop_box(
@@ -33,12 +33,12 @@ def crop_box(
     """Box (left, top, right, bottom) of a random resized crop, in pixels.
 
     torchvision's ``RandomResizedCrop.get_params`` (area uniform in ``scale``, log-uniform ``ratio``, up to ten tries, then the largest
-    centred box of an allowed ratio) with its random numbers handed in.
+    centred box of an allowed ratio), with the random numbers as an argument.
 
     Args:
         height, width: size of the image.
         uniform_N: ``CROP_NUMBERS`` numbers in [0, 1).
-        scale: range of the crop's area as a part of the image's.
+        scale: range of the crop's area as a fraction of the image's.
         ratio: range of width / height.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
@@ -60,13 +60,13 @@ def crop_box(
 
 
 def cut(image: Image.Image, box: tuple[float, float, float, float], image_size: int, flip: bool = False) -> np.ndarray:
-    """A box of an RGB image resized to a square, uint8 of shape (image_size, image_size, 3), mirrored left to right on demand."""
+    """Resize a box of an RGB image to a square, uint8 of shape (image_size, image_size, 3), and mirror it left to right if ``flip``."""
     pixels = np.asarray(image.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box))
     return pixels[:, ::-1] if flip else pixels
 
 
 def centre_box(width: int, height: int) -> tuple[float, float, float, float]:
-    """The centred square over the shorter side: what is left of the image after resizing that side and cutting the centre."""
+    """The centred square over the shorter side: what a resize of that side and a centre crop keep."""
     side = min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
@@ -77,8 +77,8 @@ def training_box(
 ) -> tuple[float, float, float, float]:
     """Box (left, top, right, bottom) of a training view in pixels of the image.
 
-    With ``data.resize`` the box is drawn, or centred, in a square of that side to which the whole image is brought, and then carried over
-    to the image: one resampling, where papers that resize first and crop then have two.
+    With ``data.resize`` the box is drawn, or centred, in a square of that side to which the whole image would be resized, and then mapped
+    back to the image: one resampling instead of the two of papers that resize and then crop.
 
     Args:
         uniform_N: ``CROP_NUMBERS`` numbers in [0, 1), for crop="random".
@@ -95,7 +95,7 @@ def training_box(
 def random_views(
     files: Sequence[bytes], record_id_B: np.ndarray, key: StepKey, data: DataConfig, image_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A step's training views of image files: uint8 pixels (B, V, H, W, C), and which files decode, bool (B,); the others are zeros.
+    """Draw a step's training views of image files: uint8 pixels (B, V, H, W, C), and bool (B,), False and zeros if a file does not decode.
 
     Crop (``training_box``, bicubic) and flip are drawn from ``key`` and the record's id in the streams "crop.V" and "flip.V".
     """
@@ -114,7 +114,7 @@ def random_views(
 
 
 def decoded(files: Iterable[bytes]) -> Iterator[Image.Image | None]:
-    """Each image file as RGB; None where it does not decode."""
+    """Yield each image file as RGB, or None if it does not decode."""
     for file in files:
         try:
             yield Image.fromarray(decode(file))
@@ -123,8 +123,8 @@ def decoded(files: Iterable[bytes]) -> Iterator[Image.Image | None]:
 
 
 def evaluation_box(width: int, height: int, image_size: int, data: DataConfig) -> tuple[float, float, float, float]:
-    """Box of an image for evaluation: the centred square over the shorter side; where an image is resized to a square in training, the
-    whole image, or with crop="centre" that square's centre of side ``image_size``."""
+    """Box of an image for evaluation: the centred square over the shorter side; if ``data.resize`` is set, the whole image, or with
+    crop="centre" the centre of side ``image_size`` of the resized square."""
     if data.resize is None:
         return centre_box(width, height)
     share = min(1.0, image_size / data.resize) if data.crop == "centre" else 1.0
@@ -133,9 +133,9 @@ def evaluation_box(width: int, height: int, image_size: int, data: DataConfig) -
 
 
 def normalise(pixels_HWC: np.ndarray, mean: Sequence[float], std: Sequence[float], out_CHW: np.ndarray) -> None:
-    """(pixels / 255 - mean) / std of uint8 (..., H, W, 3) into float32 (..., 3, H, W).
+    """Write (pixels / 255 - mean) / std of uint8 (..., H, W, 3) into float32 (..., 3, H, W).
 
-    One multiplication and one addition per value, in separate calls so that none is fused: the bits of a record do not depend on how
+    One multiplication and one addition per value, in separate calls so that they are not fused: a record's bits do not depend on how
     many others are converted with it.
     """
     scale = (1 / (255 * np.asarray(std, dtype=np.float64))).astype(np.float32)[:, None, None]
@@ -145,14 +145,14 @@ def normalise(pixels_HWC: np.ndarray, mean: Sequence[float], std: Sequence[float
 
 
 def to_uint8(x_CHW: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """The inverse of ``normalise`` for showing: uint8 (..., H, W, 3) of a normalised float array or CPU tensor (..., 3, H, W), clipped."""
+    """Invert ``normalise`` for display: a float array or CPU tensor (..., 3, H, W) to uint8 (..., H, W, 3), clipped."""
     x = np.asarray(x_CHW, dtype=np.float32)
     scale, shift = np.asarray(std, dtype=np.float32)[:, None, None], np.asarray(mean, dtype=np.float32)[:, None, None]
     return np.moveaxis((x * scale + shift) * 255, -3, -1).round().clip(0, 255).astype(np.uint8)
 
 
 def evaluation_view(image: Image.Image, image_size: int, data: DataConfig) -> tuple[np.ndarray, int]:
-    """``evaluation_box`` of an RGB image, uint8 (image_size, image_size, 3), and the side of what it fills, px."""
+    """``evaluation_box`` of an RGB image, uint8 (image_size, image_size, 3), and the side in px of the square that it fills."""
     side = own_size(*image.size, data.own_sizes) if data.own_sizes else image_size
     pixels = cut(image, evaluation_box(*image.size, side, data), side)
     margin = image_size - side
@@ -160,13 +160,13 @@ def evaluation_view(image: Image.Image, image_size: int, data: DataConfig) -> tu
 
 
 def own_size(width: int, height: int, sizes: Sequence[int]) -> int:
-    """The resolution at which an image is seen: the largest of ``sizes`` (ascending) that enlarges its shorter side by at most a quarter,
-    or the smallest. A function of this image alone."""
+    """The resolution at which an image is encoded: the largest of ``sizes`` (ascending) that enlarges its shorter side by at most a
+    quarter, or the smallest. A function of this image alone."""
     return max((size for size in sizes if size <= ENLARGEMENT * min(width, height)), default=sizes[0])
 
 
 def normalised_canvas(pixels_BHWC: np.ndarray, side_B: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """float32 (B, 3, H, W) of uint8 images that fill the upper left ``side_B`` pixels of each canvas; the rest is blank, NaN."""
+    """Normalise uint8 images that fill the upper left ``side_B`` pixels of each canvas: float32 (B, 3, H, W), NaN elsewhere."""
     x_BCHW = np.empty((len(pixels_BHWC), 3, *pixels_BHWC.shape[1:3]), dtype=np.float32)
     normalise(pixels_BHWC, mean, std, x_BCHW)
     for x_CHW, side in zip(x_BCHW, side_B.tolist(), strict=True):
@@ -175,13 +175,13 @@ def normalised_canvas(pixels_BHWC: np.ndarray, side_B: np.ndarray, mean: Sequenc
 
 
 def blank_margin(x_BCHW: Tensor) -> Tensor:
-    """Blank columns of each canvas: int64 (B,)."""
+    """Number of blank columns of each canvas, int64 (B,)."""
     return x_BCHW[:, 0, 0].isnan().sum(dim=1)
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """The evaluation transform: ``evaluation_box`` brought to ``image_size``, normalised. Made by ``preprocess`` or ``preprocess_of``.
+    """The evaluation transform: ``evaluation_box`` resized to ``image_size``, normalised. Made by ``preprocess`` or ``preprocess_of``.
 
     With ``data.own_sizes`` the image keeps its own resolution, in the upper left corner of a canvas of ``image_size``.
     """
@@ -190,10 +190,10 @@ class Preprocess:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     data: DataConfig = field(default_factory=DataConfig)
-    """Its resize and crop."""
+    """Settings of resize and crop."""
 
     def __call__(self, picture: Image.Image | np.ndarray) -> np.ndarray:
-        """float32 x_CHW of a Pillow image in any mode (turned upright by its EXIF), or of uint8 pixels (H, W, 3).
+        """Transform a Pillow image in any mode (turned upright by its EXIF), or uint8 pixels (H, W, 3), to float32 x_CHW.
 
         Raises:
             DataError: an array of another type or shape, or a floating-point image.
@@ -209,10 +209,10 @@ class Preprocess:
 
 
 def preprocess(image_size: int, mean: Sequence[float], std: Sequence[float], own_sizes: tuple[int, ...] = ()) -> Preprocess:
-    """The evaluation transform of a model as a function of one image: shorter side to ``image_size``, centre crop, normalised."""
+    """Make the evaluation transform of a model: shorter side to ``image_size``, centre crop, normalised."""
     return Preprocess(image_size, tuple(mean), tuple(std), DataConfig(own_sizes=own_sizes))
 
 
 def preprocess_of(image_size: int, data: DataConfig) -> Preprocess:
-    """The evaluation transform of a run; ``loader.pictures`` does the same to a store."""
+    """Make the evaluation transform of a run, the same as ``loader.pictures`` applies to a store."""
     return Preprocess(image_size, data.mean, data.std, data)

@@ -1,1 +1,1 @@
-"""The mechanism in torch: clipped sums, noise, and the gate that refuses what cannot be clipped record by record."""
+"""The mechanism in torch: clipped sums, noise, and the gate that refuses models that cannot be clipped per record."""

@@ -1,9 +1,9 @@
-"""Where the records lie in every tensor of a forward pass, found by running it, never guessed.
+"""Find the record dimension of every tensor in a forward pass by running it, without guessing.
 
-Shapes alone do not tell a batch of 64 records from 64 tokens. Passes over two and over three records do: the dimension that grows
-holds the records. Nor do they tell which of its rows are whose. Passes in which one record of three is replaced do: its rows
-change, the others stay. The pass that clips (``one_pass``) then meets the same calls in the same order and checks every shape that
-it relies on against this list.
+Shapes alone do not distinguish a batch of 64 records from 64 tokens. Passes over two and over three records do: the dimension that
+grows holds the records. Shapes also do not show which rows belong to which record. Passes in which one of three records is replaced
+do: only its rows change. The pass that clips (``one_pass``) then sees the same calls in the same order, and checks every shape that it
+relies on against this list.
 """
 
 import types
@@ -26,26 +26,26 @@ class BatchDim:
     dim: int
     per_record: int
     side_by_side: bool = True
-    """Rows of one record stand together; else the first rows of all records come first, then the second ones, and so on."""
+    """Whether the rows of a record are adjacent; if False, the first rows of all records come first, then the second rows, and so on."""
 
 
 MIXED = BatchDim(-1, 0)
-"""The shape depends on the number of records in another way, or the rows of a record stand in another order."""
+"""The shape depends on the number of records in another way, or the rows have another order."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a torch function that returns tensors: the batch dimensions of its tensor arguments and results, None where fixed."""
+    """One call of a torch function that returns tensors, with the batch dimensions of its tensor arguments and results, None if fixed."""
 
     function: Callable[..., Any]
     inputs: tuple[BatchDim | None, ...]
     outputs: tuple[BatchDim | None, ...]
     settings: tuple[Any, ...] | None = None
-    """Arguments that are no tensors and say how rows are moved, ``None`` in the place of those that change with the batch; None where
-    they do not matter."""
+    """Non-tensor arguments that determine how rows are moved, with None for those that change with the batch; None if they do not
+    matter."""
 
     def fits(self, function: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a call is this one: the function, and how it moves rows."""
+        """Return whether a call has this function and moves rows the same way."""
         if self.function != function:
             return False
         if self.settings is None:
@@ -57,14 +57,14 @@ class Call:
 
 
 def block_call(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The call of a block that may be compiled as a whole (``compiled.compile_blocks``); modes see it as one call, and open it."""
+    """Call a block that may be compiled as a whole (``compiled.compile_blocks``); modes see one call and replace it by ``OPENED``'s."""
     if torch._C._is_torch_function_mode_enabled():
         return handle_torch_function(block_call, list(tensors_in(args, kwargs)), name, forward, *args, **kwargs)
     return forward(*args, **kwargs)
 
 
 def _opened(function: Any) -> Callable[..., Any]:
-    """The same function without torch's override check, so that a mode sees the calls inside it rather than the function."""
+    """Copy a function without torch's override check, so that a mode sees the calls inside it, not the function."""
     opened = types.FunctionType(
         function.__code__, {**function.__globals__, "has_torch_function": lambda _: False}, function.__name__, function.__defaults__
     )
@@ -76,17 +76,17 @@ OPENED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
     block_call: lambda name, forward, *args, **kwargs: forward(*args, **kwargs),
 }
-"""Functions that use parameters in several ways, with a form that shows each use."""
+"""Functions that use parameters in several ways, each with a version in which a mode sees every use."""
 
 
 _MOVING_NAMES = """permute transpose movedim moveaxis swapaxes swapdims view reshape flatten unflatten squeeze unsqueeze __getitem__
     select narrow split chunk unbind cat stack repeat expand roll flip unfold einsum tensordot repeat_interleave tile sum mean"""
 _MOVING: set[Any] = {getattr(owner, name) for owner in (torch, torch.Tensor) for name in _MOVING_NAMES.split() if hasattr(owner, name)}
-"""Functions that put rows elsewhere, or together."""
+"""Functions that move or combine rows."""
 
 
 def _settings(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """What a call says besides its tensors, where that moves rows."""
+    """Non-tensor arguments of a function that moves rows; None for other functions."""
     if function not in _MOVING:
         return None
     flat: list[Any] = []
@@ -96,14 +96,14 @@ def _settings(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
 
 
 _PICKING: set[Any] = {getattr(owner, name) for owner in (torch, torch.Tensor) for name in ("masked_select", "nonzero", "unique")}
-"""Functions with results as long as the data make them."""
+"""Functions whose result size depends on the data."""
 
 Note = Callable[[int, list[Tensor]], list[Any]]
-"""(position of the call, its tensors) -> what to write down of them."""
+"""(position of the call, its tensors) -> one note per tensor."""
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down every call that returns tensors, and what ``note`` says of its arguments and of its results."""
+    """Records every call that returns tensors, with the notes ``inputs`` of its arguments and ``outputs`` of its results."""
 
     def __init__(self, inputs: Note, outputs: Note) -> None:
         super().__init__()
@@ -124,16 +124,16 @@ class _Recorder(TorchFunctionMode):
 
 
 def find_batch_dims(run: Callable[[Any], object], few: Any, many: Any, replaced: dict[int, Any]) -> list[Call] | str:
-    """The calls of a forward pass with the batch dimension of every tensor in them.
+    """List the calls of a forward pass with the batch dimension of every tensor.
 
     Args:
         run: runs the pass over a batch.
         few, many: batches of ``NUM_RECORDS`` equal records.
-        replaced: row -> ``many`` with another record in that row. Empty on the ``meta`` device, where nothing has a value: rows of
-            one record are then taken to stand together.
+        replaced: row -> ``many`` with another record in that row. Empty on the ``meta`` device, which has no values: rows of one record
+            are then assumed to be adjacent.
 
     Returns:
-        The calls, or why there are none.
+        The calls, or the reason why they cannot be determined.
     """
 
     masked: set[int] = set()
@@ -155,7 +155,7 @@ def find_batch_dims(run: Callable[[Any], object], few: Any, many: Any, replaced:
 
 
 def _with_rows(run: Callable[[Any], object], many: Any, replaced: dict[int, Any], calls: list[Call]) -> list[Call] | str:
-    """The calls with the order of rows corrected by which of them change with which record."""
+    """Correct the order of rows in the calls, by which rows change with which record."""
 
     def marks(at: int, tensors: list[Tensor], batch_dims: Callable[[Call], tuple[BatchDim | None, ...]]) -> list[Any]:
         known = batch_dims(calls[at]) if at < len(calls) else ()
@@ -182,7 +182,7 @@ def _with_rows(run: Callable[[Any], object], many: Any, replaced: dict[int, Any]
 
 
 def tensors_in(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors among arguments, those in lists and tuples too, in a fixed order."""
+    """Yield the tensors among the arguments, including those in lists and tuples, in a fixed order."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             yield value
@@ -223,7 +223,7 @@ def _batch_dim(few: torch.Size, many: torch.Size) -> BatchDim | None:
 
 
 def _row_marks(value: Tensor, batch_dim: BatchDim | None) -> Tensor | None:
-    """One number for each row along the records' dimension, which hardly any change of the row leaves as it was."""
+    """One number per row along the records' dimension, which almost any change of the row changes."""
     size = NUM_RECORDS[1] * (batch_dim.per_record if batch_dim else 0)
     if batch_dim is None or batch_dim == MIXED or value.ndim <= batch_dim.dim or value.shape[batch_dim.dim] != size:
         return None
@@ -232,7 +232,7 @@ def _row_marks(value: Tensor, batch_dim: BatchDim | None) -> Tensor | None:
 
 
 def _ordered(batch_dim: BatchDim, before: Tensor | None, after: dict[int, Tensor | None]) -> BatchDim:
-    """The batch dimension with the order of rows that explains which of them changed; ``MIXED`` if none does or if two do."""
+    """The batch dimension with the row order that explains which rows changed; ``MIXED`` if no order or both orders do."""
     if batch_dim == MIXED or before is None or any(marks is None for marks in after.values()):
         return MIXED
     num, rows = NUM_RECORDS[1], torch.arange(len(before), device=before.device)

@@ -1,4 +1,4 @@
-"""Rules of parameters that are broadcast against data (tokens, positions, layer scales, attention biases): a copy for every record."""
+"""Rules of parameters that are broadcast against data (tokens, positions, layer scales, attention biases): one copy per record."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from dpvision.dp.rule import Pass, require
 
 
 def spread(run: Pass, weight: Tensor, batch_dim: BatchDim, num_dims: int, rule: str) -> Tensor:
-    """A weight with a row for every record (``per_record`` of them) in dimension ``batch_dim.dim`` of ``num_dims``, elsewhere as it is."""
+    """Expand a weight to ``num_dims`` dimensions, with ``per_record`` rows for each record in dimension ``batch_dim.dim``."""
     ok = batch_dim != MIXED and batch_dim.side_by_side and weight.ndim <= num_dims
     require(ok, [weight], f"{rule} with a result whose records are not rows side by side")
     padded = weight.detach()[(None,) * (num_dims - weight.ndim)]
@@ -33,7 +33,7 @@ def spread(run: Pass, weight: Tensor, batch_dim: BatchDim, num_dims: int, rule: 
 
 
 def elementwise(run: Pass, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A broadcast of trained weights with data: every record gets its own copy of the weight."""
+    """Broadcast trained weights against data: every record gets its own copy of the weight."""
     batch_dim = run.output_batch_dim()
     values = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     data = [a for a in values if run.batch_dim(a) is not None]
@@ -49,7 +49,7 @@ def elementwise(run: Pass, function: Callable[..., Any], args: Any, kwargs: Any)
 
 
 def expand(run: Pass, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``weight.expand(B, ...)`` and its like."""
+    """``weight.expand(B, ...)``, ``expand_as``, ``broadcast_to`` and ``repeat``."""
     batch_dim = run.output_batch_dim()
     weight = args[0]
     if batch_dim is None:
@@ -66,7 +66,7 @@ def expand(run: Pass, function: Callable[..., Any], args: Any, kwargs: Any) -> A
 
 
 def attention(run: Pass, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-    """``F.scaled_dot_product_attention`` with a trained bias of the attention scores."""
+    """``F.scaled_dot_product_attention`` with a trained attention bias."""
     batch_dim = run.batch_dim(query)
     if batch_dim is None or attn_mask is None or any(run.slot(t, "") is not None for t in (query, key, value)):
         return NotImplemented

@@ -1,6 +1,6 @@
 """ChaCha20 words on a GPU, bit for bit those of ``privacy.stream.Keystream`` (RFC 8439, section 2.3): additions, rotations, xors.
 
-The key goes to the GPU; no word and no gradient leaves it. One thread of the GPU computes one block of 64 bytes.
+The key is copied to the GPU; words and gradients stay there. One GPU thread computes one block of 64 bytes.
 """
 
 import numpy as np
@@ -70,7 +70,7 @@ def _words(out_W, key_8, first_block, num_blocks, PROGRAM_BLOCKS: tl.constexpr):
 
 
 def chacha_words(key: bytes, block: int, num_blocks: int, device: torch.device) -> Tensor:
-    """Words of blocks ``block`` to ``block + num_blocks`` - 1: int64 of shape (8 num_blocks,) on ``device``.
+    """Return the words of blocks ``block`` to ``block + num_blocks`` - 1: int64 of shape (8 num_blocks,) on ``device``.
 
     Args:
         key: 32 bytes, from ``stream.subkey``.

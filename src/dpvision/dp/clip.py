@@ -1,4 +1,4 @@
-"""Sum of clipped per-record gradients: the contract, and the two ways to it.
+"""Sum of clipped per-record gradients: the contract, and the two methods.
 
     sum over valid records i of  f_i g_i,    f_i = min(1, C / ||g_i||),    g_i = the gradient of record i's own loss
 
@@ -40,15 +40,15 @@ class ClippedSum:
     """Sum of clipped gradients of some records: secret, and the only thing that ``noise.privatize`` accepts."""
 
     grads: dict[str, Tensor]
-    """Sum by parameter name, float32 of one physical batch and float64 of several; a tied parameter stands under its first name, once."""
+    """Sum by parameter name, float32 for one physical batch, float64 for several; a tied parameter appears once, under its first name."""
     num_records: int
     """Valid records in the sum (secret)."""
     norms_B: Tensor
-    """Gradient norms of the valid records before the clip, float32; not finite where the record was left out; empty without a clip."""
+    """Gradient norms of the valid records before the clip, float32; not finite for a record that was left out; empty without clipping."""
     losses_B: Tensor
     """Losses of the valid records, float32."""
     max_grad_norm: float | None
-    """The C that each record's contribution was clipped to; if None, not clipped. Must be the plan's."""
+    """The clipping norm C, which must be the plan's; None if not clipped."""
 
     def __add__(self, other: "ClippedSum") -> "ClippedSum":
         return _added(
@@ -57,14 +57,14 @@ class ClippedSum:
 
     @staticmethod
     def zeros(model: nn.Module, max_grad_norm: float | None) -> "ClippedSum":
-        """The sum over no record, for the trained parameters of ``model``; float64."""
+        """Return the empty sum for the trained parameters of ``model``, in float64."""
         return ClippedSum.add_up(model, max_grad_norm, [])
 
     @staticmethod
     def add_up(model: nn.Module, max_grad_norm: float | None, parts: Iterable["ClippedSum"]) -> "ClippedSum":
-        """Sum of the sums of several physical batches, in float64: each is added as it comes, in place, and may then be forgotten.
+        """Add up the sums of several physical batches in float64, in place, one at a time, so that each may be freed.
 
-        In float32 the total of a large batch would round by more than a record's part.
+        In float32 the rounding of a large batch's total would exceed a record's contribution.
         """
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         grads = {name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False) for name, p in params.items()}
@@ -72,7 +72,7 @@ class ClippedSum:
 
 
 def _added(grads: dict[str, Tensor], max_grad_norm: float | None, parts: Iterable[ClippedSum], *, first: int = 0) -> ClippedSum:
-    """Add the gradients of ``parts`` from number ``first`` on to ``grads``, in place; their counts, norms and losses are all taken."""
+    """Add the gradients of ``parts[first:]`` to ``grads`` in place; counts, norms and losses are those of all parts."""
     count, norms, losses = 0, [], []
     for i, part in enumerate(parts):
         if part.max_grad_norm != max_grad_norm:
@@ -104,35 +104,35 @@ def clipped_sum(
     chunk_size: int | None = None,
     blocks: CompiledBlocks | None = None,
 ) -> ClippedSum:
-    """Sum of the clipped gradients of the valid records of one physical batch; owns the forward pass.
+    """Return the sum of the clipped gradients of the valid records of one physical batch; runs the forward pass.
 
-    Runs under the caller's autocast; norms, factors and the sum are float32 or wider. Buffers of the model are copied, so that no
-    statistic of the data is left in it. Padding rows are dropped before the forward pass: they contribute exactly zero. So
-    does a record whose gradient is not finite, or so large that the sum of 64 of its squares overflows.
+    Runs under the caller's autocast; norms, factors and the sum are float32 or wider. The model's buffers are copied, so it keeps no
+    statistic of the data. Padding rows contribute exactly zero, and so does a record whose gradient is not finite, or so large that the
+    sum of 64 of its squares overflows.
 
     Args:
         loss_fn: one loss per record. Under "one_pass" it gets the batch, under "vmap" batches of one record.
-        batch: any number of rows, also none.
-        max_grad_norm: C, between 1e-12 and 1e12. If None, no clipping, the plain sum of gradients by one backward pass, without a
-            guarantee (a record that is not finite is then in the sum); ``norms_B`` is empty.
+        batch: any number of rows, including 0.
+        max_grad_norm: C, between 1e-12 and 1e12. If None, the plain sum of gradients by one backward pass, without clipping or guarantee
+            (non-finite gradients are included), and ``norms_B`` is empty.
         rule: "hard", the factor min(1, C / norm); "automatic", C / (norm + 0.01) (Bu et al. 2023).
-        method: "one_pass" or, slower by far and clearer, "vmap": the same up to rounding.
+        method: "one_pass", or "vmap", the much slower reference: the same up to rounding.
         loss_scale: factor of the losses in the backward pass, for float16; a public number, undone before the norm.
-        chunk_size: most records whose gradients are held at once, under "vmap" and for parameters without a rule; if None, as many as
-            fit 256 MiB. Changes the order of float sums only.
+        chunk_size: largest number of records whose gradients are held at once, under "vmap" and for parameters without a rule; if None,
+            as many as fit 256 MiB. Changes the order of float sums only.
         blocks: compiled programs of the model's blocks (``compiled.compile_blocks``), for "one_pass".
 
     Returns:
-        The sum, in the parameters' own precision (float32).
+        The sum, in the parameters' precision (float32).
 
     Raises:
-        ConfigError: a setting is unknown or out of range, or nothing is trained.
-        PrivacyError: the model cannot be followed exactly, or float32 matrix products are set to run in reduced precision.
+        ConfigError: a setting is unknown or out of range, or no parameter is trained.
+        PrivacyError: the model cannot be clipped exactly, or float32 matrix products are set to run in reduced precision.
     """
     _check(rule, method, max_grad_norm, loss_scale, chunk_size)
     params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     if not params:
-        raise ConfigError("clip: model has no parameter with requires_grad; expected at least one. Unfreeze what is to be trained.")
+        raise ConfigError("clip: model has no parameter with requires_grad; expected at least one. Unfreeze the parameters to train.")
     rows = batch.valid_B.nonzero()[:, 0]
     if len(rows) == 0:
         return ClippedSum.zeros(model, max_grad_norm)
@@ -151,9 +151,9 @@ def clipped_sum(
 
 
 def _by_hash(batch: Batch, key: StepKey) -> tuple[Batch, Tensor]:
-    """The batch in the order of the records' hashes, last the rows that are not valid, as copies of one that is; and that order.
+    """Sort the batch by the records' hashes, with invalid rows last, filled with a copy of a valid one; also return the order.
 
-    These take part in the forward pass, so that its shape does not depend on the records, and have the factor zero.
+    The filled rows keep the shape of the forward pass independent of the records, and get the factor zero.
     """
     hash_B = hashes(key, batch.record_id_B).where(batch.valid_B, torch.iinfo(torch.int64).max)
     order = hash_B.argsort(stable=True)
@@ -190,7 +190,7 @@ def _by_vmap(
 
 
 def _norms(grads: dict[str, Tensor]) -> Tensor:
-    """Norm of each record's whole gradient, float64; ``weight_grads.sum_of_squares`` has the bound on its error."""
+    """Norm of each record's whole gradient, float64; ``weight_grads.sum_of_squares`` bounds its error."""
     return torch.stack([sum_of_squares(value) for value in grads.values()]).sum(0).sqrt()
 
 
@@ -211,12 +211,12 @@ def _check(rule: str, method: str, max_grad_norm: float | None, loss_scale: floa
     for name, value, choices in (("rule", rule, RULES), ("method", method, METHODS)):
         if value not in choices:
             raise ConfigError(f"clip: {name}={value!r}; expected one of {', '.join(map(repr, choices))}. Choose one of them.")
-    # Beyond these, factors and squares leave the range of float32, and the bound on a contribution with it.
+    # Beyond these, factors and squares leave the range of float32, and the bound on a contribution fails.
     if max_grad_norm is not None and not 1e-12 <= max_grad_norm <= 1e12:
-        raise ConfigError(f"clip: max_grad_norm={max_grad_norm!r}; expected between 1e-12 and 1e12. Typical: 0.1 to 1.")
+        raise ConfigError(f"clip: max_grad_norm={max_grad_norm!r}; expected between 1e-12 and 1e12. Use 0.1 to 1.")
     if not (0 < loss_scale < math.inf and math.frexp(loss_scale)[0] == 0.5):
-        raise ConfigError(f"clip: loss_scale={loss_scale!r}; expected a power of two. It must scale without rounding: try 65536.")
+        raise ConfigError(f"clip: loss_scale={loss_scale!r}; expected a power of two, which scales without rounding. Use 65536.")
     if chunk_size is not None and not chunk_size >= 1:
-        raise ConfigError(f"clip: chunk_size={chunk_size!r}; expected at least 1. Leave it out for what fits in memory.")
+        raise ConfigError(f"clip: chunk_size={chunk_size!r}; expected at least 1. Leave it out for as many as fit 256 MiB.")
     if max_grad_norm is not None:
         require_exact_products("clip")

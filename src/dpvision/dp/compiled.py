@@ -1,8 +1,8 @@
-"""Compiled blocks: each kind of block is written down once with its rules as ordinary operations, and given to torch.compile.
+"""Compiled blocks: each kind of block is traced once, with its rules as ordinary operations, and compiled by torch.compile.
 
-Autograd functions are opaque to a compiler, and a mode is not there when compiled code runs. So a block is traced into a graph
-(block inputs, weights, zeros) -> (output, what the sinks need): every output of a rule has zeros added, and their gradient is
-the output's. Nothing but ordinary operations is in the graph, and blocks of one kind share it.
+Autograd functions are opaque to a compiler, and compiled code does not run under a mode. So a block is traced into a graph
+(block inputs, weights, zeros) -> (output, inputs of the sinks): zeros are added to every output of a rule, and their gradient is the
+output's. The graph has ordinary operations only, and blocks of one kind share it.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ class _Program:
     calls: tuple[Call, ...]
     taps: list[Tap]
     template: dict[str, Slot]
-    """Slots that the sinks fill, by the parameter's name within the block; they are emptied into the real ones each time."""
+    """Slots that the sinks fill, by the parameter's name within the block; ``Pending.settle`` moves their content to the block's slots."""
 
 
 @dataclass(eq=False)
 class Pending:
-    """A block that has run and waits for its backward pass."""
+    """A block between its forward and its backward pass."""
 
     program: _Program
     zeros: list[Tensor]
@@ -45,8 +45,8 @@ class Pending:
     slots: dict[str, Slot]
 
     def settle(self, grads: tuple[Tensor | None, ...]) -> None:
-        """Give the outputs' gradients to the sinks, and their results to the block's slots."""
-        for left_over in self.program.template.values():  # by a pass that broke off, out of memory say
+        """Pass the outputs' gradients to the sinks, and their results to the block's slots."""
+        for left_over in self.program.template.values():  # by a pass that failed, out of memory for example
             left_over.release()
         with torch.no_grad():
             for tap, saved, grad in zip(self.program.taps, self.saved, grads, strict=True):
@@ -61,22 +61,22 @@ class Pending:
 
 
 class CompiledBlocks:
-    """The compiled programs of a model's repeated blocks, for ``clipped_sum(..., blocks=...)``; the model itself stays as it is."""
+    """Compiled programs of a model's repeated blocks, for ``clipped_sum(..., blocks=...)``; the model itself is not changed."""
 
     def __init__(self, blocks: dict[str, nn.Module], num_records: int, backend: str) -> None:
         self._blocks, self._num_records, self._backend = blocks, num_records, backend
         self.programs: dict[Any, _Program | None] = {}
-        """By block and by what it is given; None where a block runs as it is."""
+        """By block and its arguments' shapes and types; None if the block runs uncompiled."""
         self._compiled: dict[Any, Callable[..., Any]] = {}
-        """By the graph's own code: blocks share a compiled program only where they are the same to the last constant."""
+        """By the graph's code: blocks share a compiled program only if all their constants are equal."""
 
     @contextlib.contextmanager
     def intercepted(self, run: InterceptedPass, pending: list[Pending]) -> Iterator[None]:
-        """While this lasts, ``run`` sees each block as one call, and runs it compiled where it can; ``pending`` gets those that were."""
+        """Within this context ``run`` sees each block as one call and runs it compiled if possible, adding it to ``pending``."""
         run.run_block = partial(self._run, pending)
         with contextlib.ExitStack() as stack:
             for name, block in self._blocks.items():
-                own = vars(block)  # an attribute of the object goes before the method of its class
+                own = vars(block)  # an instance attribute takes precedence over the class's method
                 own["forward"] = partial(block_call, name, block.forward)
                 stack.callback(own.pop, "forward")
             yield
@@ -84,10 +84,10 @@ class CompiledBlocks:
     def _run(
         self, pending: list[Pending], outer: InterceptedPass, name: str, _forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[int, Any] | None:
-        """One block as a compiled program; None where it has to run as it is (other arguments than tensors, a layer without a rule).
+        """Run one block as a compiled program.
 
         Returns:
-            (number of calls that it stands for, its output).
+            (number of calls that it replaces, its output); None if it must run uncompiled (non-tensor arguments, a layer without a rule).
         """
         block = self._blocks[name]
         params: dict[str, Tensor] = dict(block.named_parameters())
@@ -134,12 +134,12 @@ class CompiledBlocks:
             return None
         inner, given = state["inner"], state["given"]
         if any(slot.weight is not given[next(iter(slot.names))] for slot in inner.slots):
-            return None  # a weight computed from parameters, a transposed one too: its gradient is not the parameter's
+            return None  # a weight computed from parameters, even transposed: its gradient is not the parameter's
         zeros = [torch.zeros(h.shape, dtype=h.dtype, device=args[0].device, requires_grad=True) for h in inner.taps]
         graph = make_fx(forward)(arguments, leaves(), zeros)
         inner = state["inner"]
         if any(True for _ in graph.buffers()):
-            return None  # a tensor of the block's own besides its parameters: it could change after the trace
+            return None  # a tensor of the block besides its parameters: it could change after the trace
         same = graph.code, tuple((t.shape, t.dtype, t.device) for t in (*arguments, *params.values(), *zeros))
         if same not in self._compiled:
             self._compiled[same] = torch.compile(graph, backend=self._backend, dynamic=False)
@@ -151,15 +151,15 @@ class CompiledBlocks:
 
 
 def compile_blocks(model: nn.Module, num_records: int, backend: str = "inductor") -> CompiledBlocks:
-    """Compiled programs of a model's repeated blocks, for ``clipped_sum(..., blocks=...)``: made when they are first needed.
+    """Find a model's repeated blocks, to be compiled at first use by ``clipped_sum(..., blocks=...)``.
 
     A block is a member of an ``nn.ModuleList`` or ``nn.Sequential`` that holds two or more modules of its class, with parameters.
-    Blocks that are the same to the last constant share a program. A block runs as it is where it takes other arguments than
-    tensors, computes a weight from parameters, or has buffers or a layer without a rule.
+    Blocks whose constants are all equal share a program. A block runs uncompiled if it takes non-tensor arguments, computes a weight
+    from parameters, or has buffers or a layer without a rule.
 
     Args:
-        num_records: records of a full physical batch, the size to compile for; batches of other sizes run as they are.
-        backend: torch.compile's.
+        num_records: records of a full physical batch, the size to compile for; batches of other sizes run uncompiled.
+        backend: backend of torch.compile.
 
     Raises:
         ConfigError: the model has no repeated blocks.

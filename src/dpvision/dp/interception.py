@@ -1,4 +1,4 @@
-"""The mode under which a model's forward pass runs: it sees every torch function and hands those that use parameters to a rule."""
+"""The mode under which a model's forward pass runs: it sees every torch function call and passes those with parameters to a rule."""
 
 import weakref
 from collections.abc import Callable
@@ -29,11 +29,11 @@ def _refuse_hooks() -> None:
 
 
 class GraphChanged(Exception):
-    """The pass made another call than the one it made when the route was found."""
+    """The pass made another call than when its batch dimensions were found."""
 
 
 class _Identity(torch.autograd.Function):
-    """An output as it is, whose gradient goes to the sink as soon as the backward pass has it."""
+    """Returns the output unchanged, and passes its gradient to the sink during the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, output: Tensor, saved: tuple[Tensor | None, ...], sink: Any) -> Tensor:
@@ -49,7 +49,7 @@ class _Identity(torch.autograd.Function):
 
 @dataclass(eq=False)
 class Tap:
-    """An output with zeros added, whose gradient is wanted: ``_Identity`` in a form that a compiler can take."""
+    """An output with zeros added to obtain its gradient: ``_Identity`` in a form that can be compiled."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -78,8 +78,8 @@ class InterceptedPass(TorchFunctionMode):
         self.zeros: list[Tensor] | None = None
         """In a traced pass, the zeros that ``tap`` adds, in the order of the calls."""
         self.run_block: Callable[..., Any] | None = None
-        """Runs a block as a compiled program: (pass, its name, its forward method, *arguments) -> (number of
-        calls that it stands for, output), or None."""
+        """Runs a block as a compiled program: (pass, the block's name, its forward method, *arguments) -> (number of
+        calls that it replaces, output), or None."""
 
     @property
     def slots(self) -> list[Slot]:
@@ -104,7 +104,7 @@ class InterceptedPass(TorchFunctionMode):
         return out
 
     def _use(self, func: Any, args: Any, kwargs: Any, known: list[Tensor]) -> Any:
-        """A call that parameters take part in."""
+        """Make a call that has parameters among its arguments."""
         _refuse_hooks()
         if func in RULES or func in ELEMENTWISE or func in EXPANDING:
             self._enter(func, args, kwargs)
@@ -131,7 +131,7 @@ class InterceptedPass(TorchFunctionMode):
         return out
 
     def _enter(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Look up where the records lie in this call's tensors, and check that they do."""
+        """Look up the record dimensions of this call's tensors, and check them."""
         if self._at >= len(self._calls) or self._calls[self._at].function != func:
             raise GraphChanged(func.__name__)
         call, tensors = self._calls[self._at], list(tensors_in(args, kwargs))
@@ -163,15 +163,15 @@ class InterceptedPass(TorchFunctionMode):
 
     @property
     def position(self) -> int:
-        """Number of calls seen."""
+        """int: number of calls seen."""
         return self._at
 
     def coming(self) -> tuple[Call, ...]:
-        """The calls from here on."""
+        """Return the remaining calls."""
         return self._calls[self._at :]
 
     def knows(self, parameter: Tensor) -> bool:
-        """Whether a parameter is one that rules are for."""
+        """Return whether rules handle a parameter."""
         return id(parameter) in self._known
 
     def batch_dim(self, tensor: Tensor) -> BatchDim | None:

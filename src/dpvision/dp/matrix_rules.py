@@ -1,6 +1,6 @@
 """Rules of layers with a weight matrix or table: linear maps, convolutions, embeddings, the vocabulary head.
 
-Legend: B records, T places of a record, D, P, Q widths, N images (a multiple of B), C channels.
+Legend: B records, T positions of a record, D, P, Q widths, N images (a multiple of B), C channels.
 """
 
 from typing import Any
@@ -92,7 +92,7 @@ def make_conv(num_dims: int) -> Rule:
 
 
 def _tuple(value: Any, num_dims: int) -> tuple[int, ...]:
-    """A setting of a convolution for every dimension: torch takes a number, or one or ``num_dims`` of them."""
+    """Expand a setting of a convolution to every dimension: torch takes a number, or a tuple of one or ``num_dims``."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * num_dims if len(values) == 1 else values
 
@@ -164,7 +164,7 @@ class _Head(torch.autograd.Function):
 
 
 def head(run: Pass, hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor) -> Any:
-    """``models.head.linear_cross_entropy``: the logits' gradients are made again when they are needed, their Gram matrix is kept."""
+    """``models.head.linear_cross_entropy``: the gradients of the logits are recomputed when needed, their Gram matrix is kept."""
     batch_dim = run.batch_dim(hidden_BLD)
     if batch_dim is None or run.batch_dim(weight_VD) is not None:
         return NotImplemented
@@ -182,6 +182,6 @@ def head(run: Pass, hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None
         if bias_slot is not None:
             bias_slot.add_outer_products(OuterProducts(left, Dense(g_BT[..., None].to(hidden.dtype)), shape[:1]))
 
-    # All rows of a record are its tokens: the head treats each token by itself.
+    # All rows of a record are its tokens: the head treats each token separately.
     loss_BT = _Head.apply(run.anchor, hidden.reshape(num, -1, shape[1]), weight, bias, target_BL.reshape(num, -1), sink)
     return loss_BT.view(target_BL.shape)

@@ -1,11 +1,10 @@
-"""Gaussian noise, once per logical step: the only place where noise is drawn, and what makes a gradient releasable.
+"""Gaussian noise, added once per logical step: the only place where noise is drawn and a gradient becomes releasable.
 
     DPGradient = round_g(sum of clipped gradients + N(0, noise_std^2)) / expected_batch_size     (Abadi et al. 2016)
 
-The plan scales the noise and sets the normalisation constant, which is public. Normals come from ``privacy.stream``, one subkey for
-each (step, parameter), one number for each coordinate: whoever owns a range of coordinates draws it, alone. Sum plus noise is computed in
-float64 and rounded to the public grid g = 2^(floor(log2 noise_std) - 20) before anything else, so that low bits tell nothing of the sum
-(docs/clipping.md, "Noise").
+The plan sets the noise scale and the public divisor. Normals come from ``privacy.stream``, with one subkey per (step, parameter) and one
+number per coordinate, so any process can draw any range of coordinates. Sum plus noise is computed in float64 and rounded to the public
+grid g = 2^(floor(log2 noise_std) - 20) before anything else, so that low bits reveal nothing about the sum (docs/clipping.md, "Noise").
 """
 
 import math
@@ -27,17 +26,17 @@ from dpvision.privacy.stream import WORDS_PER_BLOCK, subkey
 
 _GRID_BITS = 20
 _CPU_TASK = 2**19
-"""Coordinates that a thread takes at once."""
+"""Coordinates per task of a thread."""
 _GPU_PIECE = 2**23
 """Coordinates whose words and normals a GPU holds at once: about half a GiB of float64."""
 
 
 @dataclass(frozen=True, eq=False)
 class DPGradient:
-    """Gradient that may leave: noisy, divided by the expected batch size; the only thing that an optimizer sees."""
+    """Releasable gradient: noisy, divided by the expected batch size; the only input of an optimizer."""
 
     grads: dict[str, Tensor]
-    """By parameter name; float32, or float64 for heads."""
+    """Gradient by parameter name; float32, or float64 for heads."""
 
 
 class Owners(Protocol):
@@ -48,7 +47,7 @@ class Owners(Protocol):
     @property
     def world_size(self) -> int: ...
     def add_up(self, values: Tensor) -> None:
-        """Replace ``values`` by their sum over all processes, the same bits on each."""
+        """Replace ``values`` by their sum over all processes, bitwise the same on each."""
 
 
 def privatize(
@@ -68,8 +67,8 @@ def privatize(
         total: the whole step's clipped sum, the same on all processes.
         step: the ledger's number of this step; the same (key, step) gives the same noise, so a step is released once.
         noise_key: 32 secret bytes from ``stream.new_key``, the same on all processes.
-        owners: with several processes, each draws the noise of its own share of every parameter, and all get the whole.
-        dtype: of the gradient, float32 or float64.
+        owners: the processes, each of which draws the noise of its share of every parameter; all get the whole gradient.
+        dtype: dtype of the gradient, float32 or float64.
 
     Returns:
         The gradient, same names, shapes and devices as ``total.grads``. Without a guarantee: no noise, only the division.
@@ -77,7 +76,7 @@ def privatize(
     Raises:
         PrivacyError: the sum was clipped to another norm than the plan's, the key is not 32 bytes, or a plan with a guarantee has no noise.
     """
-    subkey(noise_key, "noise")  # refuses a key of another length, also where there is no noise
+    subkey(noise_key, "noise")  # refuses a key of another length, even without noise
     if plan.guarantee == "dp" and not plan.noise_std > 0:
         raise PrivacyError(f"noise: noise_std={plan.noise_std}; expected more than 0 with a guarantee. Make a plan with noise.")
     if total.max_grad_norm != plan.max_grad_norm:
@@ -90,7 +89,7 @@ def privatize(
     rank, world_size = (owners.rank, owners.world_size) if owners else (0, 1)
     grads, shares = {}, []
     for name, value in total.grads.items():
-        # What others own is zero until the shares are added up.
+        # The other processes' shares are zero until all are added up.
         grads[name] = (torch.zeros if world_size > 1 else torch.empty)(value.shape, dtype=dtype, device=value.device)
         first, stop = (value.numel() * r // world_size for r in (rank, rank + 1))
         key = subkey(noise_key, "noise", step=step, parameter=name)
@@ -104,7 +103,7 @@ def privatize(
 
 @dataclass(frozen=True)
 class _Share:
-    """Coordinates [first, stop) of one parameter: where its sum lies, where its gradient goes."""
+    """Coordinates [first, stop) of one parameter, with its sum and the gradient to fill."""
 
     summed: Tensor
     out: Tensor
@@ -118,21 +117,21 @@ class _Share:
 
 
 class _Release:
-    """round_g(sum + noise) / divisor, for ranges of coordinates."""
+    """Computes round_g(sum + noise) / divisor for ranges of coordinates."""
 
     def __init__(self, noise_std: float, divisor: float) -> None:
         self._std, self._grid = noise_std, grid_of(noise_std)
-        # After rounding, numbers are in units of the grid, a power of two: no further rounding, and one pass less.
+        # After rounding, numbers are multiples of the grid, a power of two: folding it into the divisor is exact and saves a pass.
         self._divisor = divisor / self._grid
 
     def run(self, shares: list[_Share]) -> None:
-        """Fill the shares' gradients; only blocks of them are in float64 at a time."""
+        """Fill the shares' gradients, block by block in float64."""
         for share in shares:
             for piece in share.pieces(_GPU_PIECE) if share.summed.is_cuda else ():
                 self._on_gpu(piece)
         tasks = deque(piece for share in shares if not share.summed.is_cuda for piece in share.pieces(_CPU_TASK))
         num_threads = min(torch.get_num_threads(), len(tasks))
-        if num_threads <= 1:  # no pool for one
+        if num_threads <= 1:  # one thread needs no pool
             self._on_cpu(tasks)
             return
         with ThreadPoolExecutor(num_threads) as pool:
@@ -157,7 +156,7 @@ class _Release:
                 out[at:end] = normal
 
     def _on_gpu(self, piece: _Share) -> None:
-        from dpvision.dp.chacha_triton import chacha_words  # Triton is not on every machine that trains
+        from dpvision.dp.chacha_triton import chacha_words  # Triton is not installed everywhere
 
         block = piece.first // WORDS_PER_BLOCK
         words = chacha_words(piece.key, block, -(-piece.stop // WORDS_PER_BLOCK) - block, piece.summed.device)
@@ -168,5 +167,5 @@ class _Release:
 
 
 def grid_of(noise_std: float) -> float:
-    """g = 2^(floor(log2 noise_std) - 20), public: noisy sums are multiples of it."""
+    """Return the public grid g = 2^(floor(log2 noise_std) - 20), of which noisy sums are multiples."""
     return math.ldexp(1.0, math.frexp(noise_std)[1] - 1 - _GRID_BITS)

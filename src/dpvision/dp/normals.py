@@ -22,12 +22,12 @@ from dpvision.privacy.stream import WORDS_PER_BLOCK, Keystream, uniforms
 
 _ANGLE = 2 * math.pi * 2.0**-64
 _BLOCK = 2**17
-"""Normals computed at once. Larger than a core's own cache: with 2^15, which fits it, two threads spend a third of their time handing the
-interpreter lock to each other (``benchmarks/noise.py``)."""
+"""Normals computed at once. Larger than a core's cache: with 2^15, which fits it, two threads spend a third of their time contending for
+the interpreter lock (``benchmarks/noise.py``)."""
 
 
 class Normals:
-    """Normals on the CPU, block by block, in arrays that are used again."""
+    """Computes normals on the CPU, block by block, in reused arrays."""
 
     def __init__(self) -> None:
         self._word_W = np.empty(_BLOCK, dtype="<i8")
@@ -37,7 +37,7 @@ class Normals:
     def blocks(self, key: bytes, first: int, stop: int, std: float = 1.0) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the normals of coordinates ``first`` to ``stop`` - 1 in order, as (number of the first one, float64 array).
 
-        An array is valid until the next one is asked for; the caller may write to it.
+        An array is valid until the next one is requested; the caller may write to it.
 
         Args:
             key: 32 bytes, from ``stream.subkey``.
@@ -59,7 +59,7 @@ class Normals:
         return self._box_muller(len(word_W), 1.0)
 
     def _box_muller(self, num_words: int, std: float) -> np.ndarray:
-        """Put normals in the place of the first ``num_words`` words."""
+        """Replace the first ``num_words`` words by normals."""
         to = self._full if num_words == _BLOCK else _Views.of(self._word_W, self._spare_3H, num_words)
         uniforms(to.radius_word_H, to.radius_H, to.part_H)
         np.log(to.radius_H, out=to.radius_H)
@@ -67,7 +67,7 @@ class Normals:
         np.sqrt(to.radius_H, out=to.radius_H)
         np.copyto(to.angle_H, to.angle_word_H)
         np.multiply(to.angle_H, _ANGLE, out=to.angle_H)
-        # Torch's sine and cosine are vectorised for float64, NumPy's logarithm is the faster one.
+        # Torch's sine and cosine are vectorised for float64; NumPy's logarithm is faster than torch's.
         torch.cos(to.angle_tensor_H, out=to.part_tensor_H)
         np.multiply(to.radius_H, to.part_H, out=to.even_H)
         torch.sin(to.angle_tensor_H, out=to.part_tensor_H)
@@ -76,7 +76,7 @@ class Normals:
 
 
 class _Views(NamedTuple):
-    """Where a block's numbers lie; made once for full blocks, since making them takes longer than some of the work."""
+    """Views of a block's arrays; made once for full blocks, since making them takes longer than some of the computation."""
 
     radius_word_H: np.ndarray
     angle_word_H: np.ndarray

@@ -1,6 +1,6 @@
-"""Per-record gradients the clear way: ``vmap(grad)``, records side by side, each out of the others' sight (Abadi et al. 2016).
+"""Per-record gradients by ``vmap(grad)``: each record in isolation (Abadi et al. 2016).
 
-Holds records x parameters numbers, so it runs in chunks. It serves as the oracle of ``one_pass``, and for parameters that have no
+Holds records x parameters numbers, so it runs in chunks. It is the oracle of ``one_pass``, and computes gradients of parameters without a
 rule there.
 """
 
@@ -13,12 +13,12 @@ from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 
 _CHUNK_BYTES = 256 * 2**20
-"""Room for one chunk's per-record gradients. On a CPU larger chunks are slower: every tensor is then fresh pages."""
+"""Memory for one chunk's per-record gradients. On a CPU larger chunks are slower: each tensor then needs new pages."""
 _MAX_CHUNK = 256
 
 
 class LossModule(nn.Module):
-    """A loss function as a module, so that ``functional_call`` can put other tensors in the model's place."""
+    """A loss function as a module, so that ``functional_call`` can replace the model's tensors."""
 
     def __init__(self, loss_fn: Any, model: nn.Module) -> None:
         super().__init__()
@@ -32,11 +32,11 @@ class LossModule(nn.Module):
 def per_record_gradients(
     loss_fn: Any, model: nn.Module, params: dict[str, Tensor], batch: Batch, key: StepKey, loss_scale: float = 1.0
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Gradient of each record's own loss, the other records out of its sight.
+    """Return the gradient of each record's loss, computed in isolation from the other records.
 
     Args:
-        params: the trained parameters by name, detached; others stay as they are.
-        loss_scale: factor of the losses in the backward pass; the gradients come scaled.
+        params: the trained parameters by name, detached; all others are constants.
+        loss_scale: factor of the losses in the backward pass; the gradients returned are scaled by it.
 
     Returns:
         ({name: (B, *parameter shape)}, losses_B).
@@ -57,22 +57,22 @@ def per_record_gradients(
 
 
 def prefixed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names as a ``LossModule`` has them."""
+    """Rename tensors as in a ``LossModule``."""
     return {f"model.{name}": value for name, value in tensors.items()}
 
 
 def copied_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the model's buffers by name: what a pass writes there is forgotten."""
+    """Copies of the model's buffers by name, so that writes of a pass are discarded."""
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
 def take(batch: Batch, rows: Any) -> Batch:
-    """Some rows of a batch."""
+    """Select rows of a batch."""
     return Batch._make(None if value is None else value[rows] for value in batch)
 
 
 def default_chunk(params: dict[str, Tensor]) -> int:
-    """Records whose gradients for ``params`` fit 256 MiB, at most 256."""
+    """Number of records whose gradients for ``params`` fit 256 MiB, at most 256."""
     record_bytes = sum(p.numel() * p.element_size() for p in params.values())
     return max(1, min(_MAX_CHUNK, _CHUNK_BYTES // max(1, record_bytes)))
 

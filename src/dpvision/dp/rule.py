@@ -1,9 +1,9 @@
-"""What a rule is: a replacement of one call of a torch function in which trained weights meet data.
+"""Rules: replacements of torch function calls that combine trained weights with data.
 
-It computes the same output from weights that autograd does not see, and hands what the records' gradients are made of to the
-weights' slots as soon as the backward pass has it. No weight gradient is computed on the way.
+A rule computes the same output from detached weights, and during the backward pass gives the factors of the records' gradients to the
+weights' slots. Autograd computes no weight gradient.
 
-Legend: B records, T places of a record, D width.
+Legend: B records, T positions of a record, D width.
 """
 
 from collections.abc import Callable
@@ -25,35 +25,35 @@ class NoRule(Exception):
 
 
 class Pass(Protocol):
-    """What rules need of the pass that calls them."""
+    """The interface of a pass that rules use."""
 
     num_records: int
     anchor: Tensor
-    """A leaf that requires a gradient: what hangs on it is reached by the backward pass, whatever the input."""
+    """A leaf that requires a gradient: the backward pass reaches everything that depends on it, whatever the input."""
 
     def slot(self, weight: Tensor | None, rule: str) -> Slot | None:
-        """The slot of a trained weight; None for a frozen one."""
+        """Return the slot of a trained weight, or None for a frozen one."""
         ...
 
     def batch_dim(self, tensor: Tensor) -> BatchDim | None:
-        """Where the records lie in an argument of the call; None if it has none."""
+        """Return the record dimension of an argument of the call, or None if it has none."""
         ...
 
     def output_batch_dim(self) -> BatchDim | None: ...
     @property
     def traced(self) -> bool:
-        """Whether the pass is written down for a compiler, which takes no autograd function."""
+        """bool: whether the pass is traced for a compiler, which does not support autograd functions."""
         ...
 
     def tap(self, output: Tensor, saved: tuple[Tensor | None, ...], sink: Callable[..., None]) -> Tensor:
-        """The output; the backward pass calls ``sink(*saved, g)`` with its gradient g, whether or not the input has one.
+        """Return the output; the backward pass calls ``sink(*saved, g)`` with its gradient g, whether or not the input has one.
 
-        The output comes from weights without a gradient, and from the input by torch's own operations.
+        The output is computed from detached weights, and from the input by ordinary torch operations.
         """
         ...
 
     def lowered(self, input: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
-        """Operands as autocast hands them to a matrix product; an input met before is converted once."""
+        """Convert operands as autocast does for a matrix product; each input is converted once per pass."""
         ...
 
 
@@ -61,7 +61,7 @@ Rule = Callable[..., Any]
 
 
 def by_record(value: Tensor, batch_dim: BatchDim, num_records: int) -> Tensor:
-    """(..., D) with its records anywhere -> (B, T, D)."""
+    """Rearrange (..., D) with its records in any dimension to (B, T, D)."""
     rows = value.movedim(batch_dim.dim, 0)
     if not batch_dim.side_by_side:
         rows = rows.unflatten(0, (batch_dim.per_record, num_records)).transpose(0, 1)

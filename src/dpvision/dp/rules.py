@@ -1,4 +1,4 @@
-"""Which torch function has which rule."""
+"""The rule of each torch function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ RULES: dict[Callable[..., Any], Rule] = {
     torch.Tensor.__getitem__: getitem,
     linear_cross_entropy: head,
 }
-"""Functions with a rule; a rule answers ``NotImplemented`` for a call that is not its business (weights alone, say)."""
+"""Functions with a rule; a rule returns ``NotImplemented`` for a call that it does not handle (weights only, for example)."""
 
 
 def _named(*names: str) -> set[Callable[..., Any]]:
@@ -40,8 +40,8 @@ ELEMENTWISE = _named(
     "add", "add_", "__radd__", "mul", "mul_", "__rmul__", "sub", "sub_", "__rsub__", "rsub", "div", "div_", "true_divide", "__rtruediv__",
     "where", "addcmul", "lerp", "maximum", "minimum", "pow", "multiply", "subtract", "divide",
 )  # fmt: skip
-"""Functions that broadcast their arguments and treat each number by itself."""
+"""Functions that broadcast their arguments and act elementwise."""
 
 
 EXPANDING = _named("expand", "expand_as", "broadcast_to", "repeat")
-"""Functions that repeat a tensor along new or single rows."""
+"""Functions that repeat a tensor along new or length-1 dimensions."""

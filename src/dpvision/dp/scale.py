@@ -1,7 +1,7 @@
-"""The loss scale of float16 training, from public things only: the weights, the step's key and a fixed public batch.
+"""The loss scale of float16 training, from public inputs only: the weights, the step's key and a fixed public batch.
 
-A scale driven by overflows of private gradients, as torch's GradScaler has it, is an output computed from private data that no
-accountant sees (guarantee.md, rule 2). Here a private record that overflows contributes zero and moves nothing else.
+A scale driven by overflows of private gradients, as in torch's GradScaler, is an output computed from private data that no accountant
+sees (docs/privacy.md). Here a private record that overflows contributes zero and changes nothing else.
 """
 
 from torch import nn
@@ -16,10 +16,10 @@ _HEADROOM = 4
 
 
 def public_loss_scale(loss_fn: LossFn, model: nn.Module, public_batch: Batch, key: StepKey) -> float:
-    """The largest power of two at which no gradient of the public batch overflows, less some headroom; under the caller's autocast.
+    """Return the largest power of two at which no gradient of the public batch overflows, less headroom; under the caller's autocast.
 
     Args:
-        public_batch: a few records that anyone may see, in the shapes of the run and on the model's device.
+        public_batch: a few public records, in the run's shapes and on the model's device.
 
     Returns:
         A power of two between 2^-12 and 2^20.

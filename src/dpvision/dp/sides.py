@@ -1,6 +1,6 @@
-"""The two factors of all records' outer products: a tensor, one-hot rows, unfolded patches, or rows made again when needed.
+"""The two factors of all records' outer products: a tensor, one-hot rows, unfolded patches, or recomputed rows.
 
-Legend: B records, N records of a chunk, T places.
+Legend: B records, N records of a chunk, T positions (``places``).
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Side(Protocol):
     def width(self) -> int: ...
     @property
     def stored_numbers(self) -> int:
-        """Numbers kept for one record."""
+        """int: numbers kept per record."""
         ...
 
     @property
@@ -31,7 +31,7 @@ class Side(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
     def rows(self, rows: slice) -> Tensor:
-        """(N, T, width) of some records."""
+        """Return the rows of a slice of records, (N, T, width)."""
         ...
 
 
@@ -146,13 +146,13 @@ class Patches:
 
 @dataclass(frozen=True, eq=False)
 class Recomputed:
-    """Rows too large to keep, computed anew when needed, with their Gram matrix, which is small."""
+    """Rows too large to keep, recomputed when needed, with their Gram matrix, which is small."""
 
     make: Callable[[slice], Tensor]
     gram_BTT: Tensor
     width: int
     working_width: int
-    """Numbers kept per place from which the rows are made."""
+    """Numbers kept per position, from which the rows are recomputed."""
 
     @property
     def num_records(self) -> int:

@@ -1,9 +1,9 @@
 """The gates before a private run: a record's gradient must be a function of that record alone, and the clip must be exact for this model.
 
-First the modules that are known to mix records, then measurements that also find batch statistics computed by hand and losses that compare
-records: on three records (``check_separable``, ``check_exact``), and at the physical batch size that will run (``check_at_sizes``), since a
-model may mix records at some sizes only. Per-record gradients by ``vmap`` isolate the records by construction; a loss that mixes them
-would then silently mean something else, so the *batched* loss is what is measured.
+Modules that are known to mix records are refused first. Then measurements also find hand-written batch statistics and losses that compare
+records: on three records (``check_separable``, ``check_exact``), and at the run's physical batch size (``check_at_sizes``), since a model
+may mix records at some sizes only. Per-record gradients by ``vmap`` isolate the records by construction, which would silently redefine a
+loss that mixes them, so the *batched* loss is measured.
 
 Legend: B records.
 """
@@ -26,20 +26,20 @@ from dpvision.errors import PrivacyError
 
 _MAX_RECORDS = 3
 _ROW_TOLERANCE = 1e-6
-"""Relative change allowed when a record changes its row: kernels round differently there. A mask keyed by row changes everything."""
+"""Relative change allowed when a record changes its row, where kernels round differently. A mask keyed by row changes far more."""
 _EXACT_TOLERANCE = 1e-9
 _SHAPE_TOLERANCE = 1e-10
-"""Relative change of a float64 gradient allowed between batches of different sizes: kernels choose other blocks, and round differently."""
+"""Relative change of a float64 gradient allowed between batch sizes, at which kernels choose other blocks and round differently."""
 _COMPILED_TOLERANCE = 1e-5
 _FLOAT32_TOLERANCE = 1e-6
 """Norms are reported in float32."""
 
 
 def check_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> None:
-    """Refuse a model and loss in which one record can move another record's gradient.
+    """Refuse a model and loss in which one record can change another record's gradient.
 
     On a float64 copy, at fixed shapes: all other records are perturbed, then removed (``valid_B`` False); the gradient of record
-    i's loss may not move by a bit, for the first and the last i. Then the rows are reversed: it may move by rounding only.
+    i's loss must not change by a bit, for the first and the last i. Then the rows are reversed: it may change by rounding only.
 
     Args:
         batch: two or more valid public records in the run's shapes; the first three are used (a cost of seven backward passes).
@@ -73,10 +73,10 @@ def check_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKe
 
 
 def check_exact(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> None:
-    """Refuse a model for which the one-pass clipped sum is not that of single records, each with a backward pass of its own.
+    """Refuse a model whose one-pass clipped sum differs from the sum over single records, each with its own backward pass.
 
-    On a float64 copy, for three records and for one. What tells a batch of records from other dimensions, tied weights from equal
-    ones, or one use of a weight from two, is thus tested on every model before it meets private data.
+    On a float64 copy, for three records and for one. This tests, on every model before it sees private data, that batch dimensions, tied
+    weights and repeated uses of a weight were recognised.
 
     Args:
         batch: as for ``check_separable`` (a cost of nine backward passes).
@@ -90,18 +90,18 @@ def check_exact(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -
 
 
 def check_at_sizes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> None:
-    """``check_separable`` and ``check_exact`` at the physical batch size that will run, and at two thirds of it.
+    """Check as ``check_separable`` and ``check_exact`` at the run's physical batch size, and at two thirds of it.
 
     On a float64 copy. At each size the other records are perturbed or removed by padding: the gradients of the first, the middle and the
-    last record may not move by a bit. Between the two sizes they may differ by 1e-10. The one-pass clipped sum of each size must be that of
-    single records. Buckets of other sizes (``train.buckets``) are not looked at one by one.
+    last record must not change by a bit. Between the two sizes they may differ by 1e-10. The one-pass clipped sum of each size must equal
+    the sum over single records. Buckets of other sizes (``dp.buckets``) are not checked.
 
     Args:
-        batch: valid public records, as many as the physical batch size. One record cannot be mixed with another: nothing is checked then.
-            The cost is that of about eight training steps without privacy on such a batch, in float64.
+        batch: valid public records, as many as the physical batch size; a single record needs no check.
+            The cost is about eight training steps without privacy on such a batch, in float64.
 
     Raises:
-        PrivacyError: records are mixed, or a sum differs; the message names the size, and the layer where it can.
+        PrivacyError: records are mixed, or a sum differs; the message names the size, and the layer if possible.
     """
     num = len(batch.record_id_B)
     if num < 2:
@@ -121,7 +121,7 @@ def check_at_sizes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey
 
 
 def _check_probes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, probes: tuple[int, ...]) -> Tensor:
-    """Refuse where perturbing or removing all records but ``probes`` moves the sum of the probes' gradients by a bit; returns that sum."""
+    """Return the sum of the gradients of ``probes``; refuse if perturbing or removing all other records changes it by a bit."""
     expected = _gradient_of_sum(loss_fn, model, batch, key, probes)
     if not torch.isfinite(expected).all():
         raise PrivacyError("separability: a gradient of the example batch is not finite; expected numbers. Check the model and loss.")
@@ -136,7 +136,7 @@ def _check_probes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey,
 
 
 def _rows_where(mask_B: Tensor, first: Batch, second: Batch) -> Batch:
-    """Rows of ``first`` where ``mask_B``, of ``second`` elsewhere."""
+    """Take rows of ``first`` where ``mask_B`` is True, of ``second`` elsewhere."""
     values = []
     for one, other in zip(first, second, strict=True):
         chosen = one
@@ -147,7 +147,7 @@ def _rows_where(mask_B: Tensor, first: Batch, second: Batch) -> Batch:
 
 
 def _check_sum(loss_fn: LossFn, model: nn.Module, parts: list[Batch], batch: Batch, key: StepKey) -> None:
-    """Refuse where the one-pass sum over ``parts``, each the first rows of ``batch``, is not that of single records; float64."""
+    """Refuse if the one-pass sum over ``parts``, each the first rows of ``batch``, differs from the sum over single records; float64."""
     params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     singles = [take(batch, slice(i, i + 1)) for i in range(len(batch.record_id_B))]
     few = sorted(_norm(_single_gradient(loss_fn, model, params, one, key)) for one in singles[:_MAX_RECORDS])
@@ -173,16 +173,16 @@ def _check_sum(loss_fn: LossFn, model: nn.Module, parts: list[Batch], batch: Bat
         sizes = " and ".join(str(len(part.record_id_B)) for part in parts)
         raise PrivacyError(
             f"clip: one-pass gradients of {named or 'some parameters'} differ from those of single records, in batches of {sizes}; "
-            "expected the same. Use method='vmap', and tell us of this model."
+            "expected the same. Use method='vmap', and report this model."
         )
 
 
 def check_compiled(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, blocks: CompiledBlocks) -> None:
-    """Refuse compiled blocks whose clipped sum is not that of ``method="vmap"``, which runs the blocks as they are; float32, on the device.
+    """Refuse compiled blocks whose clipped sum differs from ``method="vmap"``, which runs them uncompiled; float32, on the device.
 
     Args:
         batch: valid records, as many as the blocks were compiled for.
-        blocks: the model's.
+        blocks: the model's compiled blocks.
 
     Raises:
         PrivacyError: norms or sum differ by more than 1e-5.
@@ -193,13 +193,13 @@ def check_compiled(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey
     norms = float(((fast.norms_B - slow.norms_B).abs() / slow.norms_B.clamp(min=1e-30)).max())
     if not max(off, norms) <= _COMPILED_TOLERANCE:
         raise PrivacyError(
-            f"clip: compiled blocks differ from the model as it is by {max(off, norms):.1e}; expected at most {_COMPILED_TOLERANCE}. "
+            f"clip: compiled blocks differ from the uncompiled model by {max(off, norms):.1e}; expected at most {_COMPILED_TOLERANCE}. "
             "Leave hardware.compile off."
         )
 
 
 def _single_gradient(loss_fn: LossFn, model: nn.Module, params: dict[str, Tensor], one: Batch, key: StepKey) -> dict[str, Tensor]:
-    """Gradient of one record's loss by plain autograd; buffers left as they were."""
+    """Gradient of one record's loss by plain autograd; restores the buffers."""
     with _buffers_kept(model):
         loss = loss_fn(model, one, key).sum()
         grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
@@ -211,7 +211,7 @@ def _norm(grads: dict[str, Tensor]) -> float:
 
 
 def check_module(name: str, module: nn.Module) -> None:
-    """Refuse a layer that is known to mix records, or to draw from the global random state (PrivacyError)."""
+    """Raise PrivacyError for a layer that is known to mix records or to draw from the global random state."""
     kind = type(module).__name__
     if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
         raise PrivacyError(
@@ -234,7 +234,7 @@ def _examples(batch: Batch) -> Batch:
 
 
 def _perturbed(batch: Batch) -> Batch:
-    """Every record replaced by another: other pixels, ids, and the tokens and labels of its neighbour."""
+    """Replace every record by another: other pixels, other ids, and its neighbour's tokens and labels."""
     generator = torch.Generator().manual_seed(0)
     image = batch.image_BVCHW
     return batch._replace(
@@ -246,12 +246,12 @@ def _perturbed(batch: Batch) -> Batch:
 
 
 def _removed(batch: Batch) -> Batch:
-    """Every record as the padding that stands where a record is missing."""
+    """Replace every record by padding."""
     return batch._replace(valid_B=torch.zeros_like(batch.valid_B), image_BVCHW=torch.zeros_like(batch.image_BVCHW))
 
 
 def _with_row(changed: Batch, original: Batch, i: int) -> Batch:
-    """``changed`` with row i as it was."""
+    """Return ``changed`` with row i of ``original``."""
     values = []
     for new, old in zip(changed, original, strict=True):
         if new is not None and old is not None:
@@ -262,14 +262,14 @@ def _with_row(changed: Batch, original: Batch, i: int) -> Batch:
 
 
 def _gradients(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, rows: tuple[int, ...]) -> dict[int, Tensor]:
-    """Flat gradient of the loss of each of ``rows`` within the whole batch, by row; buffers left as they were."""
+    """Flat gradient of the loss of each of ``rows`` within the whole batch, by row; restores the buffers."""
     with _buffers_kept(model):
         losses_B = _batched_losses(loss_fn, model, batch, key)
         return {i: _flat_gradient(losses_B[i], model) for i in rows}
 
 
 def _gradient_of_sum(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, rows: tuple[int, ...]) -> Tensor:
-    """Flat gradient of the sum of the losses of ``rows`` within the whole batch; buffers left as they were."""
+    """Flat gradient of the sum of the losses of ``rows`` within the whole batch; restores the buffers."""
     with _buffers_kept(model):
         return _flat_gradient(_batched_losses(loss_fn, model, batch, key)[list(rows)].sum(), model)
 
@@ -301,30 +301,30 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _blame(loss_fn: LossFn, model: nn.Module, batch: Batch, mixed: Batch, key: StepKey, i: int) -> str:
-    """What to say when record i's gradient moved: random numbers without a key, the first layer that mixes records, or the loss."""
+    """Explain why record i's gradient changed: random numbers without a key, the first layer that mixes records, or the loss."""
     first, again = _row_outputs(loss_fn, model, batch, key, i), _row_outputs(loss_fn, model, batch, key, i)
     if not _same(first, again) or not torch.equal(*(_gradients(loss_fn, model, batch, key, (i,))[i] for _ in range(2))):
         return (
-            "separability: the same batch gives different gradients; expected no random numbers but keyed ones. "
+            "separability: the same batch gives different gradients; expected keyed random numbers only. "
             "Draw them from StepKey and record_id_B."
         )
     other = _row_outputs(loss_fn, model, mixed, key, i)
     for (name, kind, output), (_, _, changed) in zip(first, other, strict=True):
         if not torch.equal(output, changed):
             return (
-                f"separability: layer {name!r} ({kind}) mixes records: another record moves this one's gradient; expected every record for "
-                "itself. Normalise over a record's own values: GroupNorm or LayerNorm."
+                f"separability: layer {name!r} ({kind}) mixes records: another record changes this one's gradient; expected a function of "
+                "each record alone. Normalise over a record's own values: GroupNorm or LayerNorm."
             )
     return (
-        "separability: the loss function mixes records (all layers keep them apart); expected a loss of each record alone. "
+        "separability: the loss function mixes records (no layer does); expected a loss of each record alone. "
         "Contrastive terms and means over the batch cannot be trained privately: use a loss per record."
     )
 
 
 def _row_outputs(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, i: int) -> list[tuple[str, str, Tensor]]:
-    """(name, class, the rows of record i) of every layer that returns as many rows for each record, innermost first, in the order of calls.
+    """(name, class, rows of record i) of every layer that returns equally many rows per record, in the order of calls, innermost first.
 
-    Several views of a record are rows side by side.
+    The views of a record are adjacent rows.
     """
     outputs: list[tuple[str, str, Tensor]] = []
     num = len(batch.record_id_B)

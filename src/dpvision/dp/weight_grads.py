@@ -1,8 +1,8 @@
-"""Weights as layers see them, and every record's gradient for them: written out where that is small, else as outer products.
+"""Weights as layers use them, with every record's gradient: materialised where that is small, else as outer products.
 
-A slot is a parameter, or what the model computes from parameters alone before data meets it (a reshaped layer scale, a
-standardised kernel). A parameter's gradient is the slots' gradients pulled back through that computation. Where it only views
-the parameter, the norm is the slot's own; otherwise gradients are written out a chunk at a time and pulled back one by one.
+A slot is a parameter, or a weight that the model computes from parameters alone (a reshaped layer scale, a standardised kernel). A
+parameter's gradient is its slots' gradients pulled back through that computation. If the weight is a view of the parameter, the slot's
+norm is the parameter's; otherwise gradients are materialised a chunk at a time and pulled back one by one.
 
 Legend: B records, N records of a chunk, W the dimensions of a weight.
 """
@@ -28,17 +28,17 @@ _PIECE = 64
 
 @dataclass(eq=False)
 class Slot:
-    """One weight and the gradients of all records for it."""
+    """One weight and all records' gradients for it."""
 
     weight: Tensor
     names: frozenset[str]
-    """Parameters that it is, or is computed from."""
+    """Parameters that the weight is, or is computed from."""
     rules: list[str] = field(default_factory=list)
-    """How it was used, in the order of the calls."""
+    """Names of the rules that used it, in the order of the calls."""
     written_BW: Tensor | None = None
     outers: list[OuterProducts] = field(default_factory=list)
     open: bool = False
-    """Set when the forward pass is over: what comes before is from a gradient that the loss takes by itself."""
+    """Set after the forward pass: gradients that arrive earlier come from a backward pass inside the loss."""
 
     def add_written(self, grad_BW: Tensor) -> None:
         """Add gradients (B, *weight shape) of one use."""
@@ -47,7 +47,7 @@ class Slot:
         self.written_BW = grad_BW if self.written_BW is None else self.written_BW + grad_BW
 
     def add_outer_products(self, outer: OuterProducts) -> None:
-        """Add the gradients of one use as outer products; those that are no larger than their factors are written out at once."""
+        """Add the gradients of one use as outer products; those no larger than their factors are materialised at once."""
         self._require_open()
         if outer.written_numbers <= outer.stored_numbers:
             parts = [outer.write_out(rows) for rows in chunks(outer.num_records, outer.working_numbers, OUTER_NUMBERS, outer.device)]
@@ -58,8 +58,8 @@ class Slot:
     def _require_open(self) -> None:
         if not self.open:
             raise PrivacyError(
-                "clip: the loss takes a gradient of its own inside the forward pass; expected none, whose gradients one backward pass "
-                "gives. Leave gradient penalties out."
+                "clip: the loss computes a gradient inside the forward pass; expected none, because per-record gradients come from a "
+                "single backward pass. Leave out gradient penalties."
             )
 
     @property
@@ -67,14 +67,14 @@ class Slot:
         return self.written_BW is not None or bool(self.outers)
 
     def write_out(self, rows: slice) -> Tensor:
-        """Gradients of some records, (N, *weight shape)."""
+        """Materialise the gradients of some records, (N, *weight shape)."""
         parts = [outer.write_out(rows) for outer in self.outers]
         if self.written_BW is not None:
             parts.append(self.written_BW[rows])
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
     def square_norms(self, num_records: int) -> SquareNorms:
-        """Squared norms of the records' gradients for the weight itself."""
+        """Return the squared norms of the records' gradients for the weight."""
         if self.written_BW is None and self._gram_is_cheaper():
             return square_norms(self.outers)
         if not self.outers:
@@ -86,14 +86,14 @@ class Slot:
         return SquareNorms.joined(parts)
 
     def written_norms(self, rows: slice, value_N: Tensor) -> SquareNorms:
-        """Squared norms of some records where the outer products are written out for the norm and not for the sum."""
+        """Return the squared norms of some records whose outer products are materialised for the norm but not for the sum."""
         total = SquareNorms.certain(value_N)
         for outer in self.outers:
             total = total + written_square_norms(outer, rows, value_N)
         return total
 
     def shared_input(self) -> tuple[int, torch.Size, tuple[int, ...]] | None:
-        """What tells the input of the only use, where its Gram matrix is to be computed and may serve other weights, too."""
+        """Return an identifier of the input if its Gram matrix is needed and may be shared with other weights, else None."""
         if self.written_BW is not None or len(self.outers) != 1 or not self._gram_is_cheaper():
             return None
         left, right = self.outers[0].left, self.outers[0].right
@@ -102,7 +102,7 @@ class Slot:
         return right.value.data_ptr(), right.value.shape, right.value.stride()
 
     def weighted_sum(self, factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice]) -> Tensor:
-        """sum over i of factor_i G_i, of the weight's shape; records with ``keep_B`` False are left out whatever they hold.
+        """Return the sum over i of factor_i G_i, of the weight's shape; records with ``keep_B`` False are left out, whatever they hold.
 
         ``blocks`` and the precision of the sum are as in ``OuterProducts.weighted_sum``.
         """
@@ -125,7 +125,7 @@ class Slot:
         return total
 
     def release(self) -> None:
-        """Forget the gradients: their memory is for the next slot's sum."""
+        """Free the gradients, to make room for the next slot's sum."""
         self.written_BW, self.outers = None, []
 
     def _gram_is_cheaper(self) -> bool:
@@ -139,10 +139,10 @@ class Slot:
 
 
 def sum_of_squares(grad_BW: Tensor) -> Tensor:
-    """Squared norms of gradients written out, float64 (B,).
+    """Return the squared norms of materialised gradients, float64 (B,).
 
     Pieces of at most 64 squares are summed in the gradient's precision, the pieces in float64: a relative error of at most
-    (64 / 2 + 1) eps, in whatever order a device sums, where a whole layer in float32 has no useful bound.
+    (64 / 2 + 1) eps in any order of summation, whereas the sum of a whole layer in float32 has no useful bound.
     """
     if not grad_BW[0:1].numel():
         return torch.zeros(len(grad_BW), dtype=torch.float64, device=grad_BW.device)
@@ -152,16 +152,16 @@ def sum_of_squares(grad_BW: Tensor) -> Tensor:
 
 
 def summed(grad_BW: Tensor, factor_B: Tensor, finite_B: Tensor) -> Tensor:
-    """sum over i of factor_i times a gradient written out, in float64, record by record; those that are not finite are left out."""
+    """Return the sum over i of factor_i times a materialised gradient, in float64, record by record; non-finite ones are left out."""
     total = torch.zeros(grad_BW.shape[1:], dtype=torch.float64, device=grad_BW.device)
     for grad, factor, finite in zip(grad_BW, factor_B.tolist(), finite_B.tolist(), strict=True):
-        if finite:  # a factor of zero would not do: 0 x NaN is NaN
+        if finite:  # a factor of zero is not enough: 0 x NaN is NaN
             total.add_(grad, alpha=factor)
     return total
 
 
 def groups_of(slots: Iterable[Slot]) -> list[list[Slot]]:
-    """Slots that have parameters in common, directly or through others, together."""
+    """Group slots that have parameters in common, directly or through other slots."""
     groups: list[tuple[set[str], list[Slot]]] = []
     for slot in slots:
         names, members = set(slot.names), [slot]
@@ -177,7 +177,7 @@ def groups_of(slots: Iterable[Slot]) -> list[list[Slot]]:
 
 
 def group_square_norms(group: list[Slot], params: dict[str, Tensor], num_records: int) -> SquareNorms:
-    """Squared norms of the gradients for all parameters of one group."""
+    """Return the squared norms of the gradients for all parameters of one group."""
     if norm_is_own(group, params):
         total = group[0].square_norms(num_records)
         for slot in group[1:]:
@@ -195,20 +195,20 @@ def group_square_norms(group: list[Slot], params: dict[str, Tensor], num_records
 
 
 def written_out(group: list[Slot], params: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
-    """Gradients of some records for the parameters of one group, (N, *parameter shape)."""
+    """Materialise the gradients of some records for the parameters of one group, (N, *parameter shape)."""
     return pull_back(group, [slot.write_out(rows) for slot in group], params, batched=True)
 
 
 def shared_square_norms(slots: list[Slot]) -> SquareNorms:
-    """Sum of squared norms of slots with one ``shared_input``."""
+    """Return the sum of squared norms of slots with the same ``shared_input``."""
     return square_norms_of_shared([slot.outers[0].left for slot in slots], slots[0].outers[0].right)
 
 
 def pull_back(group: list[Slot], grads: list[Tensor], params: dict[str, Tensor], *, batched: bool) -> dict[str, Tensor]:
-    """Gradients for the parameters from gradients for the slots, by the chain rule.
+    """Compute gradients for the parameters from gradients for the slots, by the chain rule.
 
     Args:
-        grads: one for each slot, of its shape, with a leading record dimension where ``batched``.
+        grads: one per slot, of the weight's shape, with a leading record dimension if ``batched``.
     """
     names = sorted(frozenset().union(*(slot.names for slot in group)))
     total: dict[str, Tensor] = {}
@@ -224,7 +224,7 @@ def pull_back(group: list[Slot], grads: list[Tensor], params: dict[str, Tensor],
 
 
 def _pulled(weight: Tensor, wanted: list[Tensor], grad: Tensor, *, batched: bool) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad``; of a wider gradient in two parts, so that where the weight is a view nothing is rounded."""
+    """``torch.autograd.grad``, in two parts for a wider gradient, so that nothing is rounded if the weight is a view."""
     high = grad.to(weight.dtype)
     parts = torch.autograd.grad(weight, wanted, high, retain_graph=True, allow_unused=True, is_grads_batched=batched)
     if grad.dtype == weight.dtype:
@@ -235,7 +235,7 @@ def _pulled(weight: Tensor, wanted: list[Tensor], grad: Tensor, *, batched: bool
 
 
 def norm_is_own(group: list[Slot], params: dict[str, Tensor]) -> bool:
-    """Whether the slots are disjoint parts of one parameter, each number once, so that their norms make up the parameter's."""
+    """Return whether the slots are disjoint parts of one parameter, so that their squared norms add up to the parameter's."""
     if any(len(slot.names) != 1 for slot in group) or len({name for slot in group for name in slot.names}) != 1:
         return False
     param = params[next(iter(group[0].names))]
@@ -255,7 +255,7 @@ def _is_view(weight: Tensor, param: Tensor) -> bool:
 
 
 def _shows_all(weight: Tensor, param: Tensor) -> bool:
-    """Whether a tensor is a view of a parameter with each of its numbers once."""
+    """Return whether a tensor is a view that shows each number of a parameter once."""
     if not _is_view(weight, param) or weight.numel() != param.numel():
         return False
     expected = 1

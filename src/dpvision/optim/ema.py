@@ -7,15 +7,15 @@ from dpvision.config import OptimConfig
 
 
 def update_average(average: dict[str, Tensor], model: nn.Module, config: OptimConfig, updates: int) -> dict[str, Tensor]:
-    """The average that a config asks for, one step on, in place; arguments and result as of ``update_ema``."""
+    """Update the average that a config selects, in place; arguments and result as for ``update_ema``."""
     return update_mean(average, model, updates) if config.ema_decay is None else update_ema(average, model, config.ema_decay, updates)
 
 
 @torch.no_grad()
 def update_mean(mean: dict[str, Tensor], model: nn.Module, updates: int) -> dict[str, Tensor]:
-    """mean <- mean + (weights - mean) / (t + 1), in place: of the weights after each update (Mehta et al. 2022, algorithm 1).
+    """mean <- mean + (weights - mean) / (t + 1), in place: the mean of the weights after each update (Mehta et al. 2022, algorithm 1).
 
-    What it started from is forgotten at the first update. Arguments and result as of ``update_ema``.
+    The first update discards the initial value. Arguments and result as for ``update_ema``.
     """
     for name, value in model.state_dict().items():
         mean[name].lerp_(value.to(mean[name].dtype), 1 / (updates + 1))
@@ -26,13 +26,13 @@ def update_mean(mean: dict[str, Tensor], model: nn.Module, updates: int) -> dict
 def update_ema(ema: dict[str, Tensor], model: nn.Module, decay: float, updates: int) -> dict[str, Tensor]:
     """ema <- d x ema + (1 - d) x weights with d = min(decay, (1 + t) / (10 + t)), in place; returns ``ema``.
 
-    The warm-up (De et al. 2022, TAN) forgets the initial weights whatever the length of the run; without it 150 steps of decay 0.999 would
-    keep 86% of them.
+    The warm-up (De et al. 2022, TAN) discards the initial weights in runs of any length; without it 150 steps of decay 0.999 would keep 86%
+    of them.
 
     Args:
         ema: float tensors by the names of ``model.state_dict()``.
         decay: in (0, 1).
-        updates: t, updates made before this one.
+        updates: t, number of updates before this one.
     """
     decay = min(decay, (1 + updates) / (10 + updates))
     for name, value in model.state_dict().items():

@@ -1,4 +1,4 @@
-"""Optimizers behind the wall: they take a ``DPGradient`` and nothing else, so all they do is post-processing."""
+"""Optimizers that accept a ``DPGradient`` only, so that everything they do is post-processing."""
 
 from typing import Any
 
@@ -14,30 +14,30 @@ from dpvision.errors import CheckpointError, ConfigError, PrivacyError
 class Optimizer:
     """torch.optim's AdamW or SGD, or timm's LAMB, over the trained parameters, with its state as a flat dict of named tensors.
 
-    Weight decay is decoupled and acts on every trained parameter (ViP, appendix A.2), or on matrices only (``decayed``). LAMB's is
-    part of the update whose length is adapted (You et al. 2020, algorithm 2).
+    Weight decay is decoupled and acts on every trained parameter (ViP, appendix A.2), or on matrices only (``decayed``). In LAMB it is
+    part of the update whose norm is adapted (You et al. 2020, algorithm 2).
     """
 
     def __init__(self, config: OptimConfig, model: nn.Module) -> None:
         self._params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         values = list(self._params.values())
-        # The same for both: torch's SGD couples the decay with the gradient.
+        # Decay is applied here for AdamW and SGD: torch's SGD couples it with the gradient.
         self._decay = {p: config.weight_decay if config.decayed == "all" or p.ndim >= 2 else 0.0 for p in values}
         alpha, self._global_clip = config.pretrained_multiplier, config.global_clip
         self._factor = {p: 1.0 if alpha == 1 or name.startswith("head.") else alpha for name, p in self._params.items()}
         if alpha != 1 and not any(name.startswith("head.") for name, _ in model.named_parameters()):
-            raise ConfigError(f"optim: pretrained_multiplier={alpha}; expected 1 for a model without a head of its own. Leave it out.")
+            raise ConfigError(f"optim: pretrained_multiplier={alpha}; expected 1 for a model without a separate head. Leave it out.")
         groups: list[dict[str, Any]] = [
             {"params": [p for p in values if self._factor[p] == factor]} for factor in dict.fromkeys(self._factor.values())
         ]
         self._counting: dict[str, dict[str, Any]] = {}
-        """Groups that count their steps themselves: LAMB's, one for each parameter."""
+        """LAMB's parameter groups, one per parameter, which have their own step counts."""
         if config.name == "adamw":
             self._torch: torch.optim.Optimizer = torch.optim.AdamW(
                 groups, lr=config.rate, betas=config.betas, eps=config.eps, weight_decay=0.0
             )
         elif config.name == "lamb":
-            # By default timm leaves out the adaptation where nothing decays, and clips the whole gradient, which the release has done.
+            # By default timm skips the adaptation of parameters without decay, and clips the whole gradient, which is clipped already.
             own = [{"params": [p], "weight_decay": self._decay[p]} for p in values]
             self._torch = Lamb(own, lr=config.rate, betas=config.betas, eps=config.eps, always_adapt=True, max_grad_norm=None)
             self._decay = dict.fromkeys(values, 0.0)
@@ -54,11 +54,11 @@ class Optimizer:
             learning_rate: rate of this step.
 
         Raises:
-            PrivacyError: given anything but a DPGradient.
+            PrivacyError: ``gradient`` is not a DPGradient.
         """
         if not isinstance(gradient, DPGradient):
             raise PrivacyError(
-                f"optimizer: {type(gradient).__name__}; expected a DPGradient, the only thing that may leave. Use noise.privatize."
+                f"optimizer: {type(gradient).__name__}; expected a DPGradient, the only releasable gradient. Use noise.privatize."
             )
         for group in self._torch.param_groups:
             group["lr"] = learning_rate * self._factor[group["params"][0]]
@@ -71,14 +71,14 @@ class Optimizer:
         self._torch.zero_grad(set_to_none=True)
 
     def _shortening(self, gradient: DPGradient) -> float:
-        """min(1, global_clip / norm of the whole gradient)."""
+        """Return min(1, global_clip / norm of the whole gradient)."""
         if self._global_clip is None:
             return 1.0
         norm = float(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradient.grads.values()]).norm())
         return min(1.0, self._global_clip / norm) if norm > 0 else 1.0
 
     def tensors(self) -> dict[str, Tensor]:
-        """State as {"PARAMETER/SLOT": tensor}, empty before the first step."""
+        """Return the state as {"PARAMETER/SLOT": tensor}, empty before the first step."""
         state = self._torch.state
         found = {
             f"{name}/{slot}": torch.as_tensor(value)
@@ -90,10 +90,10 @@ class Optimizer:
         return found | counts
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take over the state that ``tensors`` gave.
+        """Restore the state returned by ``tensors``.
 
         Raises:
-            CheckpointError: the names are not those of this model's trained parameters.
+            CheckpointError: the names differ from this model's trained parameters.
         """
         state: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
@@ -106,7 +106,7 @@ class Optimizer:
             )
         for name, slots in state.items():
             parameter = self._params[name]
-            # Adam keeps its step count on the CPU, everything else where the parameter lives.
+            # Adam keeps its step count on the CPU, everything else on the parameter's device.
             self._torch.state[parameter] = {s: v.clone() if s == "step" else v.to(parameter.device) for s, v in slots.items()}
             if name in self._counting:
                 self._counting[name]["step"] = self._torch.state[parameter].pop("step")

@@ -1,4 +1,4 @@
-"""Learning rate as a function of the step; the step is the ledger's count, so a resumed run goes on where the budget stands."""
+"""Learning rate as a function of the step; the step is the ledger's count, so a resumed run continues at the budget's position."""
 
 import math
 
@@ -6,7 +6,7 @@ from dpvision.config import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """Rate of logical step ``step`` of ``steps``.
+    """Return the learning rate of logical step ``step`` of ``steps``.
 
     'vip' is lr(t) = lr x min((t + 1) / W, (1 + cos(pi t / T)) / 2), W the warm-up; 'cosine' (MAE) is the same warm-up, then
     lr x (1 + cos(pi s)) / 2 with s = (t - W) / (h T - W) from t = W on, h the decay horizon; 'linear' (DP-Cap) is the same with 1 - s;

@@ -1,4 +1,4 @@
-"""What all runs on one store have spent together, and the owner's cap on it."""
+"""Total privacy spent by all runs on one store, and the owner's cap on it."""
 
 import math
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ _CAP_GRID = np.geomspace(1e-3, 1e5, 8001)
 
 @dataclass(frozen=True)
 class RunAccount:
-    """One run's part, from its ledger."""
+    """Privacy spent by one run, from its ledger."""
 
     run_id: str
     guarantee: str
@@ -33,26 +33,26 @@ class RunAccount:
 
 @dataclass(frozen=True)
 class StoreAccount:
-    """Spent by run and in total. Totals are None where a run without a guarantee has touched the store."""
+    """Privacy spent, by run and in total. Totals are None if a run without a guarantee used the store."""
 
     store_id: str
     runs: tuple[RunAccount, ...]
     unprotected: tuple[str, ...]
     """Ids of runs without a guarantee that executed at least one step: no total holds."""
     delta: float | None
-    """Of the totals: the cap's, else the smallest of the runs'; None without either (nothing spent, nothing asked)."""
+    """Delta of the totals: the cap's, else the smallest of the runs'; None if there is neither."""
     epsilon: float | None
-    """PLD of all executed steps: holds when the runs' settings were fixed beforehand."""
+    """PLD of all executed steps: valid if the runs' settings were fixed beforehand."""
     epsilon_filter: float | None
-    """RDP filter (``filter_epsilon``): for settings chosen after seeing earlier runs; None with truncated Poisson."""
+    """RDP filter (``filter_epsilon``): valid for settings chosen after seeing earlier runs; None with truncated Poisson."""
     unit_epsilon: float | None
-    """``epsilon`` for a unit (person) with all its records; None where no run declared units."""
+    """``epsilon`` for a unit (person) with all its records; None if no run declared units."""
     cap: Cap | None
     left: float | None
-    """cap.epsilon - unit_epsilon, or - epsilon where no units are declared; the PLD of a further run adds up to less than this sum
-    suggests. None without a cap or a total."""
+    """cap.epsilon - unit_epsilon, or cap.epsilon - epsilon if no units are declared; None without a cap or a total. A further run may have
+    a larger epsilon, because PLDs compose to less than the sum."""
     moves: int = 0
-    """How often the owner declared that the store was moved: a copy left behind would have ledgers of its own."""
+    """Number of times the owner declared the store moved: a copy left behind would have separate ledgers."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict, ready for JSON."""
@@ -60,7 +60,7 @@ class StoreAccount:
 
 
 def store_account(store_dir: Path) -> StoreAccount:
-    """The account of a store, from its verified ledgers.
+    """Compute the account of a store from its verified ledgers.
 
     Raises:
         PrivacyError: a ledger was altered, shortened, deleted or replaced by an older copy.
@@ -87,9 +87,9 @@ def store_account(store_dir: Path) -> StoreAccount:
 
 
 def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
-    """Set or replace the owner's cap: no run is opened on the store that would bring the PLD total above ``epsilon`` at ``delta``.
+    """Set or replace the owner's cap: runs that would bring the store's PLD total above ``epsilon`` at ``delta`` are refused.
 
-    The total is a person's where people are declared (``num_units``), else a record's.
+    The total is per person if people are declared (``num_units``), else per record.
 
     Args:
         store_dir: folder of the store.
@@ -101,9 +101,9 @@ def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
         DataError: not a store.
     """
     if not 0 < epsilon < math.inf:
-        raise ConfigError(f"cap: epsilon={epsilon}; expected a positive number. Typical: 10.")
+        raise ConfigError(f"cap: epsilon={epsilon}; expected a positive number. Use 10.")
     if not accountant.MIN_DELTA <= delta < 1:
-        raise ConfigError(f"cap: delta={delta}; expected at least {accountant.MIN_DELTA} and less than 1. Typical: 1 / (2 dataset_size).")
+        raise ConfigError(f"cap: delta={delta}; expected at least {accountant.MIN_DELTA} and less than 1. Use 1 / (2 dataset_size).")
     ledgers = StoreLedgers.of(store_dir)
     ledgers.check_place()
     make_folders(ledgers.folder)
@@ -114,12 +114,12 @@ def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
 
 
 def declare_moved(store_dir: Path) -> None:
-    """The owner's word that a store, moved or mounted elsewhere together with its LEDGERS folder, is no copy of one that is still in use.
+    """Record the owner's declaration that a store was moved or mounted elsewhere with its LEDGERS folder, and is not a copy of one in use.
 
-    It is counted, and every later statement says so (``StoreAccount.moves``).
+    Declarations are counted in every later statement (``StoreAccount.moves``).
 
     Raises:
-        PrivacyError: the ledgers did not come along.
+        PrivacyError: the ledgers were not moved along.
         DataError: not a store.
     """
     ledgers = StoreLedgers.of(store_dir)
@@ -129,10 +129,10 @@ def declare_moved(store_dir: Path) -> None:
 
 
 def restore_marks(store_dir: Path) -> None:
-    """Write a lost file of marks again, from those that are left.
+    """Rewrite a lost file of marks from the remaining ones.
 
     Raises:
-        PrivacyError: none is left, or the ledgers do not fit them.
+        PrivacyError: none remains, or the ledgers do not match them.
         DataError: not a store.
     """
     ledgers = StoreLedgers.of(store_dir)
@@ -143,10 +143,10 @@ def restore_marks(store_dir: Path) -> None:
 
 
 def check_cap(ledgers: StoreLedgers, parts: list[tuple[DPPlan, int]]) -> None:
-    """Refuse when ``parts``, pairs of a plan and the steps to count of it, exceed the store's cap.
+    """Refuse ``parts``, pairs of a plan and its number of steps, if they exceed the store's cap.
 
     Raises:
-        PrivacyError: the total is above the cap, or a part has no guarantee at all.
+        PrivacyError: the total is above the cap, or a part has no guarantee.
     """
     caps = ledgers.caps()
     if not caps:
@@ -179,10 +179,10 @@ def filter_epsilon(events: Iterable[dp_event.DpEvent], delta: float) -> float | 
     (the Balle conversion) it is (B + c, delta)-DP.
 
     The order must not depend on what was seen. Here it is a function of the cap (epsilon, delta) alone: the order whose
-    budget admits the most Gaussian noise, a(epsilon, delta) = argmax of (epsilon - c(a, delta)) / a over the fixed
+    budget admits the most Gaussian steps, a(epsilon, delta) = argmax of (epsilon - c(a, delta)) / a over the fixed
     orders of ``renyi``, and B = epsilon - c. A cap fixed before the first run is therefore kept, under full adaptivity, if and only if this
-    filter admits the runs. The figure returned is the smallest of 8001 caps (0.23% apart, 1e-3 to 1e5) that admits them: proven for an
-    owner who had set that cap or a larger one beforehand, a description otherwise.
+    filter admits the runs. The figure returned is the smallest of 8001 caps (0.23% apart, 1e-3 to 1e5) that admits them: a guarantee if the
+    owner set that cap or a larger one beforehand, a description otherwise.
 
     Returns:
         The cap; infinite if none admits the events; 0 for none; None if one of them has no RDP.
@@ -192,7 +192,7 @@ def filter_epsilon(events: Iterable[dp_event.DpEvent], delta: float) -> float | 
 
 
 def filter_bound(events: Iterable[dp_event.DpEvent], delta: float) -> tuple[float, float, float] | None:
-    """As ``filter_epsilon``, with what the filter proves of the events: (cap, order a, divergence B), so that they are (a, B)-RDP."""
+    """Return ``filter_epsilon`` with the filter's bound, (cap, order a, divergence B): the events are (a, B)-RDP."""
     curves = []
     for event in events:
         curve = accountant.rdp_curve(event)
@@ -213,9 +213,9 @@ def filter_bound(events: Iterable[dp_event.DpEvent], delta: float) -> tuple[floa
 
 
 def unit_view(parts: Iterable[tuple[DPPlan, int]]) -> View | None:
-    """Which view of the runs' events (``DPPlan.event``) a unit's epsilon is of; None where no run declared units.
+    """Return the view of the runs' events (``DPPlan.event``) that gives a unit's epsilon; None if no run declared units.
 
-    Where no unit has several records, its events are the record's.
+    If no unit has several records, that is the record's view.
     """
     plans = [plan for plan, _ in parts]
     if all(plan.num_units is None for plan in plans):

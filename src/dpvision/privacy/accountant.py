@@ -1,4 +1,4 @@
-"""From events to what was spent: PLD, RDP beside it, the whole privacy profile, and what an attacker can gain.
+"""Account for events: epsilon by PLD and by RDP, the privacy profile, and bounds on membership attacks.
 
 The stated epsilon is a pessimistic privacy loss distribution (PLD, "connect the dots"; Doroshenko et al., arXiv 2207.04380):
 an upper bound on the true epsilon whatever the grid. Events made of Gaussians only use the closed form (Balle and Wang,
@@ -24,23 +24,23 @@ from dpvision.privacy.renyi import ORDERS, at_orders, poisson_gaussian
 DEFAULT_INTERVAL = 1e-4
 """Grid of the privacy loss for epsilons between 0.1 and 100: within 0.003 of the limit at the papers' settings, in a second."""
 MIN_DELTA = 1e-14
-"""Smallest delta answered: the composition cuts tails of 1e-15, added to delta."""
+"""Smallest delta supported: the composition cuts tails of 1e-15, added to delta."""
 
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """What ``steps`` executed steps have cost one record, at ``delta``. All epsilons are None without a guarantee."""
+    """Privacy spent per record by ``steps`` executed steps, at ``delta``. All epsilons are None without a guarantee."""
 
     epsilon: float | None
-    """The number stated: pessimistic PLD, or the exact Gaussian for full batches."""
+    """The stated epsilon: pessimistic PLD, or the exact Gaussian for full batches."""
     epsilon_rdp: float | None
     """RDP with the Balle conversion, for comparison with papers; None for truncated Poisson, which has no RDP event."""
     delta: float
     steps: int
     epsilon_unamplified: float | None
-    """Without trust in the secrecy of the batches: ``steps`` full-batch steps with the same noise."""
+    """For an attacker who knows every batch: ``steps`` full-batch steps with the same noise."""
     unit_epsilon: float | None
-    """For a unit (person) of up to max_records_per_unit records at the same delta; None when the unit is the record."""
+    """For a unit (person) of up to max_records_per_unit records at the same delta; None if the unit is the record."""
 
 
 def epsilon(event: dp_event.DpEvent, delta: float, interval: float | None = None) -> float:
@@ -49,7 +49,7 @@ def epsilon(event: dp_event.DpEvent, delta: float, interval: float | None = None
     Args:
         event: Gaussian, Poisson-sampled, truncated or mixture-of-Gaussians steps, and compositions of them.
         delta: in [1e-14, 1).
-        interval: grid of the privacy loss; None for ``discretization_interval(event, delta)``.
+        interval: grid of the privacy loss; if None, ``discretization_interval(event, delta)``.
 
     Raises:
         PrivacyError: delta is below what the accountant resolves.
@@ -71,8 +71,8 @@ def epsilon(event: dp_event.DpEvent, delta: float, interval: float | None = None
 def unit_epsilon(event: dp_event.DpEvent, delta: float, *, parts: int = 2000) -> float:
     """Upper bound on epsilon of ``event`` for a unit of several records, on a grid of about epsilon / ``parts``.
 
-    ``discretization_interval`` judges a mixture by its largest part, which is many times too coarse; here the bound itself chooses the
-    grid. Within 1% of the limit at 2000 parts, in a second.
+    For a mixture ``discretization_interval`` goes by the largest component, which is many times too coarse; here the grid follows from the
+    bound. Within 1% of the limit at 2000 parts, in a second.
 
     Raises:
         PrivacyError: as ``epsilon``.
@@ -92,7 +92,7 @@ def unit_interval(unit_epsilon: float) -> float:
 
 
 def _epsilon_of_selection(event: dp_event.DpEvent, delta: float, interval: float | None) -> float:
-    """Renyi for all of it; or, where that is less, PLD for what is no selection and Renyi for what is, with half of delta each."""
+    """Renyi for the whole event, or, if smaller, Renyi for its selections plus PLD for its other parts, at half of delta each."""
     whole = epsilon_rdp(event, delta)
     bounds = [math.inf if whole is None else whole]
     parts = event.events if isinstance(event, dp_event.ComposedDpEvent) else [event]
@@ -105,7 +105,7 @@ def _epsilon_of_selection(event: dp_event.DpEvent, delta: float, interval: float
 
 
 def epsilon_rdp(event: dp_event.DpEvent, delta: float) -> float | None:
-    """Epsilon by RDP with the Balle conversion; None where it gives no finite bound (truncated Poisson, non-private events)."""
+    """Epsilon by RDP with the Balle conversion; None if it gives no finite bound (truncated Poisson, non-private events)."""
     curve = rdp_curve(event)
     if curve is None:
         return None
@@ -115,9 +115,9 @@ def epsilon_rdp(event: dp_event.DpEvent, delta: float) -> float | None:
 
 
 def rdp_curve(event: dp_event.DpEvent) -> tuple[np.ndarray, np.ndarray] | None:
-    """Orders and Renyi divergences of ``event``, two float64 arrays of one shape; None for events that RDP does not know.
+    """Orders and Renyi divergences of ``event``, two float64 arrays of one shape; None for events without RDP accounting.
 
-    Divergences add up under composition, so one step's curve, the slow part, is kept between counts.
+    Divergences add up under composition, so one step's curve, the slow part, is cached across step counts.
     """
     if isinstance(event, dp_event.SelfComposedDpEvent):
         curve = rdp_curve(event.event)
@@ -150,7 +150,7 @@ def _cached_rdp_curve(event: dp_event.DpEvent) -> tuple[np.ndarray, np.ndarray] 
 def deltas(event: dp_event.DpEvent, epsilons: np.ndarray, interval: float | None = None) -> np.ndarray:
     """Upper bounds on delta of ``event`` at each of ``epsilons`` (0 or more, ascending), same shape, float64.
 
-    The grid is ten times coarser than that of ``epsilon`` unless given: dp-accounting walks it point by point here.
+    The default grid is ten times coarser than that of ``epsilon``, because dp-accounting loops over its points here.
     """
     noise = gaussian_noise(event)
     if noise is not None:
@@ -164,10 +164,10 @@ def deltas(event: dp_event.DpEvent, epsilons: np.ndarray, interval: float | None
 
 
 def privacy_profile(event: dp_event.DpEvent, num_points: int = 49) -> list[tuple[float, float]]:
-    """The whole guarantee: pairs (epsilon, delta), each of which holds, from epsilon 0 to where delta is 1e-10.
+    """Return the privacy profile: valid pairs (epsilon, delta), from epsilon 0 to the epsilon at which delta is 1e-10.
 
     Raises:
-        PrivacyError: the event is not private, so that there is no profile.
+        PrivacyError: the event is not private.
     """
     epsilons = np.linspace(0.0, _largest_epsilon(event, 1e-10), num_points)
     return [(float(e), float(d)) for e, d in zip(epsilons, deltas(event, epsilons), strict=True)]
@@ -200,14 +200,14 @@ def attack_tpr(event: dp_event.DpEvent, fpr: float, interval: float | None = Non
 
 
 def tpr_of_profile(epsilons: np.ndarray, delta: np.ndarray, fpr: float) -> float:
-    """``attack_tpr`` from pairs (epsilon, delta) that hold, two arrays of one shape."""
+    """``attack_tpr`` from valid pairs (epsilon, delta), two arrays of one shape."""
     hit_1 = delta + np.exp(epsilons) * fpr
     hit_2 = 1.0 - np.exp(-epsilons) * (1.0 - delta - fpr)
     return float(min(1.0, hit_1.min(), hit_2.min()))
 
 
 def gaussian_noise(event: dp_event.DpEvent) -> float | None:
-    """Noise multiplier of the one Gaussian that equals ``event``, infinite for no event at all; None if it has another part."""
+    """Noise multiplier of the single Gaussian equivalent to ``event``, infinite for the empty event; None if a part is not Gaussian."""
     if isinstance(event, dp_event.NoOpDpEvent):
         return math.inf
     if isinstance(event, dp_event.GaussianDpEvent):
@@ -226,10 +226,10 @@ def gaussian_noise(event: dp_event.DpEvent) -> float | None:
 
 
 def discretization_interval(event: dp_event.DpEvent, delta: float = 1e-5) -> float:
-    """Grid of the privacy loss that fits the size of ``event``'s epsilon: 1e-4 from 0.1 to 100, finer below, coarser above.
+    """Grid of the privacy loss for the size of ``event``'s epsilon: 1e-4 from 0.1 to 100, finer below, coarser above.
 
-    A fixed grid would need gigabytes at epsilon 10^6 and blur epsilon 10^-3. The size is judged by RDP of a Poisson stand-in;
-    the choice moves cost and tightness, never validity.
+    A fixed grid would need gigabytes at epsilon 10^6 and be too coarse at epsilon 10^-3. The size is estimated by RDP of similar
+    Poisson-sampled steps; the choice affects cost and tightness, never validity.
     """
     rough = epsilon_rdp(_stand_in(event), delta)
     if rough is None or rough == 0:
@@ -264,7 +264,7 @@ def _non_private(event: dp_event.DpEvent) -> bool:
 def _largest_epsilon(event: dp_event.DpEvent, delta: float) -> float:
     largest = epsilon(event, delta, 10 * discretization_interval(event))
     if not largest < math.inf:
-        raise PrivacyError("privacy_profile: event without a guarantee; expected private steps. Ask only of runs with guarantee=dp.")
+        raise PrivacyError("privacy_profile: event without a guarantee; expected private steps. Use a run with guarantee=dp.")
     return largest
 
 
@@ -276,7 +276,7 @@ def _pld(event: dp_event.DpEvent, interval: float) -> pld.PrivacyLossDistributio
 
 @lru_cache(maxsize=8)
 def _cached_pld(event: dp_event.DpEvent, interval: float) -> pld.PrivacyLossDistribution:
-    # As dp-accounting's PLDAccountant does (a test compares), but one step's distribution, the slow part, is kept between counts.
+    # As dp-accounting's PLDAccountant does (a test compares), but one step's distribution, the slow part, is cached across step counts.
     if isinstance(event, dp_event.NoOpDpEvent):
         return pld.identity(interval)
     if isinstance(event, dp_event.SelfComposedDpEvent):
@@ -304,7 +304,7 @@ def _cached_pld(event: dp_event.DpEvent, interval: float) -> pld.PrivacyLossDist
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence dp-accounting's notes on single Renyi orders it leaves out: the remaining orders give a valid bound."""
+    """Silence dp-accounting's log of Renyi orders that it skips: the remaining orders give a valid bound."""
     before = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
     try:

@@ -16,17 +16,17 @@ MAX_NOISE = 1e6
 def calibrate(event_of: Callable[[float], dp_event.DpEvent], target_epsilon: float, delta: float, *, unit: bool = False) -> float:
     """Smallest noise multiplier of four significant digits whose stated epsilon is at most ``target_epsilon``.
 
-    A coarse grid finds the neighbourhood (its epsilon is an upper bound, too), the stated grid decides the last digits.
-    Noise below 0.01 is never asked for: such targets get 0.01, which stays under them.
+    A coarse grid, whose epsilon is an upper bound too, finds the neighbourhood; the stated grid decides the last digits. The result is at
+    least 0.01.
 
     Args:
         event_of: noise multiplier -> event of the whole run; epsilon must fall as the noise grows.
         target_epsilon: more than 0.
         delta: in [1e-14, 1).
-        unit: the event is that of a unit of several records (``accountant.unit_epsilon``).
+        unit: whether the event is for a unit of several records (``accountant.unit_epsilon``).
 
     Raises:
-        PrivacyError: not even a noise multiplier of 10^6 reaches the target; says what it reaches.
+        PrivacyError: even a noise multiplier of 10^6 does not reach the target; the message gives the epsilon that it reaches.
     """
 
     def stated(noise: float) -> float:
@@ -94,5 +94,5 @@ def _round_up(start: float, enough: Callable[[float], bool]) -> float:
 def _unreachable(target_epsilon: float, reached: float) -> PrivacyError:
     return PrivacyError(
         f"privacy: target_epsilon={target_epsilon}; expected at least {reached:.3g}, which noise_multiplier={MAX_NOISE:.0e} reaches. "
-        "Raise the target or delta, or ask for fewer steps or a smaller batch."
+        "Raise the target or delta, or plan fewer steps or a smaller batch."
     )

@@ -1,4 +1,4 @@
-"""What several runs behind one set of weights have spent together on one store: every figure of a statement, at one delta.
+"""Total privacy spent on one store by all runs behind one set of weights: every figure of a statement, at one delta.
 
 A run that starts from the weights of a private run on the same store adds to what that run released. How two such runs compose depends on
 whether the second one's settings were fixed before the first one's results were seen:
@@ -28,48 +28,48 @@ from dpvision.privacy.plan import MAX_EPSILON, MAX_N_TIMES_DELTA, DPPlan, View
 Part = tuple[DPPlan, int]
 """A run's plan and the steps it was charged."""
 Method = Literal["one run", "pld", "gaussian", "renyi", "filter", "basic"]
-"""How a figure was put together."""
+"""How a figure was composed."""
 
 NO_RENYI = "a run drew truncated Poisson batches, which have no Renyi accounting"
-NO_UNIT = "the store does not know which records belong to one person"
+NO_UNIT = "the store does not record which images belong to one person"
 TRUNCATED_UNIT = "a run drew truncated Poisson batches of several records of a unit, which have no accounting"
 
 
 @dataclass(frozen=True)
 class Total:
-    """Figures of all runs together. A figure is None where ``reasons`` says why."""
+    """Figures of all runs together. If a figure is None, ``reasons`` says why."""
 
     delta: float
-    """The smallest of the runs'."""
+    """The smallest delta of the runs."""
     population: int
-    """The largest number that a run declared: of units, or of records where no units are declared."""
+    """The largest number of units that a run declared, or of records if it declared no units."""
     epsilon: float
     epsilon_rdp: float | None
     epsilon_unamplified: float
     unit_epsilon: float | None
     methods: dict[str, Method]
-    """By figure, of those that are not None."""
+    """Composition of each figure that is not None."""
     reasons: dict[str, str]
 
     @property
     def n_times_delta(self) -> float:
-        """Units x delta, or records x delta."""
+        """float: units x delta, or records x delta."""
         return self.population * self.delta
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The whole guarantee of all runs together, and what it leaves to an attacker."""
+    """Privacy profile of all runs together, and its bounds on membership attacks."""
 
     profile: list[tuple[float, float]] | None
-    """Pairs (epsilon, delta), each of which holds; None where basic composition leaves one pair only."""
+    """Valid pairs (epsilon, delta); None if basic composition gives one pair only."""
     tpr_at_fpr: dict[float, float]
     """Best true-positive rate of a membership attack at a false-positive rate."""
     coin_accuracy: float
 
 
 def parts_of(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """The runs that executed anything, in one order: composition does not depend on it."""
+    """Return the runs that executed a step, in a canonical order: composition does not depend on the order."""
     return tuple(sorted((part for part in parts if part[1]), key=repr))
 
 
@@ -77,7 +77,7 @@ def total_epsilon(parts: tuple[Part, ...], *, fixed: bool = False) -> tuple[floa
     """Epsilon per record of all runs, the delta at which it holds, and how it was composed.
 
     Args:
-        parts: of ``parts_of``; runs with a guarantee.
+        parts: from ``parts_of``, all with a guarantee.
         fixed: whether all settings were fixed before the first run.
     """
     delta = min((plan.delta for plan, _ in parts), default=0.0)
@@ -86,7 +86,7 @@ def total_epsilon(parts: tuple[Part, ...], *, fixed: bool = False) -> tuple[floa
 
 
 def total(parts: tuple[Part, ...], *, fixed: bool = False) -> Total:
-    """All figures of all runs together; arguments as ``total_epsilon``, with one part or more."""
+    """Compute all figures of all runs together; arguments as for ``total_epsilon``, with at least one part."""
     epsilon, delta, method = total_epsilon(parts, fixed=fixed)
     methods: dict[str, Method] = {"epsilon": method}
     reasons: dict[str, str] = {}
@@ -104,7 +104,7 @@ def total(parts: tuple[Part, ...], *, fixed: bool = False) -> Total:
 
 
 def unit_epsilon(parts: tuple[Part, ...], *, fixed: bool = False) -> float | None:
-    """``total_epsilon`` for a unit; None where no units are declared, or where there is no accounting for them."""
+    """``total_epsilon`` for a unit; None if no units are declared, or if there is no accounting for them."""
     found = _unit(parts, min((plan.delta for plan, _ in parts), default=0.0), fixed)
     return None if isinstance(found, str) else found[0]
 
@@ -120,10 +120,10 @@ def _unit(parts: tuple[Part, ...], delta: float, fixed: bool) -> tuple[float, Me
 
 
 def check_total(parts: tuple[Part, ...], *, allow_weak: bool = False) -> None:
-    """Refuse several runs whose guarantees together are none by the rules for one run: before the first step is charged.
+    """Refuse several runs whose total breaks the rules for a single run; called before the first step is charged.
 
     Args:
-        allow_weak: ``PrivacyConfig.allow_weak_guarantee`` of the run that is to begin.
+        allow_weak: ``PrivacyConfig.allow_weak_guarantee`` of the new run.
 
     Raises:
         PrivacyError: dataset_size x delta is above 1.5, the total has no finite epsilon, or, unless ``allow_weak``, one above
@@ -155,11 +155,11 @@ def check_total(parts: tuple[Part, ...], *, allow_weak: bool = False) -> None:
 def curve(
     parts: tuple[Part, ...], fprs: tuple[float, ...], *, fixed: bool = False, num_points: int = 49, of_unit: float | None = None
 ) -> Curve:
-    """The privacy profile and the attack terms of all runs together.
+    """Compute the privacy profile and the attack bounds of all runs together.
 
     Args:
         fprs: false-positive rates.
-        of_unit: a unit's epsilon (``unit_epsilon``), for the attack on a unit; there is then no profile.
+        of_unit: a unit's epsilon (``unit_epsilon``), for attacks on a unit; there is then no profile.
     """
     view = ("record" if of_unit is None else unit_view(parts)) or "record"
     if len(parts) > 1 and not fixed:
@@ -209,7 +209,7 @@ def _all(parts: tuple[Part, ...], view: View) -> dp_event.DpEvent:
 
 
 def _curve_of_renyi(order: float, divergence: float, fprs: tuple[float, ...], num_points: int) -> Curve:
-    """Of what is known to be (order, divergence)-RDP."""
+    """Curve of an (order, divergence)-RDP mechanism."""
 
     def deltas(epsilon_E: np.ndarray) -> np.ndarray:
         return accountant.deltas_rdp(np.array([order]), np.array([divergence]), epsilon_E)
@@ -225,7 +225,7 @@ def _curve_of_renyi(order: float, divergence: float, fprs: tuple[float, ...], nu
 
 
 def _curve_of_pair(epsilon: float, delta: float, fprs: tuple[float, ...]) -> Curve:
-    """What one pair (epsilon, delta) bounds (Dong, Roth, Su, arXiv 1905.02383, proposition 2.4)."""
+    """Curve from one pair (epsilon, delta) (Dong, Roth, Su, arXiv 1905.02383, proposition 2.4)."""
     grown = math.exp(min(epsilon, 700.0))
 
     def tpr(fpr: float) -> float:

@@ -1,4 +1,4 @@
-"""The append-only record of what was executed: charged before the deed, so that a crash never under-counts."""
+"""The append-only record of executed steps: each is charged before it runs, so that a crash never under-counts."""
 
 import contextlib
 import fcntl
@@ -34,8 +34,8 @@ def _access() -> Iterator[None]:
         yield
     except PermissionError as error:
         raise DataError(
-            f"ledger: {error.filename} ({error.strerror}); expected a place that you may write to: the ledger lies beside the store. "
-            "Ask for access; a copy of the store elsewhere would not know what this one was charged."
+            f"ledger: {error.filename} ({error.strerror}); expected write access, because the ledger is kept beside the store. "
+            "Ask for access; a copy of the store elsewhere would miss what this one was charged."
         ) from None
 
 
@@ -72,10 +72,9 @@ class Ledger:
         Args:
             store_dir: folder of the store.
             run_id: name of the run, a plain file name.
-            plan: what will be executed; on resume the one the run began with.
-            resume: whether the run has been started before.
-            lineage: what shaped the weights that the run starts from (``runs.lineage``): bound into the first line, and on resume the
-                same.
+            plan: the plan to execute; on resume the run's original plan.
+            resume: whether the run was started before.
+            lineage: lineage of the weights that the run starts from (``runs.lineage``), bound into the first line; on resume the same.
 
         Raises:
             CheckpointError: the run is open elsewhere, exists although ``resume`` is False, does not exist although it is True,
@@ -102,8 +101,8 @@ class Ledger:
                     )
                 if resume and list(lineage) != contents[run_id].lineage:
                     raise PrivacyError(
-                        f"ledger: {path}: another lineage; expected the one the run began with. Put back the weights that it started from, "
-                        "and its own checkpoints, or start a new run."
+                        f"ledger: {path}: another lineage; expected the one the run began with. Restore the weights that it started from "
+                        "and its checkpoints, or start a new run."
                     )
                 others = [(c.plan, c.plan.steps if _in_use(c.path) else c.steps) for c in contents.values() if c.run_id != run_id]
                 check_cap(ledgers, [*others, (plan, plan.steps)])
@@ -131,21 +130,21 @@ class Ledger:
 
     @property
     def steps(self) -> int:
-        """Steps charged so far, torn lines included."""
+        """int: steps charged so far, torn lines included."""
         return self._steps
 
     @property
     def restarts(self) -> int:
-        """Starts of the run after the first."""
+        """int: starts of the run after the first."""
         return self._restarts
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of the last line, which vouches for the whole ledger."""
+        """str: hex SHA-256 of the last line, which commits to the whole ledger."""
         return self._digest
 
     def append(self) -> int:
-        """Charge the next step and return its number, from 0; durable, and remembered by the store, when this returns.
+        """Charge the next step and return its number, from 0; the charge is durable and marked in the store when this returns.
 
         Raises:
             PrivacyError: the plan has no further step.
@@ -161,7 +160,7 @@ class Ledger:
         return step
 
     def close(self) -> None:
-        """Release the lock; the ledger stays as it is."""
+        """Release the lock."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -188,7 +187,7 @@ class Ledger:
 
 
 def _seal(contents: LedgerContents) -> None:
-    """End a torn line and vouch for its bytes. By rename, not by appending: a crash in between must not leave a line unsealed."""
+    """Seal a torn line with the digest of its bytes, by rename: a crash while appending could leave the line ended but unsealed."""
     seal = encode(recovery_line(digest(contents.torn), contents.steps))
     write_file(contents.path, contents.path.read_bytes() + b"\n" + seal + b"\n")
 
@@ -197,8 +196,8 @@ def _lock(path: Path) -> int:
     """Descriptor of the ledger for appending, exclusively locked.
 
     Raises:
-        CheckpointError: another process has it.
-        PrivacyError: it is missing.
+        CheckpointError: another process has the lock.
+        PrivacyError: the ledger is missing.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_APPEND)

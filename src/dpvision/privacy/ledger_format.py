@@ -30,25 +30,25 @@ class LedgerContents:
     restarts: int
     """Starts of the run after the first."""
     digest: str
-    """SHA-256 of the last line's raw bytes, which vouches for the whole file."""
+    """SHA-256 of the last line's raw bytes, which commits to the whole file."""
     lineage: list[dict[str, Any]] = field(repr=False)
-    """What shaped the weights that the run started from, as its checkpoints must repeat it; empty for random weights."""
+    """Lineage of the weights that the run started from, which its checkpoints must repeat; empty for random weights."""
     torn: bytes
     """Raw bytes after the last newline: a line whose writing was interrupted; empty normally."""
     header: str
     """SHA-256 of the first line: run, store and plan."""
     heads: dict[str, int] = field(repr=False)
-    """Digest of each line of the chain -> steps charged up to and including it. A line that was torn may hold any bytes, those of another
-    ledger's line included: it is not among them, sealed or not."""
+    """Digest of each line of the chain -> steps charged up to and including it. Torn lines, sealed or not, are excluded: they may hold any
+    bytes, even another ledger's line."""
 
     @property
     def mark(self) -> Mark:
-        """What a store remembers of the ledger as it is now: its last whole line."""
+        """Mark: the mark of the ledger's current state, at its last whole line."""
         last = next(reversed(self.heads))
         return Mark(self.heads[last], last, self.header)
 
     def continues(self, older: "LedgerContents") -> bool:
-        """Whether ``older`` is an earlier state of this ledger, or the same."""
+        """Return whether ``older`` is an earlier state of this ledger, or the same."""
         if older.header != self.header:
             return False
         return older.digest == self.digest or self.heads.get(older.mark.digest) == older.mark.steps
@@ -65,14 +65,14 @@ def digest(raw: bytes) -> str:
 
 
 def header_line(run_id: str, store_id: str, plan: DPPlan, lineage: list[dict[str, Any]]) -> dict[str, Any]:
-    """First line: what the run is bound to."""
+    """First line: binds the run to its store, plan and lineage."""
     return {
         "format": FORMAT, "kind": "header", "lineage": lineage, "plan": plan.to_dict(), "prev": "", "run_id": run_id, "store_id": store_id,
     }  # fmt: skip
 
 
 def start_line(prev: str, *, resume: bool) -> dict[str, Any]:
-    """One per start of the run."""
+    """Line of each start of the run."""
     return {"kind": "resume" if resume else "start", "prev": prev}
 
 
@@ -92,7 +92,7 @@ def charge_torn(steps: int, plan: DPPlan) -> int:
 
 
 def read_ledger(path: Path) -> LedgerContents:
-    """Contents of a ledger, verified, without opening it for writing.
+    """Read and verify a ledger, without opening it for writing.
 
     Raises:
         PrivacyError: the file was altered, is not a ledger, or is missing.

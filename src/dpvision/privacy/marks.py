@@ -1,6 +1,6 @@
-"""Marks: what a store and its ledger folder each remember of every run, so that neither can be lost, shortened or put back unnoticed.
+"""Marks: the state of every run's ledger, recorded in the store and in the ledger folder, to detect loss, truncation or rollback of either.
 
-The same facts lie in two files that are lost by different accidents: ``ledger_marks.json`` in the folder of each store of a family (a
+The same data are in two files that are lost by different accidents: ``ledger_marks.json`` in the folder of each store of a family (a
 store and its halves), and ``LEDGERS/<store_id>/marks.json``, which the family shares. docs/privacy.md has the rules.
 """
 
@@ -18,14 +18,14 @@ FORMAT = "dpvision-ledger-marks-2"
 
 @dataclass(frozen=True)
 class Mark:
-    """The most that one file of marks has seen of one run's ledger."""
+    """The latest recorded state of one run's ledger."""
 
     steps: int
-    """Charged at the time."""
+    """Steps charged in that state."""
     digest: str
-    """Of the last line at the time."""
+    """Digest of the last line in that state."""
     header: str
-    """Digest of the header: the run and the plan that it is bound to."""
+    """Digest of the header, which binds the run, its plan and its lineage."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Cap:
 
 @dataclass(frozen=True)
 class Marks:
-    """One file of marks."""
+    """Content of one file of marks."""
 
     store_id: str
     runs: dict[str, Mark] = field(default_factory=dict)
     cap: Cap | None = None
     places: tuple[str, ...] = ()
-    """In a store's own file: names of the folders that the store lay in (``place``). Elsewhere it is a copy, or it was moved."""
+    """In a store's own file: identifiers (``place``) of the folders that held the store. In another folder it is a copy, or was moved."""
     moves: int = 0
-    """How often the owner declared that the store was moved."""
+    """Number of times the owner declared the store moved."""
     members: tuple[str, ...] = ()
     """In the shared file: names of the store folders that have a file of marks."""
 
@@ -56,7 +56,7 @@ class Marks:
 
 
 def read_marks(path: Path) -> Marks | None:
-    """The marks in a file; None where there is no such file.
+    """Read a file of marks; None if there is no such file.
 
     Raises:
         PrivacyError: the file is damaged.
@@ -89,15 +89,15 @@ def write_marks(path: Path, marks: Marks) -> None:
 
 
 def place(folder: Path, store_id: str) -> set[str]:
-    """Names of a folder: its path, and its number on its disk. A folder that was moved keeps the second, one that is mounted elsewhere the
-    first or the second; a copy has neither. The path is hashed, so that a store that is handed on does not carry it."""
+    """Return two identifiers of a folder: its path, and its device and inode numbers. A folder moved within its disk keeps the second, one
+    mounted elsewhere the first or the second; a copy has neither. The path is hashed, so that a store does not reveal it."""
     about = folder.stat()
     path = hashlib.sha256(f"{store_id}:{folder}".encode()).hexdigest()[:32]
     return {f"path:{path}", f"inode:{about.st_dev}:{about.st_ino}"}
 
 
 def read_json(path: Path) -> Any:
-    """Parsed JSON file.
+    """Parse a JSON file.
 
     Raises:
         DataError: missing or not JSON.

@@ -1,4 +1,4 @@
-"""What the executed steps release, as dp-accounting events.
+"""The releases of the executed steps as dp-accounting events.
 
 One step adds Gaussian noise of standard deviation noise_multiplier x C to the sum of the drawn records' gradients, each
 clipped to norm C. Adjacency is add-or-remove: of one record in ``record_event``, of one unit (person) in ``unit_event``.
@@ -22,7 +22,7 @@ def record_event(
     Args:
         sampling: 'poisson', 'truncated_poisson' or 'full_batch'.
         dataset_size: declared number of records N; only truncation depends on it.
-        sample_rate: probability of a record to be drawn, in (0, 1].
+        sample_rate: probability that a record is drawn, in (0, 1].
         max_batch_size: cap of truncated_poisson, else None.
         noise_multiplier: more than 0.
         steps: 0 or more.
@@ -45,9 +45,9 @@ def record_event(
 def unit_event(sampling: str, sample_rate: float, noise_multiplier: float, steps: int, max_records_per_unit: int) -> dp_event.DpEvent:
     """Event of ``steps`` executed steps for one unit of at most ``max_records_per_unit`` = k records.
 
-    Each record of the unit is sampled independently, so that Binomial(k, sample_rate) of them are in the batch and move the
-    sum by at most that many clip norms: a mixture of Gaussians (Choquette-Choo et al., arXiv 2310.15526). In a full batch
-    all k are: one Gaussian of sensitivity k. A unit of one record is that record. Truncation has no such event; ``make_plan``
+    Each record of the unit is sampled independently, so that Binomial(k, sample_rate) of them are in the batch and change the
+    sum by at most that many clipping norms: a mixture of Gaussians (Choquette-Choo et al., arXiv 2310.15526). A full batch has
+    all k: one Gaussian of sensitivity k. A unit of one record is that record. Truncation has no such event; ``make_plan``
     refuses it for units.
     """
     if steps == 0:

@@ -1,6 +1,4 @@
-"""The one object that keeps the promise.
-
-It draws the batches, scales the noise, sets the normalisation constant and describes what was executed.
+"""The privacy plan: it draws the batches, scales the noise, sets the divisor and describes the executed steps to the accountant.
 
 No other object holds a sample rate, a noise scale, a divisor or a number of steps.
 """
@@ -24,18 +22,19 @@ from dpvision.privacy.stream import Stream
 MAX_N_TIMES_DELTA = 1.5
 """Above it a mechanism that publishes records outright could pass as private: training is refused."""
 MAX_DELTA = 1e-3
-"""Largest delta without ``allow_weak_guarantee``, and largest default: in ten records, 1 / (2 N) would let one be published in 20 runs."""
+"""Largest delta without ``allow_weak_guarantee``, and largest default: for ten records, 1 / (2 N) would allow publishing one of them with
+probability 1/20."""
 MAX_EPSILON = 20.0
 """Largest epsilon without ``allow_weak_guarantee``, of the unit that the guarantee is for: that of the 2020 US census (19.61), the largest
 of any well-known release, rounded. From 10 on it counts as weak (Ponomareva et al. 2023)."""
 View = Literal["record", "unamplified", "unit"]
 TRUNCATION_TOLERANCE = 0.01
-"""How much dearer than plain Poisson a truncated draw may be."""
+"""Largest relative excess of a truncated draw's epsilon over plain Poisson's."""
 
 
 @dataclass(frozen=True)
 class DPPlan:
-    """What a run executes and what that guarantees. Made by ``make_plan`` only; frozen, and written into ledger and manifest.
+    """The mechanism of a run and its guarantee. Made by ``make_plan`` only; frozen, and written into ledger and manifest.
 
     ``epsilon`` and ``epsilon_rdp`` are those of all planned steps; what was spent comes from ``spent(ledger.steps)``.
     """
@@ -60,11 +59,11 @@ class DPPlan:
     epsilon: float | None
     epsilon_rdp: float | None
     unit_epsilon: float | None
-    """Of all planned steps, for a unit with up to max_records_per_unit records; None where no units are declared."""
+    """Epsilon of all planned steps for a unit with up to max_records_per_unit records; None if no units are declared."""
     clipping: Literal["hard", "automatic"] = "hard"
     selection: Selection | None = None
-    """If None, the steps are what is executed. Else there is one step, a private selection among runs, and all other fields are those of
-    each of its runs; ``run_plans`` gives their plans."""
+    """If None, the run executes ``steps`` steps. Otherwise its one step is a private selection among runs, and all other fields are those
+    of each of these; ``run_plans`` gives their plans."""
 
     def __post_init__(self) -> None:
         ok = self.sample_rate == self.expected_batch_size / self.dataset_size and 0 < self.sample_rate <= 1
@@ -77,21 +76,21 @@ class DPPlan:
 
     @property
     def population(self) -> int:
-        """Declared number of those whom the guarantee is for: units, or records where no units are declared."""
+        """int: declared number of units, or of records if no units are declared."""
         return self.dataset_size if self.num_units is None else self.num_units
 
     @property
     def stated_epsilon(self) -> float | None:
-        """Epsilon of all planned steps for those whom the guarantee is for; None without a guarantee."""
+        """float: epsilon of all planned steps for a unit, or for a record if no units are declared; None without a guarantee."""
         return self.epsilon if self.num_units is None else self.unit_epsilon
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise on the sum of clipped gradients: noise_multiplier x max_grad_norm; 0 without noise."""
+        """float: standard deviation of the noise on the sum of clipped gradients, noise_multiplier x max_grad_norm; 0 without noise."""
         return self.noise_multiplier * (self.max_grad_norm or 0.0)
 
     def draw(self, step: int, num_records: int, rng: Stream) -> np.ndarray:
-        """Indices of the logical batch of ``step``: sorted int64 of shape (batch,), possibly empty; secret.
+        """Draw the logical batch of ``step``: sorted int64 indices of shape (batch,), possibly empty; secret.
 
         Args:
             step: number charged in the ledger, in [0, steps).
@@ -99,7 +98,7 @@ class DPPlan:
             rng: secret stream of this step (``sampling.derive_rng``).
 
         Raises:
-            PrivacyError: the step is not in the plan, or a truncated draw would meet more records than were accounted for.
+            PrivacyError: the step is not in the plan, or a truncated draw is made from more records than were accounted for.
         """
         if not 0 <= step < self.steps:
             raise PrivacyError(f"plan.draw: step={step}; expected 0 to {self.steps - 1}. The plan is used up: stop.")
@@ -117,8 +116,8 @@ class DPPlan:
         """dp-accounting event of the first ``steps`` steps; the non-private event without a guarantee.
 
         Args:
-            view: "record": for one record. "unamplified": for one record, every batch being known to the attacker. "unit": for a unit of
-                max_records_per_unit records; truncated draws have that of one record only.
+            view: "record": for one record. "unamplified": for one record, if the attacker knows every batch. "unit": for a unit of
+                max_records_per_unit records, which truncated draws support for one record only.
 
         Raises:
             PrivacyError: more steps than planned, or a negative number.
@@ -134,7 +133,7 @@ class DPPlan:
         )  # fmt: skip
 
     def spent(self, steps: int) -> PrivacySpent:
-        """What the first ``steps`` steps cost, at ``delta``.
+        """Return the privacy spent by the first ``steps`` steps, at ``delta``.
 
         Raises:
             PrivacyError: more steps than planned, or a negative number.
@@ -154,8 +153,7 @@ class DPPlan:
         )
 
     def attack_tpr(self, steps: int, fpr: float) -> float:
-        """Best true-positive rate at false-positive rate ``fpr`` of an attack that asks whether one of those whom the guarantee is for took
-        part: a unit where units are declared, else a record.
+        """Best true-positive rate of a membership attack at false-positive rate ``fpr``: on a unit if units are declared, else on a record.
 
         Raises:
             PrivacyError: as ``event``; or no guarantee.
@@ -166,14 +164,14 @@ class DPPlan:
         return accountant.attack_tpr(self.event(steps, "unit"), fpr, accountant.unit_interval(unit))
 
     def run_plans(self) -> tuple["DPPlan", "DPPlan"]:
-        """Plans of one run of the selection: of its releases, and of its score, one full-batch release clipped to 1. Nothing may be
-        executed with them but inside the selection that was charged.
+        """Return the plans of one run of the selection: of its releases, and of its score, one full-batch release clipped to 1. Execute
+        them only inside a selection that was charged.
 
         Raises:
             PrivacyError: the plan has no selection.
         """
         if self.selection is None:
-            raise PrivacyError("plan.run_plans: no selection; expected a plan of make_plan(config, selection). Make one.")
+            raise PrivacyError("plan.run_plans: no selection; expected a plan with one. Use make_plan(config, selection).")
         noise, n = self.noise_multiplier, self.dataset_size
         run = PrivacyConfig(
             dataset_size=n, expected_batch_size=self.expected_batch_size, steps=self.selection.steps, max_grad_norm=self.max_grad_norm,
@@ -185,21 +183,21 @@ class DPPlan:
         return draft_plan(run), draft_plan(replace(score, clipping="hard"))
 
     def same_mechanism(self, other: "DPPlan") -> bool:
-        """Whether both execute the same: all but the computed epsilons, whose last digits may differ between machines."""
+        """Return whether all fields agree except the computed epsilons, whose last digits may differ between machines."""
         mine, theirs = asdict(self), asdict(other)
         return all(mine[name] == theirs[name] for name in mine.keys() - _COMPUTED)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dict, ready for JSON; the inverse of ``from_dict``. A plan without a selection is written as before there were any: the
-        header of a ledger is compared byte by byte."""
+        """Plain dict, ready for JSON; the inverse of ``from_dict``. Without a selection that key is left out, because ledger headers, also
+        those of older versions, are compared byte by byte."""
         return {name: value for name, value in asdict(self).items() if name != "selection" or value is not None}
 
     @classmethod
     def from_dict(cls, values: Any) -> "DPPlan":
-        """Plan from the dict of ``to_dict``.
+        """Make a plan from the dict of ``to_dict``.
 
         Raises:
-            ConfigError: a name is unknown or missing, or a type does not fit.
+            ConfigError: a name is unknown or missing, or a type is wrong.
             PrivacyError: the values contradict each other.
         """
         return from_dict(cls, values, where="plan")
@@ -209,19 +207,19 @@ _COMPUTED = {"epsilon", "epsilon_rdp", "unit_epsilon", "value_discretization_int
 
 
 def default_delta(population: int) -> float:
-    """Delta where none is asked for: 1 / (2 population), at most 1e-3."""
+    """Default delta: 1 / (2 population), at most 1e-3."""
     return min(1 / (2 * population), MAX_DELTA)
 
 
 def make_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan:
-    """The plan of a run: calibrated, accounted, and refused where it would not be a guarantee.
+    """Make the plan of a run: calibrate the noise, account for the steps, and refuse what would not be a guarantee.
 
-    Without an explicit delta it is ``default_delta`` of the declared number of units, or of records. ``target_epsilon`` is the record's,
-    ``target_unit_epsilon`` the unit's.
+    delta defaults to ``default_delta`` of the declared number of units, or of records. ``target_epsilon`` is per record,
+    ``target_unit_epsilon`` per unit.
 
     Args:
-        selection: from ``ask_selection``: the plan is then that of a private selection among runs that ``cfg`` describes, and a target
-            epsilon that of all of them.
+        selection: from ``ask_selection``, to plan a private selection among runs that ``cfg`` describes; a target epsilon is then for the
+            whole selection.
 
     Raises:
         PrivacyError: the target cannot be reached, or ``refusal`` has a reason.
@@ -237,11 +235,11 @@ def make_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan:
 def ask_selection(
     cfg: PrivacyConfig, *, mean_runs: float = 10.0, shape: float | None = None, score_share: float = SCORE_SHARE
 ) -> Selection:
-    """A selection among runs of ``cfg.steps`` releases each, for ``make_plan``.
+    """Make a selection among runs of ``cfg.steps`` releases each, for ``make_plan``.
 
     Args:
         mean_runs, shape: see ``Selection``.
-        score_share: part of a run's budget that its score gets.
+        score_share: share of a run's budget spent on its score.
 
     Raises:
         ConfigError: a value is out of range.
@@ -251,7 +249,7 @@ def ask_selection(
 
 
 def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan:
-    """``make_plan`` without the refusal, for the what-if planner: nothing may be trained with it unless ``refusal`` is None."""
+    """Make a plan without refusing any, for the what-if planner; do not train with it unless ``refusal`` returns None."""
     if cfg.guarantee == "simulated" and (cfg.noise_multiplier is None or cfg.max_grad_norm is None):
         raise ConfigError(
             f"privacy: noise_multiplier={cfg.noise_multiplier}, max_grad_norm={cfg.max_grad_norm}; expected both with guarantee=simulated. "
@@ -265,7 +263,7 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
     if cfg.target_unit_epsilon is not None and (cfg.num_units is None or cfg.sampling == "truncated_poisson"):
         raise ConfigError(
             f"privacy: target_unit_epsilon={cfg.target_unit_epsilon} with num_units={cfg.num_units}, sampling={cfg.sampling}; expected the "
-            "declared number of people, and poisson or full_batch. Say --privacy.num-units M, or --privacy.target-epsilon for records."
+            "declared number of people, and poisson or full_batch. Pass --privacy.num-units M, or --privacy.target-epsilon for records."
         )
     n = cfg.dataset_size
     rate = cfg.expected_batch_size / n
@@ -284,7 +282,7 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
         interval = None if selection is not None else accountant.discretization_interval(event, delta)
         eps, eps_rdp = accountant.epsilon(event, delta, interval), accountant.epsilon_rdp(event, delta)
         if not eps < math.inf:
-            raise PrivacyError(f"privacy: noise_multiplier={noise}; expected enough for a finite epsilon. Typical: 0.5 to 5.")
+            raise PrivacyError(f"privacy: noise_multiplier={noise}; expected enough for a finite epsilon. Use 0.5 to 5.")
         unit_eps = _unit_epsilon(cfg, cfg.num_units, selection, steps, noise, delta, eps)
     return DPPlan(
         guarantee=cfg.guarantee,
@@ -317,7 +315,7 @@ def _event(
     sampling: str | None = None,
     records: int | None = None,
 ) -> dp_event.DpEvent:
-    """Event of ``steps`` steps for one record, or for a unit of ``records`` records; with a selection, of it as its one step."""
+    """Event of ``steps`` steps for one record, or for a unit of ``records`` records; with a selection, the event of the whole of it."""
     rate = 1.0 if sampling == "full_batch" else of.expected_batch_size / of.dataset_size
     sampling = sampling or of.sampling
     releases = steps if selection is None else min(steps, 1) * selection.steps
@@ -331,7 +329,7 @@ def _event(
 def _unit_epsilon(
     of: PrivacyConfig | DPPlan, num_units: int | None, selection: Selection | None, steps: int, noise: float, delta: float, epsilon: float
 ) -> float | None:
-    """Epsilon of a unit, given the record's; None where no units are declared, or without an accounting for them (refused)."""
+    """Epsilon of a unit, given the record's; None if no units are declared, or if there is no accounting for them (refused)."""
     if num_units is None or of.max_records_per_unit == 1:
         return None if num_units is None else epsilon
     if of.sampling == "truncated_poisson" or (selection is not None and of.sampling != "full_batch"):
@@ -340,7 +338,7 @@ def _unit_epsilon(
 
 
 def refusal(plan: DPPlan, *, allow_weak: bool = False) -> str | None:
-    """Why nothing may be trained with ``plan`` (the message of the error), or None. Runs without a guarantee are never refused here.
+    """Return why ``plan`` is refused, as an error message, or None. Runs without a guarantee are never refused here.
 
     Args:
         allow_weak: ``PrivacyConfig.allow_weak_guarantee``.
@@ -357,10 +355,10 @@ def refusal(plan: DPPlan, *, allow_weak: bool = False) -> str | None:
 
 
 def weakness(plan: DPPlan) -> str | None:
-    """Why ``plan`` is refused without ``allow_weak_guarantee``; None where it is not."""
+    """Return why ``plan`` is refused without ``allow_weak_guarantee``, or None."""
     remedy = "To train nevertheless: --privacy.allow-weak-guarantee."
     if not plan.delta <= MAX_DELTA:
-        return f"privacy: delta={plan.delta}; expected at most {MAX_DELTA}. Say --privacy.delta {MAX_DELTA:g}. {remedy}"
+        return f"privacy: delta={plan.delta}; expected at most {MAX_DELTA}. Pass --privacy.delta {MAX_DELTA:g}. {remedy}"
     stated = plan.stated_epsilon
     if stated is None or not stated <= MAX_EPSILON:
         whose = "one record" if plan.num_units is None else f"one person ({plan.max_records_per_unit} records)"
@@ -373,11 +371,11 @@ def weakness(plan: DPPlan) -> str | None:
 
 
 def _unaccounted(plan: DPPlan) -> str | None:
-    """Why there is no account of ``plan`` that holds, or one that is much dearer than need be."""
+    """Why ``plan`` has no valid accounting, or costs much more than plain Poisson; None otherwise."""
     if plan.selection is not None and plan.max_records_per_unit > 1 and plan.sampling != "full_batch":
         return (
             f"privacy: max_records_per_unit={plan.max_records_per_unit}; expected 1 in a selection with sampling={plan.sampling}, which "
-            "has no accounting for units. Use sampling=full_batch, or one record of each."
+            "has no accounting for units. Use sampling=full_batch, or max_records_per_unit=1."
         )
     if plan.sampling == "truncated_poisson":
         if plan.max_records_per_unit > 1:

@@ -13,8 +13,8 @@ from scipy import special
 _FRACTIONAL = np.unique(np.concatenate([1 + np.geomspace(1e-3, 0.1, 21), np.arange(11, 110) / 10]))
 _INTEGER = np.unique(np.concatenate([np.arange(11, 65), np.round(2 ** np.arange(6, 16.01, 0.125))]))
 ORDERS = np.concatenate([_FRACTIONAL, _INTEGER])
-"""From 1.001, the best where epsilon is in the thousands, to 65,536, where it is a thousandth. They include all of dp-accounting's, so that
-no figure is larger than theirs, and depend on nothing, as a Renyi filter needs."""
+"""From 1.001, the best for epsilons in the thousands, to 65,536, the best for epsilons of a thousandth. They include all of
+dp-accounting's orders, so that no figure is larger than with those, and are fixed, as a Renyi filter requires."""
 _LEAST_NOISE = 0.02
 
 

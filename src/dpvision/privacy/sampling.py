@@ -1,4 +1,4 @@
-"""Which records are in a logical batch: indices only, drawn from a secret stream.
+"""Draw the records of a logical batch: indices only, from a secret stream.
 
 Every draw is sorted, takes time and memory proportional to the batch (not to the data set), and may be empty.
 """
@@ -41,7 +41,7 @@ def draw_poisson(num_records: int, sample_rate: float, rng: Stream) -> np.ndarra
     while last < num_records - 1:
         mean = (num_records - 1 - last) * sample_rate
         # Mean + 6 standard deviations: a second round is rare, and only costs time. The cap keeps the sum of a few enormous
-        # gaps (tiny rates) inside int64; whatever jumps past the end is past the end.
+        # gaps (tiny rates) inside int64; a capped gap still jumps past the end.
         gaps = rng.gaps(sample_rate, int(mean + 6 * mean**0.5) + 8, num_records + 1)
         index = np.cumsum(gaps, out=gaps)
         index += last
@@ -53,7 +53,7 @@ def draw_poisson(num_records: int, sample_rate: float, rng: Stream) -> np.ndarra
 
 
 def truncate(index: np.ndarray, max_batch_size: int, rng: Stream) -> np.ndarray:
-    """At most ``max_batch_size`` of the drawn indices: a uniformly random subset where there are more, never the sorted tail."""
+    """Keep at most ``max_batch_size`` of the drawn indices: a uniformly random subset if there are more, never the first ones."""
     if len(index) <= max_batch_size:
         return index
     return index[rng.subset(len(index), max_batch_size)]

@@ -20,7 +20,7 @@ from dpvision.errors import PrivacyError
 
 MIN_DELTA = 1e-14
 _CUT = 1e-4
-"""Part of delta that may be given to what is cut off."""
+"""Share of delta reserved for the probability that is cut off."""
 _IMAGE = 1e-8
 _MOST_POINTS = 1 << 22
 
@@ -36,7 +36,7 @@ class Release:
 
 
 def release(sample_rate: float, noise_multiplier: float, steps: int, records: int = 1) -> Release:
-    """Poisson-sampled steps, or full batches at rate 1, for one record or for a person of ``records`` records.
+    """Describe Poisson-sampled steps, or full batches at rate 1, for one record or for a person of ``records`` records.
 
     Args:
         sample_rate: in (0, 1].
@@ -65,7 +65,7 @@ def epsilon(releases: Sequence[Release], delta: float) -> float:
 
 
 def total_steps(releases: Sequence[Release]) -> int:
-    """Steps of all releases."""
+    """Total number of steps."""
     return sum(r.steps for r in releases)
 
 
@@ -76,7 +76,7 @@ def gaussian_delta(shift: float, epsilon: float) -> float:
 
 
 def gaussian_epsilon(shift: float, delta: float) -> float:
-    """The inverse, rounded up."""
+    """epsilon at ``delta``: the inverse of ``gaussian_delta``, rounded up."""
     if gaussian_delta(shift, 0.0) <= delta:
         return 0.0
     high = shift**2 / 2 + shift * math.sqrt(2 * math.log(1 / delta))  # Chernoff's bound
@@ -96,7 +96,7 @@ class _Losses:
 
     @classmethod
     def of(cls, r: Release, width: float, tail: float, add: bool) -> "_Losses":
-        """Of one step; ``tail`` is small beside delta for each step. ``add``: the record is in the second data set, not in the first."""
+        """Discretise the losses of one step; ``tail`` is delta per step. ``add``: the record is in the second data set, not the first."""
         weights, noise = np.asarray(r.weights), r.noise_multiplier
         far = noise * float(stats.norm.isf(tail * 1e-5))
         low, high = -far, len(weights) - 1 + far
@@ -136,14 +136,14 @@ class _Losses:
 
 
 def _loss(x: np.ndarray, weights: np.ndarray, noise: float) -> np.ndarray:
-    """log of the density of the moved sum over that of the unmoved one, at x: rises with x."""
+    """log ratio of the densities of the sum with and without the record, at x; increasing in x."""
     k = np.arange(len(weights))[:, None]
     with np.errstate(divide="ignore"):
         return special.logsumexp(np.log(weights)[:, None] + (2 * k * x - k**2) / (2 * noise**2), axis=0)
 
 
 def _where(loss: np.ndarray, weights: np.ndarray, noise: float, low: float, high: float) -> np.ndarray:
-    """x at which the loss has these values; minus infinity below the least one."""
+    """x at which the loss has these values; minus infinity for values below its minimum."""
     if len(weights) == 2:
         drawn = weights[1]
         odds = np.where(loss < 30, np.expm1(np.minimum(loss, 30.0)) + drawn, 1.0)
@@ -160,7 +160,7 @@ def _where(loss: np.ndarray, weights: np.ndarray, noise: float, low: float, high
 
 
 def _between(x: np.ndarray, mean: float, noise: float) -> np.ndarray:
-    """Probability of a Gaussian between neighbouring points, each from the tail that is the smaller."""
+    """Probability of a Gaussian between neighbouring points, computed from the smaller tail."""
     z = (x - mean) / noise
     left, right = special.ndtr(z), special.ndtr(-z)
     return np.maximum(np.where(z[:-1] < 0, left[1:] - left[:-1], right[:-1] - right[1:]), 0.0)
@@ -195,7 +195,7 @@ def _epsilon(losses: Sequence[_Losses], delta: float) -> float:
 
     tilt = math.exp(optimize.minimize_scalar(renyi, bounds=(-9, 18), method="bounded", options={"xatol": 1e-3}).x)
     total = log_moment(tilt)
-    # What lies outside of [bottom, top] is less than _CUT of delta, and so little of the tilted law that its images within do not count.
+    # The probability outside of [bottom, top] is below _CUT of delta, and so small under the tilted law that its aliases are negligible.
     above = (1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 5.0, 9.0)
     top = max(
         min((log_moment(s * tilt) - math.log(_CUT * delta)) / (s * tilt) for s in above),
@@ -225,7 +225,7 @@ def _epsilon(losses: Sequence[_Losses], delta: float) -> float:
     scaled = np.cumsum((mass_K * np.exp(np.clip(guess - loss_K, -700.0, 700.0)))[::-1])[::-1]
     delta_K = kept - scaled * np.exp(np.clip(loss_K - guess, -700.0, 700.0))
     enough = np.flatnonzero(delta_K <= wanted)
-    # Above the last point that is too small: the curve falls, and rounding far below it does not count.
+    # Start above the last point with too large a delta: the curve decreases, and rounding far below that point does not matter.
     too_much = np.flatnonzero(delta_K[: enough[-1] + 1] > wanted)
     at = int(too_much[-1]) + 1 if len(too_much) else 0
     found = guess + math.log((kept[at] - wanted) / scaled[at]) if kept[at] > wanted else loss_K[at]

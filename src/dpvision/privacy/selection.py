@@ -1,9 +1,9 @@
-"""Private selection: many runs, one of them released, and how many there were a secret random number.
+"""Private selection: release the best of K runs, where K is random and secret.
 
-One run draws a setting uniformly from a public list, trains with it, and scores the result with noise of its own. K runs are made and the
-one with the highest score is released, with its setting and its score; of the others nothing is, nor K. Liu and Talwar (arXiv 1811.07971)
-found that this costs a small multiple of one run, and that a K which is known, or follows the scores, does not. The bounds used are those
-of Papernot and Steinke (arXiv 2110.03620), theorems 2 and 6, as dp-accounting's RepeatAndSelectDpEvent has them: Renyi only.
+Each run draws a setting uniformly from a public list, trains with it, and computes a noisy score. The run with the highest score is
+released with its setting and its score; the other runs and K stay secret. Liu and Talwar (arXiv 1811.07971) showed that this costs a small
+multiple of one run, which does not hold if K is known or depends on the scores. The bounds are those of Papernot and Steinke (arXiv
+2110.03620), theorems 2 and 6, as in dp-accounting's RepeatAndSelectDpEvent: Renyi only.
 """
 
 import decimal
@@ -21,12 +21,12 @@ from dpvision.privacy.stream import Stream
 _DIGITS = 50
 MOST_RUNS = 10_000.0
 SCORE_SHARE = 0.1
-"""Part of a run's budget that its score gets: of what runs can tell apart, noise in the weights is nearly always the larger part."""
+"""Share of a run's budget spent on its score: noise in the weights nearly always affects the choice more than noise in the score."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """How many runs, what each of them does, how its score is protected. Part of a ``DPPlan``, whose one step is the whole selection."""
+    """Number of runs, releases of each, and noise of its score. Part of a ``DPPlan``, whose one step is the whole selection."""
 
     mean_runs: float
     """E[K]; public, more than 1."""
@@ -34,22 +34,22 @@ class Selection:
     """If None, K is Poisson, and may be 0: then nothing is released. Else K is truncated negative binomial of this shape, at least 1, with
     longer tails: 1 is geometric, 0 logarithmic."""
     steps: int
-    """Releases of one run, its score not counted."""
+    """Releases of one run, without its score."""
     score_noise_ratio: float
     """Noise multiplier of the score / noise multiplier of a step."""
 
     def __post_init__(self) -> None:
         if not 1 < self.mean_runs <= MOST_RUNS:
-            raise ConfigError(f"selection: mean_runs={self.mean_runs}; expected more than 1, at most {MOST_RUNS:g}. Typical: 10.")
+            raise ConfigError(f"selection: mean_runs={self.mean_runs}; expected more than 1, at most {MOST_RUNS:g}. Use 10.")
         if self.shape is not None and not 0 <= self.shape <= 100:
             raise ConfigError(
                 f"selection: shape={self.shape}; expected 0 to 100, or None for Poisson. Use 1 for a geometric number of runs."
             )
         if not self.steps >= 1:
-            raise ConfigError(f"selection: steps={self.steps}; expected at least 1 in each run. Ask for one step or more.")
+            raise ConfigError(f"selection: steps={self.steps}; expected at least 1 in each run. Plan one step or more.")
         if not 0 < self.score_noise_ratio < math.inf:
             raise ConfigError(
-                f"selection: score_noise_ratio={self.score_noise_ratio}; expected a positive number. See score_noise_ratio()."
+                f"selection: score_noise_ratio={self.score_noise_ratio}; expected a positive number. Use score_noise_ratio()."
             )
 
     def event(self, run: dp_event.DpEvent, noise_multiplier: float, records: int = 1) -> dp_event.DpEvent:
@@ -57,15 +57,15 @@ class Selection:
 
         Args:
             run: event of the ``steps`` releases of one run.
-            noise_multiplier: of a step.
-            records: of the unit that the event is for: each moves the score's count by at most one.
+            noise_multiplier: noise multiplier of a step.
+            records: records of the unit that the event is for; each changes the score's count by at most one.
         """
         score = dp_event.GaussianDpEvent(self.score_noise_ratio * noise_multiplier / records)
         shape = math.inf if self.shape is None else self.shape
         return dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent((run, score)), self.mean_runs, shape)
 
     def draw_runs(self, rng: Stream) -> int:
-        """K, secret: nothing may be printed, written or timed of it.
+        """Draw K, which is secret: do not print, write or time anything that depends on it.
 
         By inversion of the law in 50 decimal digits, at a uniform number of 128 bits.
 
@@ -120,7 +120,7 @@ def _mean(log_gamma: float, shape: float) -> float:
 def score_noise_ratio(steps: int, sample_rate: float = 1.0, share: float = SCORE_SHARE) -> float:
     """The ratio at which the score gets ``share`` of a run's precision (1 / noise^2, added up over its releases; sampling counts as q^2).
 
-    How the budget is divided, not what it costs: the event says that.
+    This only divides the budget; the cost follows from the event.
 
     Args:
         share: strictly between 0 and 1.

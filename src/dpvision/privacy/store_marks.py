@@ -1,4 +1,4 @@
-"""Where the ledgers of a store lie, and how they are held against what the family of the store remembers of them."""
+"""Locate the ledgers of a store, and verify them against the marks of its family."""
 
 import fcntl
 import os
@@ -18,9 +18,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True)
 class StoreLedgers:
-    """Paths of one store's ledgers: all runs on one data set meet in ``folder``, beside the store, not in it.
+    """Paths of one store's ledgers: those of all runs on one data set are in ``folder``, beside the store, not in it.
 
-    A store and its halves (``data split``) have one id and lie in one folder: they are a family, and share ledgers, marks and cap.
+    A store and its halves (``data split``) have one id and one parent folder: they are a family, and share ledgers, marks and cap.
     """
 
     store_id: str
@@ -48,12 +48,12 @@ class StoreLedgers:
 
     @property
     def own_path(self) -> Path:
-        """Marks that go where the store goes."""
+        """Path: the marks inside the store, which move with it."""
         return self.root / OWN_MARKS
 
     @property
     def shared_path(self) -> Path:
-        """Marks that lie with the ledgers."""
+        """Path: the marks in the ledger folder."""
         return self.folder / "marks.json"
 
     def ledger_path(self, run_id: str) -> Path:
@@ -68,7 +68,7 @@ class StoreLedgers:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the ledger folder's lock (waits for other processes): opening a ledger and moving a mark are exclusive."""
+        """Hold the ledger folder's lock (waits for other processes): opening a ledger and updating a mark are exclusive."""
         fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -77,7 +77,7 @@ class StoreLedgers:
             os.close(fd)
 
     def family_marks(self) -> dict[Path, Marks]:
-        """Every file of marks of the family that is there: the shared one, and those in the store folders beside this one.
+        """Read every file of marks of the family: the shared one, this store's own, and those in the neighbouring store folders.
 
         Raises:
             PrivacyError: a file is damaged, or this store's files are of another store.
@@ -100,7 +100,7 @@ class StoreLedgers:
             except (DataError, PrivacyError, OSError):
                 if self._is_of_family(path.parent):
                     raise
-                continue  # of another store, or of another person: nothing that this family can read
+                continue  # another store's file, or another user's
             if marks is not None and marks.store_id == self.store_id:
                 found[path] = marks
         return found
@@ -112,7 +112,7 @@ class StoreLedgers:
             return False
 
     def marks(self) -> dict[str, list[Mark]]:
-        """What the family remembers, by run id: one mark from each file that has one.
+        """Marks of the family by run id: one from each file that has one.
 
         Raises:
             PrivacyError: as ``family_marks``.
@@ -124,7 +124,7 @@ class StoreLedgers:
         return runs
 
     def caps(self) -> set[Cap]:
-        """The owner's cap: one, or two where setting it anew was interrupted; none where it was never set.
+        """The owner's cap: one, or two if replacing it was interrupted; none if it was never set.
 
         Raises:
             PrivacyError: as ``family_marks``.
@@ -132,7 +132,7 @@ class StoreLedgers:
         return {marks.cap for marks in self.family_marks().values() if marks.cap is not None}
 
     def register(self) -> None:
-        """Give a new store its own file of marks: where it lies, and its family's runs and cap so far. Nothing where it has one."""
+        """Write a new store's own file of marks: its location, and its family's runs and cap so far. Do nothing if there is one."""
         own = read_marks(self.own_path)
         if own is None or not own.places:
             shared = read_marks(self.shared_path) or Marks(self.store_id)
@@ -140,9 +140,9 @@ class StoreLedgers:
             write_marks(self.own_path, replace(own or Marks(self.store_id, shared.runs, shared.cap), places=here))
 
     def begin(self) -> None:
-        """See to it that the store's own file of marks and the shared one exist. Call with the lock held, once both were found in order.
+        """Make sure that the store's own file of marks and the shared one exist. Call with the lock held, after both were verified.
 
-        The store's own file comes first: the shared one names it only when it is there, so that a missing one is a lost one.
+        The store's own file is written first: the shared one lists it only once it exists, so that a listed file that is missing was lost.
         """
         self.register()
         shared = read_marks(self.shared_path)
@@ -151,10 +151,10 @@ class StoreLedgers:
             write_marks(self.shared_path, replace(shared, members=tuple(sorted({*shared.members, self.root.name}))))
 
     def set_mark(self, run_id: str, mark: Mark, *, everywhere: bool = False) -> None:
-        """Remember ``mark`` durably, in the store's own file and the shared one; call with the lock held and after ``begin``.
+        """Write ``mark`` durably to the store's own file and the shared one; call with the lock held and after ``begin``.
 
         Args:
-            everywhere: also in every other store folder of the family: at the start of a run, for it costs more.
+            everywhere: also write it to every other store folder of the family; slower, for the start of a run.
 
         Raises:
             PrivacyError: one of the files is gone.
@@ -167,19 +167,21 @@ class StoreLedgers:
             write_marks(path, marks.with_run(run_id, mark))
 
     def set_cap(self, cap: Cap) -> None:
-        """Remember the owner's cap in every file of the family; call with the lock held and after ``begin``."""
+        """Write the owner's cap to every file of the family; call with the lock held and after ``begin``."""
         for path, marks in self.family_marks().items():
             write_marks(path, replace(marks, cap=cap))
 
     def declared_moves(self) -> int:
-        """How often the owner declared that a store of the family was moved (``declare_moved``)."""
+        """Number of times the owner declared a store of the family moved (``declare_moved``)."""
         return max((marks.moves for marks in self.family_marks().values()), default=0)
 
     def declare_moved(self) -> None:
-        """Take the owner's word that this family of stores was moved here, or is mounted here: no copy is in use elsewhere. Lock held.
+        """Record the owner's declaration that this family of stores was moved or is mounted here, with no copy in use elsewhere.
+
+        Call with the lock held.
 
         Raises:
-            PrivacyError: the ledgers did not come along, or files are missing.
+            PrivacyError: the ledgers were not moved along, or files are missing.
         """
         self.read_all(anywhere=True)
         here = place(self.root.parent, self.store_id)
@@ -188,16 +190,16 @@ class StoreLedgers:
                 write_marks(path, replace(marks, places=tuple(sorted({*marks.places, *here})), moves=marks.moves + 1))
 
     def restore_marks(self) -> None:
-        """Write a file of marks that was lost again, from the ones that are left; call with the lock held.
+        """Rewrite a lost file of marks from the remaining ones; call with the lock held.
 
         Raises:
-            PrivacyError: none is left, or the ledgers are not those that the rest remembers.
+            PrivacyError: none remains, or the ledgers do not match them.
         """
         family = self.family_marks()
         if not family:
             raise PrivacyError(
-                f"ledger: {self.own_path} and {self.shared_path}: both missing; expected one of them, for nothing else tells which ledgers "
-                "there were. Restore one from a backup."
+                f"ledger: {self.own_path} and {self.shared_path}: both missing; expected one of them, because nothing else records which "
+                "ledgers there were. Restore one from a backup."
             )
         ledgers = self._read_ledgers(self.marks())
         runs = {run_id: contents.mark for run_id, contents in ledgers.items()}
@@ -208,25 +210,25 @@ class StoreLedgers:
         self.begin()
 
     def check_place(self) -> None:
-        """Refuse a private store that lies elsewhere than where it was imported: a copy has ledgers of its own.
+        """Refuse a private store that is not in the folder it was imported into: a copy would have separate ledgers.
 
         Raises:
-            PrivacyError: the folder that holds the store has neither the path nor the number on disk that the marks remember.
+            PrivacyError: the marks have neither the path nor the inode number of the folder that holds the store.
         """
         marks = read_marks(self.own_path)
         if not self.private or marks is None or not marks.places or place(self.root.parent, self.store_id) & set(marks.places):
             return
         raise PrivacyError(
-            f"ledger: {self.root}: not where this store was imported; expected the original, whose ledgers know every run. If this is a "
-            "copy, use the original. If the store was moved here with its LEDGERS folder, or is mounted under another path, say so: "
+            f"ledger: {self.root}: not where this store was imported; expected the original, whose ledgers list every run. If this is a "
+            "copy, use the original. If the store was moved here with its LEDGERS folder, or is mounted under another path, run "
             f"`dpvision ledger {self.root} --moved`."
         )
 
     def read_all(self, *, anywhere: bool = False) -> dict[str, LedgerContents]:
-        """All ledgers of the store, each verified and no older than the family's marks of it.
+        """Read all ledgers of the store, and verify that each is intact and not older than the family's marks of it.
 
         Args:
-            anywhere: also where the store seems to be a copy.
+            anywhere: accept a store that seems to be a copy.
 
         Raises:
             PrivacyError: a ledger was altered, shortened, replaced by an older copy, deleted, or belongs to another store; a file of marks
@@ -234,7 +236,7 @@ class StoreLedgers:
         """
         if not anywhere:
             self.check_place()
-        family = self.family_marks()  # before the ledgers: a run that goes on meanwhile only lengthens them
+        family = self.family_marks()  # before the ledgers, which a running run can only lengthen
         shared = family.get(self.shared_path)
         if shared is None and (known := sorted({run_id for marks in family.values() for run_id in marks.runs})):
             raise PrivacyError(
@@ -244,7 +246,7 @@ class StoreLedgers:
         if shared is not None and self.own_path not in family and self.root.name in shared.members:
             raise PrivacyError(
                 f"ledger: {self.own_path}: missing; expected the marks that the store kept of its runs. Restore it from a backup, or from "
-                f"the copy that lies with the ledgers: {self._restore}."
+                f"the copy in the ledger folder: {self._restore}."
             )
         return self._read_ledgers(self.marks())
 
@@ -266,8 +268,8 @@ class StoreLedgers:
             raise PrivacyError(f"{where}: of run {contents.run_id} on store {contents.store_id}; expected this run and store. Restore it.")
         if not marks and contents.steps:
             raise PrivacyError(
-                f"{where}: steps={contents.steps}, and the store has no mark of it; expected none before the first. The ledger was put "
-                "there by hand, or the marks are of an older day: restore the newest files."
+                f"{where}: steps={contents.steps}, and the store has no mark of it; expected a mark of every ledger with steps. The ledger "
+                "was put there by hand, or the marks are of an older day: restore the newest files."
             )
         for mark in marks:
             if contents.header != mark.header:
@@ -277,6 +279,6 @@ class StoreLedgers:
                     f"{where}: steps={contents.steps}; expected at least {mark.steps}, which the store has seen. "
                     "It was shortened or is an older copy: restore the newest one."
                 )
-            # Among whole lines only: what a crash tears off is a line that no mark has seen yet.
+            # Whole lines only: a line that a crash tore is in no mark yet.
             if contents.heads.get(mark.digest) != mark.steps:
                 raise PrivacyError(f"{where}: other lines than those the store has seen; expected the same ledger. Restore it.")

@@ -21,7 +21,7 @@ WORDS_PER_BLOCK = 8
 MAX_WORDS = WORDS_PER_BLOCK * 2**32
 """The block counter has 32 bits."""
 _ZEROS = bytes(2**18)
-"""What the cipher adds its stream to; larger pieces leave the cache."""
+"""Plaintext, so that the ciphertext is the stream; larger pieces leave the cache."""
 
 
 def new_key() -> bytes:
@@ -44,7 +44,7 @@ def subkey(key: bytes, purpose: str, *, run: int = 0, step: int = 0, parameter: 
     """
     if len(key) != KEY_BYTES:
         raise PrivacyError(f"stream: key of {len(key)} bytes; expected {KEY_BYTES}. Use new_key().")
-    # JSON, because the list can be read back: no two uses give the same text.
+    # JSON can be parsed back, so no two uses give the same text.
     use = json.dumps([purpose, run, step, parameter]).encode()
     return hashlib.blake2b(use, key=key, digest_size=KEY_BYTES, person=b"dpvision.stream").digest()
 
@@ -97,7 +97,7 @@ class Keystream:
 
 
 class Stream:
-    """Reader of one subkey's words, and the draws that the guarantee needs beside noise. Each call goes on where the last one ended.
+    """Reads one subkey's words and makes the guarantee's random draws other than noise. Each call continues where the last one ended.
 
     Args:
         key: 32 bytes, from ``subkey``.
@@ -114,7 +114,7 @@ class Stream:
         return word_W[:count]
 
     def uniforms(self, count: int) -> np.ndarray:
-        """Return float64 numbers in (0, 1], as the function ``uniforms`` makes them of words."""
+        """Return float64 numbers in (0, 1], made from words by the function ``uniforms``."""
         uniform_W, spare_W = np.empty(count), np.empty(count)
         uniforms(self.words(count).view("<i8"), uniform_W, spare_W)
         return uniform_W

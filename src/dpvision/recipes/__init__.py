@@ -75,4 +75,4 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
 }
 
 TABLE_ROWS = tuple(transfer_tables.VARIATIONS)
-"""Recipes that lists for people leave out: one for each number of a table (docs/transfer.md)."""
+"""Recipes left out of printed lists: one for each number of a table (docs/transfer.md)."""

@@ -1,4 +1,4 @@
-"""The demo: a minute-sized ViP on procedural scenes that play the part of a private store."""
+"""The demo: a ViP trained in minutes on procedural scenes that stand in for a private store."""
 
 from dataclasses import replace
 

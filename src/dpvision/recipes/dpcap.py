@@ -5,9 +5,8 @@ synthetic.dpcap_base``, the warm start on procedural textures; then ``dpcap.base
 epsilon 8 follows from RDP; the tighter PLD bound of the same settings is 7.34.
 
 Where paper and published code differ, the paper is followed: the schedule is linear (code: half a cosine, dpcap.base_half_cosine), weight
-decay 0.05 (code: 0.005, there too), and the vocabulary is fixed at 30,522, which the code has (the text says around 32,000). Named
-departure: a float16 loss scale comes from a public batch, never from overflows of private ones (guarantee, rule 2; the paper's appendix
-A.2 updates it by them).
+decay 0.05 (code: 0.005, there too), and the vocabulary is fixed at 30,522, as in the code (the text has around 32,000). Departure: a
+float16 loss scale comes from a public batch, never from overflows of private gradients as in the paper's appendix A.2 (docs/privacy.md).
 """
 
 from dataclasses import replace
@@ -64,7 +63,7 @@ def large() -> RunConfig:
 
 
 def decoder_finetune() -> RunConfig:
-    """The decoder for one epoch on public captions, the encoder frozen (Table 12: CIDEr on COCO 15.7 before, 51.3 after).
+    """The decoder fine-tuned for one epoch on public captions, with a frozen encoder (Table 12: CIDEr on COCO 15.7 before, 51.3 after).
 
     118,287 images of COCO train2017; the paper states neither batch nor rate: 256 and 1e-4 with the same kind of schedule.
     """

@@ -1,12 +1,12 @@
-"""The laboratory's captioner: procedural scenes of 32 px, 90 minutes of a CPU core. Not of the paper; docs/dpcap.md has what it shows.
+"""A captioner for small experiments: procedural scenes of 32 px, 90 minutes of a CPU core. Not in the paper; results in docs/dpcap.md.
 
-    dpvision data scenes stores/scenes --num 1000000 --size-px 32     the images with their sentences
+    dpvision data scenes stores/scenes --num 1000000 --size-px 32     the images with their captions
     dpvision data tokenizer stores/words.json --scenes 20000 --vocab-size 440
     dpvision train synthetic.dpcap_micro
     dpvision train dpcap.micro --data stores/scenes --data.tokenizer stores/words.json
 
-No flips and hardly a crop: a mirrored scene would make its sentence false. Rules of thumb and public trials on scenes; nothing was chosen
-by looking at a private store.
+No flips and mild crops: the caption of a mirrored scene would be false. Settings are rules of thumb and from public trials on scenes;
+nothing was chosen by looking at a private store.
 """
 
 from dataclasses import replace
@@ -29,8 +29,8 @@ from dpvision.recipes.variation import Variation
 def micro() -> RunConfig:
     """A small DP-Cap for a million captioned scenes of 32 px on two CPU cores: epsilon 8, 2.6 million sample-gradients.
 
-    Narrow on purpose: the noise on a step's mean grows with the square root of the parameters, and at this compute a network of 0.4 million
-    learns to name colours where one of 1.5 million hardly does. The rate is the best of three (docs/log.md).
+    Narrow on purpose: the noise on a step's mean grows with the square root of the number of parameters, and at this compute a network of
+    0.4 million learns to name colours, while one of 1.5 million hardly does. The rate is the best of three (docs/log.md).
     """
     return RunConfig(
         recipe="dpcap.micro",
@@ -53,9 +53,9 @@ def _row(doc: str, **changes: Any) -> Variation:
 
 
 def micro_vip() -> RunConfig:
-    """A masked autoencoder at dpcap.micro's epsilon, batch and steps, from the captioner's warm encoder: what DP-Cap is compared with.
+    """A masked autoencoder at dpcap.micro's epsilon, batch and steps, from the captioner's warm encoder: the baseline of DP-Cap.
 
-    Its rate is that of its own trials (docs/log.md), half the captioner's.
+    Its rate, half the captioner's, is from separate trials (docs/log.md).
     """
     captioner = micro()
     assert isinstance(captioner.model, CaptionerConfig)

@@ -1,4 +1,4 @@
-"""The DP-Cap paper's other rows: each is ``dpcap.base`` (or the size it names) with what its row says replaced, the rest as it was."""
+"""The DP-Cap paper's other rows: each is ``dpcap.base``, or the size it names, with the settings of its row replaced."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -91,7 +91,7 @@ VARIATIONS: dict[str, Variation] = {
     "dpcap.base_tan_64_epochs": _simulated("64 epochs (Table 13: 10-shot 5 points above 32 epochs)", 0.81, 2 * dpcap.STEPS),
     "dpcap.base_tan_128_epochs": _simulated("128 epochs (Table 13: no better than 64)", 0.95, 4 * dpcap.STEPS),
     "dpcap.base_half_cosine": _row(
-        "As the published code has it: half a cosine to twice the steps, weight decay 0.005.",
+        "As in the published code: half a cosine to twice the steps, weight decay 0.005.",
         optim={"schedule": "cosine", "weight_decay": 0.005},
     ),
     "dpcap.base_cappa": _row(

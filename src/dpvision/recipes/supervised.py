@@ -1,7 +1,7 @@
-"""Classifiers trained privately: from scratch, what ViP is compared with, and ViP's encoder fine-tuned (its appendix A.5).
+"""Classifiers trained privately: ViP's two baselines from scratch, and ViP's encoder fine-tuned (its appendix A.5).
 
-The sources for the two baselines are their released code and what the ViP papers say of their results. Where that code does what
-dpvision does not, the recipe says so. What each setting costs by PLD and by RDP stands in docs/supervised.md.
+The baselines follow their released code; their results are those in the ViP papers. Each recipe lists its departures from that code.
+docs/supervised.md has the epsilon of each setting by PLD and by RDP.
 """
 
 from dataclasses import replace
@@ -20,10 +20,10 @@ def tan() -> RunConfig:
     """TAN on ImageNet-1K (Sander et al. 2022): NF-ResNet-50, 25,557,032 parameters; top-1 39.2% in ViP's Table 5.
 
     Batch 32,768, noise 2.5, 18,000 steps, delta 8e-7, clip norm 1, 8 views, SGD without momentum or decay: the released code's README
-    and defaults. Learning rate 32 is a default too, which the README's command leaves as it is; the paper's run may have had another.
-    Departures: views are there shifts by up to 20 px over reflected borders, flips, and colour jitter with probability 0.3; here crops of
-    83 to 100% of the area, and flips. The last gains of branches start there at 0, the head at N(0, 0.01); here at 1 and at zeros. Test
-    images are scored there by an average over views too, here by one centre crop.
+    and defaults. Learning rate 32 is a default too, which the README's command does not change; the paper's run may have had another.
+    Departures: the code's views are shifts by up to 20 px over reflected borders, flips, and colour jitter with probability 0.3; here they
+    are crops of 83 to 100% of the area, and flips. The code starts the last gains of branches at 0 and the head at N(0, 0.01), this recipe
+    at 1 and at zeros. The code averages test images over views too; here a centre crop is scored.
     """
     return RunConfig(
         recipe="supervised.tan",
@@ -40,8 +40,8 @@ def dp_nfnet() -> RunConfig:
     """De et al. 2022 on ImageNet-1K, "DP-NFNet" in ViP: NF-ResNet-50, 25,557,032 parameters; top-1 32.4% in ViP's Table 5.
 
     Batch 16,384, noise 2.5, 71,589 steps, delta 8e-7, clip norm 1, 4 views, SGD without momentum or decay at rate 4: the released
-    configuration of the run from scratch at epsilon 8. Departures: views are there shifts and flips; here crops of 83 to 100% of the area,
-    and flips. The head starts there at N(0, 0.01), here at zeros.
+    configuration of the run from scratch at epsilon 8. Departures: the code's views are shifts and flips, here crops of 83 to 100% of
+    the area, and flips. The code starts the head at N(0, 0.01), this recipe at zeros.
     """
     config = tan()
     return replace(
@@ -56,9 +56,9 @@ def dp_nfnet() -> RunConfig:
 def micro() -> RunConfig:
     """A small residual network (WRN-10-1: 77,850 parameters) for 50,000 images of 32 px in ten classes, epsilon 8, two CPU cores.
 
-    Not of a paper: De et al.'s way with WRN-16-4 on CIFAR-10 (GroupNorm, standardised weights, SGD without momentum, clip norm 1, views,
-    averaged weights), made small: 75,000 records of 4 views each. The rest is rules of thumb: nothing was chosen by looking at a private
-    store, and no accuracy was measured (docs/supervised.md).
+    Not from a paper: De et al.'s settings for WRN-16-4 on CIFAR-10 (GroupNorm, standardised weights, SGD without momentum, clip norm 1,
+    views, averaged weights), scaled down to 75,000 sample-gradients of 4 views each. The rest is rules of thumb: nothing was chosen by
+    looking at a private store, and no accuracy was measured (docs/supervised.md).
     """
     return RunConfig(
         recipe="supervised.micro",
@@ -74,10 +74,10 @@ def vip_dp_finetune() -> RunConfig:
     """ViP-Base fine-tuned whole on ImageNet-1K with DP-AdamW (appendix A.5), 86.6 M parameters; top-1 50.3% in its Table 5.
 
     q = 262,144 / N, noise 5.6, 1500 steps, rate 1.02e-3 after 50 steps of warm-up, decay 0.005, otherwise PyTorch's AdamW; delta 8e-7.
-    The paper does not state: the clip norm (here 1; the noise scales with it, and AdamW feels it by its eps only while most records are
-    clipped), the head's start (here zeros) and pooling (here the mean of the patch tokens), the augmentation (here that of the
-    pre-training) and the number of views (here 1). The guarantee for the images of the pre-training stands beside the new one, or adds
-    to it where both saw the same store.
+    The paper does not state: the clip norm (here 1; the noise scales with it, and while most records are clipped it affects AdamW only
+    through eps), the head's start (here zeros) and pooling (here the mean of the patch tokens), the augmentation (here that of the
+    pre-training) and the number of views (here 1). The guarantee for the images of the pre-training is stated separately, or added up
+    if both used the same store.
     """
     parent = vip.base()
     assert isinstance(parent.model, MAEConfig)
@@ -94,9 +94,9 @@ def vip_dp_finetune() -> RunConfig:
 
 
 def vip_micro_finetune() -> RunConfig:
-    """vip.dp_finetune in small: vip.micro's encoder on 50,000 images of 32 px in ten classes, epsilon 8, 150,000 sample-gradients.
+    """A small vip.dp_finetune: vip.micro's encoder on 50,000 images of 32 px in ten classes, epsilon 8, 150,000 sample-gradients.
 
-    Not of the paper; the paper's rate and decay, a sample rate of 5% for its 20%, 60 steps for its 1500. No accuracy is promised.
+    Not in the paper; its rate and decay, with a sample rate of 5% instead of 20% and 60 steps instead of 1500. No accuracy is promised.
     """
     parent, paper = vip.micro(), vip_dp_finetune()
     assert isinstance(parent.model, MAEConfig)

@@ -2,10 +2,10 @@
 
 Settings of the MAE paper (its Table 8): AdamW with betas 0.9 and 0.95, weight decay 0.05 on matrices, base rate 1.5e-4 per 256 images,
 batch 4096, 40 of 1000 epochs of warm-up, then a cosine; 75% masked. ViP has 1.3 million textures in its appendix (1.05 million in its
-section 4.1) and pixels that are not normalised per patch. Named departures: batches are Poisson draws of that expected size, and a look at
-a texture (place, zoom, turn, mirror, exposure, new in each step) takes the part of the random resized crop.
+section 4.1) and pixels that are not normalised per patch. Departures: batches are Poisson draws of that expected size, and a random view of
+a texture (position, zoom, rotation, mirroring, exposure) replaces the random resized crop.
 
-The run folder, runs/synthetic.vip_base, is what ``dpvision train vip.base`` starts from.
+``dpvision train vip.base`` starts from the run folder runs/synthetic.vip_base.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def _with_decoder(depth: int) -> RunConfig:
 def vip_micro() -> RunConfig:
     """The warm start of vip.micro: 32 px, 200,000 textures, 240,000 sample-gradients; ten minutes or so on two cores.
 
-    Not of the paper; small batches, because at so few sample-gradients the number of updates counts (docs/log.md).
+    Not in the paper; small batches, because with so few sample-gradients the number of updates matters (docs/log.md).
     """
     private = vip.micro()
     return replace(

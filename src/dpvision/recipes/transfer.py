@@ -1,13 +1,13 @@
 """DP transfer: a public encoder adapted to private images with labels (Mehta et al., TMLR 2022), whole or its last layer.
 
 At the paper's scale: ``torchrun --nproc-per-node 8 -m dpvision train transfer.pretrain_vit_b16 --data PUBLIC``, then the same with
-``transfer.vit_b16 --data STORE``, which starts from it; or ``--init-from timm:vit_base_patch16_224.augreg_in21k`` with weights that others
-published. The paper's private set is ImageNet-1K, epsilon 10 at delta 1e-6. It accounts by RDP; here the noise is calibrated by the tighter
-PLD. The tables' other rows are in transfer_tables.py; one full-batch step on frozen features, its best result, is transfer.one_step.
+``transfer.vit_b16 --data STORE``, which starts from it; or ``--init-from timm:vit_base_patch16_224.augreg_in21k`` with published weights.
+The paper's private set is ImageNet-1K, epsilon 10 at delta 1e-6. It accounts by RDP; here the noise is calibrated by the tighter PLD. The
+tables' other rows are in transfer_tables.py; one full-batch step on frozen features, its best result, is transfer.one_step.
 
-Not in the paper: which rates won (here the middle of the swept ones), the area of the crops (here that of the Inception crop, 5 to 100%),
-and the end of a step's rounding (steps = epochs x N / batch, rounded; 0.25 epochs of warm-up likewise). Departures: batches are Poisson
-draws of that expected size, as the accounting assumes; its algorithm 1 adds noise after the division, here as in its equation 4 before.
+Not in the paper: the best rates (here the middle of the swept ones), the area of the crops (here that of the Inception crop, 5 to 100%),
+and the rounding of steps (here epochs x N / batch, rounded; 0.25 epochs of warm-up likewise). Departures: batches are Poisson draws of that
+expected size, as the accounting assumes; noise is added before the division, as in its equation 4, where its algorithm 1 adds it after.
 Images are cropped in one resampling (``data.resize``).
 """
 
@@ -29,18 +29,18 @@ ENCODERS = {
     "r152x4": "resnetv2_152x4_bit",
 }
 """The paper's models by timm's names; ViT-H/14-4b is ViT-H/14 with another pre-training."""
-_MEAN = _STD = (0.5, 0.5, 0.5)  # pixels from -1 to 1, as these models have them
+_MEAN = _STD = (0.5, 0.5, 0.5)  # pixels from -1 to 1, as these models expect
 
 LAMB = OptimConfig(
     name="lamb", learning_rate=0.01, betas=(0.9, 0.999), eps=1e-12, weight_decay=0.0, schedule="linear", pretrained_multiplier=0.01
 )
 """Table 7: rates from 1e-4 to 1, multipliers from 1 to 1e-5; linear decay."""
 MOMENTUM = {"name": "sgd", "learning_rate": 1.6, "schedule": "cosine", "pretrained_multiplier": 1.0}
-"""What SGD with momentum 0.9 has instead. Table 6: rates from 0.03 to 102.4 and no multiplier; cosine decay."""
+"""Changes for SGD with momentum 0.9. Table 6: rates from 0.03 to 102.4 and no multiplier; cosine decay."""
 
 
 def steps(epochs: float, batch: int) -> int:
-    """Steps of a number of epochs, at least one."""
+    """Number of steps in ``epochs``, at least one."""
     return max(1, round(epochs * RECORDS / batch))
 
 
@@ -55,7 +55,7 @@ def encoder(model: str, image_size: int = 384) -> TimmConfig:
 
 
 def whole(model: str) -> RunConfig:
-    """All of a model trained with DP-LAMB at batch 2^20 (Tables 2 and 3)."""
+    """A whole model trained with DP-LAMB at batch 2^20 (Tables 2 and 3)."""
     return RunConfig(
         recipe=f"transfer.{model}",
         privacy=PrivacyConfig(
@@ -77,7 +77,7 @@ def whole(model: str) -> RunConfig:
 
 
 def last(model: str) -> RunConfig:
-    """The same, of which only the last layer is trained; the frozen encoder sees every view anew, as in the paper."""
+    """The same with only the last layer trained; the frozen encoder encodes every view anew, as in the paper."""
     config = whole(model)
     assert isinstance(config.model, ClassifierConfig)
     return replace(

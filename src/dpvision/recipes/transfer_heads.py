@@ -1,9 +1,9 @@
-"""Private heads on frozen features of a public encoder: the cheap way of DP transfer (Mehta et al. 2022; docs/adapt.md, docs/heads.md).
+"""Private heads on frozen features of a public encoder: the cheapest DP transfer (Mehta et al. 2022; docs/adapt.md, docs/heads.md).
 
     dpvision adapt --data stores/mine --num-classes 10 --dataset-size 20000 --epsilon 1
 
-The number of records and of classes are a person's to declare: dataset_size=1 stands for a number that is not declared yet, and is refused.
-Full batches: every record takes part in every release, so that nothing is gained or lost by more of them.
+The numbers of records and classes must be declared: dataset_size=1 means not declared yet, and is refused. Batches are full: every record
+is in every release, so that T releases with noise sigma sqrt(T) cost the same as one with noise sigma.
 """
 
 from dpvision.config import DataConfig, FrozenEncoderConfig, HardwareConfig, HeadConfig, PrivacyConfig, RunConfig
@@ -13,7 +13,7 @@ UNDECLARED = 1
 
 
 def auto() -> RunConfig:
-    """The head that suits the declared numbers of records and classes, epsilon and the encoder's width; says why (docs/heads.md)."""
+    """The head chosen by the declared numbers of records and classes, epsilon and feature dimension; prints the reason (docs/heads.md)."""
     return RunConfig(
         recipe="transfer.auto",
         privacy=PrivacyConfig(
@@ -26,7 +26,7 @@ def auto() -> RunConfig:
 
 
 def one_step() -> RunConfig:
-    """One full-batch step from a head of zeros, sigmoid loss, bias -10 (figure 1b): nothing is to be chosen."""
+    """One full-batch step from a head of zeros, sigmoid loss, bias -10 (figure 1b): no hyperparameters to choose."""
     return _of("one_step")
 
 

@@ -1,10 +1,10 @@
-"""The laboratory's transfer: vip.micro's encoder adapted to 32 px images in ten classes with every way of tuning, minutes on a laptop.
+"""Transfer for small experiments: vip.micro's encoder adapted to 32 px images in ten classes by every tuning method, minutes on a laptop.
 
     dpvision train synthetic.vip_micro
     dpvision train transfer.micro_film --data stores/mine
 
-Not of the paper. All rows have one epsilon and the same number of sample-gradients. Rates come from rules of thumb and one public trial
-(CIFAR-10, docs/transfer.md): 1e-2 for what starts at zero, a tenth of it for what has been trained; nothing was chosen by looking at a
+Not in the paper. All rows have one epsilon and the same number of sample-gradients. Rates come from rules of thumb and one public trial
+(CIFAR-10, docs/transfer.md): 1e-2 for parameters that start at zero, a tenth of it for pretrained ones; nothing was chosen by looking at a
 private store.
 """
 
@@ -13,7 +13,7 @@ from dpvision.recipes import vip
 from dpvision.recipes.variation import Variation
 
 _NEW = {"pretrained_multiplier": 1.0}
-"""Where all that is trained is new, or few numbers are."""
+"""For runs whose trained parameters are all new, or few."""
 
 
 def micro() -> RunConfig:

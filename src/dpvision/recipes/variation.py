@@ -1,4 +1,4 @@
-"""Rows of a paper that differ from another recipe in a few numbers: said as what differs, so that a test can hold the rest equal."""
+"""Rows of a paper as changes to another recipe, so that a test can check that everything else is equal."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,10 +18,10 @@ class Variation:
     data: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
-    """Settings of the run itself, ``init_from`` say."""
+    """Other settings of the run, such as ``init_from``."""
 
     def make(self, name: str) -> RunConfig:
-        """The config of the row, under its name."""
+        """Make the config of the row, with recipe name ``name``."""
         config = self.of()
         return replace(
             config,

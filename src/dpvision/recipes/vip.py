@@ -53,9 +53,9 @@ def large() -> RunConfig:
 def micro() -> RunConfig:
     """A small ViP for 32 px images and two CPU cores: 50,000 records, epsilon 8, a million sample-gradients.
 
-    Not of the paper: its targets are MAE's normalised pixels, which at this size teach several times as much as ViP's plain ones
-    (docs/log.md), and its rate is below that of a random start, because noise undoes a warm start at a rate that random weights want. Rules
-    of thumb and public trials; nothing was chosen by looking at a private store.
+    Not in the paper: its targets are MAE's normalised pixels, which at this size gain several times as much as ViP's plain ones
+    (docs/log.md), and its rate is below that of a random start, because at the higher rate noise undoes the warm start. Settings are rules
+    of thumb and from public trials; nothing was chosen by looking at a private store.
     """
     return RunConfig(
         recipe="vip.micro",
@@ -72,13 +72,13 @@ def micro() -> RunConfig:
 
 
 def micro_random_start() -> RunConfig:
-    """vip.micro from random weights, at a rate of 1e-3: what the warm start is compared with."""
+    """vip.micro from random weights, at a rate of 1e-3: the baseline of the warm start."""
     warm = micro()
     return replace(warm, recipe="vip.micro_random_start", init_from=None, optim=replace(warm.optim, learning_rate=1e-3))
 
 
 def micro_non_private() -> RunConfig:
-    """vip.micro without a guarantee: no clipping, no noise; smaller batches and more steps, as the paper's counterpart has."""
+    """vip.micro without a guarantee: no clipping, no noise; smaller batches and more steps, as in the paper's counterpart."""
     private = micro()
     return replace(
         private,

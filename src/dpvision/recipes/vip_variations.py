@@ -1,4 +1,4 @@
-"""The ViP paper's variations of ViP-Base: each is ``vip.base`` with what its row says replaced, the rest as it was.
+"""The ViP paper's variations of ViP-Base: each is ``vip.base`` with the settings of its row replaced.
 
 Where the paper keeps the number of sample-gradients (batch sizes), steps follow from it; where a row states no steps, they are the
 main run's 6100.

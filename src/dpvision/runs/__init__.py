@@ -1,1 +1,1 @@
-"""What a run is, whatever it trains: folder, ledger, lineage, keys, checkpoints."""
+"""Runs of any kind of training: folder, ledger, lineage, keys, checkpoints."""

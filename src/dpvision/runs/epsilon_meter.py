@@ -28,17 +28,17 @@ class EpsilonMeter:
         return self._bound(steps, alone=True)[0]
 
     def unit_at_most(self, steps: int) -> float | None:
-        """As ``at_most``, for a unit (person); None where no units are declared."""
+        """As ``at_most``, for a unit (person); None if no units are declared."""
         return self._bound(steps)[1]
 
     def entry(self, steps: int) -> dict[str, int | float | None]:
-        """The public line about ``steps`` steps."""
+        """Public log entry for ``steps`` steps."""
         line: dict[str, int | float | None] = {"step": steps, "epsilon_at_most": self.at_most(steps)}
         line |= {"unit_epsilon_at_most": self.unit_at_most(steps)} if self._plan.num_units is not None else {}
         return line | ({"this_run_at_most": self.this_run_at_most(steps)} if self._behind else {})
 
     def text(self, steps: int) -> str:
-        """The same in words: the person's first, where people are declared."""
+        """The same as text, with a person's epsilon first if people are declared."""
         if self._plan.guarantee != "dp":
             return "no guarantee"
         said = f"epsilon <= {self.at_most(steps):.2f}"

@@ -1,4 +1,4 @@
-"""The run folder: what may leave lies in it openly, everything that depends on private records under ``confidential/``."""
+"""The run folder: public files at its top level, everything that depends on private records under ``confidential/``."""
 
 import contextlib
 import fcntl
@@ -21,8 +21,8 @@ FORMAT = "dpvision-run-1"
 class RunFolder:
     """An open run folder, locked against a second process until ``close``.
 
-    ``base`` is where the run's files lie: the folder itself, or its ``confidential/`` when the run has no guarantee
-    and its store is private (guarantee.md, rule 6).
+    ``base`` holds the run's files: the folder itself, or its ``confidential/`` if the run has no guarantee and its store is private
+    (docs/privacy.md).
     """
 
     root: Path
@@ -39,17 +39,17 @@ class RunFolder:
         return self.base / "checkpoints"
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._lock.close()
 
     def copy_ledger(self, source: Path) -> None:
-        """Put a copy of the ledger beside the run's other files (the truth stays beside the store)."""
+        """Copy the ledger into the run folder (the authoritative one stays beside the store)."""
         with replacing(self.base / "ledger.jsonl") as partial:
             shutil.copyfile(source, partial)
 
 
 def require_space(root: Path, num_bytes: int) -> None:
-    """Refuse to start where a checkpoint could not be written: a full disk found after the last step would cost the whole run.
+    """Refuse to start without room for checkpoints: a full disk after the last step would lose the whole run.
 
     Raises:
         CheckpointError: the disk of ``root`` has less than ``num_bytes`` free.
@@ -58,14 +58,14 @@ def require_space(root: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if not free >= num_bytes:
         raise CheckpointError(
-            f"run: {free / 1e6:,.0f} MB free for {root}; expected {num_bytes / 1e6:,.0f} MB, two checkpoints. Make room, or change --runs."
+            f"run: {free / 1e6:,.0f} MB free for {root}; expected {num_bytes / 1e6:,.0f} MB, two checkpoints. Free space, or change --runs."
         )
 
 
 def require_new(root: Path) -> None:
-    """Refuse a folder that holds a run already (CheckpointError)."""
+    """Raise CheckpointError if the folder holds a run already."""
     if run_base(root) is not None:
-        raise CheckpointError(f"run: {root} holds a run already; expected a new name. Use --resume to go on, or another --name.")
+        raise CheckpointError(f"run: {root} holds a run already; expected a new name. Use --resume to continue it, or another --name.")
 
 
 def create_run(root: Path, config: RunConfig, about: dict[str, Any], *, wholly_confidential: bool) -> RunFolder:
@@ -94,15 +94,15 @@ def create_run(root: Path, config: RunConfig, about: dict[str, Any], *, wholly_c
 
 
 def require_confidential(out: Path, where: str, what: str, remedy: str = "") -> None:
-    """Refuse a place outside of every folder called confidential for what depends on private records.
+    """Refuse to write what depends on private records outside of a folder named ``confidential``.
 
     Args:
         where: the command, for the error.
-        what: what the file would hold.
-        remedy: another way out, as the last words of the error.
+        what: content of the file, for the error.
+        remedy: another remedy, appended to the error.
 
     Raises:
-        ConfigError: no folder of ``out`` is called confidential.
+        ConfigError: no folder of ``out`` is named ``confidential``.
     """
     if "confidential" not in out.absolute().parent.parts:
         raise ConfigError(
@@ -112,12 +112,12 @@ def require_confidential(out: Path, where: str, what: str, remedy: str = "") -> 
 
 
 def discard_run(folder: RunFolder, files: Iterable[str]) -> None:
-    """Take a run folder back that was made but could not start: its description with ``files``, and the folders that are empty then."""
+    """Remove the folder of a run that could not start: its description, ``files``, and the folders if they are then empty."""
     for name in ("config.json", "run.json", *files):
         (folder.base / name).unlink(missing_ok=True)
     (folder.root / ".lock").unlink(missing_ok=True)
     for empty in (folder.confidential, folder.root):
-        with contextlib.suppress(OSError):  # not empty: something of the person's lies in it
+        with contextlib.suppress(OSError):  # not empty: it has files of the user
             empty.rmdir()
 
 
@@ -132,16 +132,14 @@ def open_run(root: Path) -> RunFolder:
 
 
 def read_run(root: Path) -> tuple[Path, RunConfig, dict[str, Any]]:
-    """Where a run's files lie, the config it was started with, and its run.json; takes no lock.
+    """Return the folder of a run's files, its config and its run.json; takes no lock.
 
     Raises:
         CheckpointError: there is no run, or its files cannot be read.
     """
     base = run_base(root)
     if base is None:
-        raise CheckpointError(
-            f"run: {root} holds no run; expected the folder of one, with config.json in it. Look for it with ls {root.parent}."
-        )
+        raise CheckpointError(f"run: {root} holds no run; expected a folder with config.json. List the runs with `ls {root.parent}`.")
     try:
         about = json.loads((base / "run.json").read_bytes())
         if about["format"] != FORMAT or not about["run_id"]:
@@ -152,7 +150,7 @@ def read_run(root: Path) -> tuple[Path, RunConfig, dict[str, Any]]:
 
 
 def run_base(root: Path) -> Path | None:
-    """Where a run's files lie in its folder, None when there is no run."""
+    """Return the folder of a run's files, or None if there is no run."""
     return next((b for b in (root, root / "confidential") if (b / "config.json").exists()), None)
 
 

@@ -1,11 +1,11 @@
-"""What a run inherits from the weights it starts from, and which weights a private run refuses (docs/privacy.md).
+"""The lineage that a run inherits from its initial weights, and which weights a private run refuses (docs/privacy.md).
 
-A lineage is a list of entries, oldest first, one for each run that shaped the weights, or for weights that came without a lineage:
+A lineage is a list of entries, oldest first, one for each run that trained the weights, or for weights without a lineage:
 
     store_id, visibility ("private", "public", or "undeclared": weights without a lineage or a declaration), licence, run_id,
-    guarantee: None, or {epsilon, epsilon_rdp, delta, steps, plan, total}: of the run, with its plan, so that runs can be composed; total is
-        that of all runs up to it on the same store,
-    declared: of weights without a lineage, who called them public, and where they come from.
+    guarantee: None, or the run's {epsilon, epsilon_rdp, delta, steps, plan, total}; the plan lets runs be composed, and total covers all
+        runs up to this one on the same store,
+    declared: for weights without a lineage, who declared them public, and their source.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ _FORM = "NAME; LICENCE; SOURCE"
 
 @dataclass(frozen=True)
 class Declaration:
-    """What an operator says of weights that carry no lineage: that they are public."""
+    """An operator's declaration that weights without a lineage are public."""
 
     name: str
     licence: str
@@ -34,10 +34,10 @@ class Declaration:
 
     @classmethod
     def parse(cls, text: str) -> "Declaration":
-        """From the text of ``RunConfig.public_weights``.
+        """Parse the text of ``RunConfig.public_weights``.
 
         Raises:
-            ConfigError: it has not three parts.
+            ConfigError: the text does not have three parts.
         """
         parts = [part.strip() for part in text.split(";")]
         if len(parts) != 3 or not all(parts):
@@ -57,23 +57,23 @@ def inherit(
     allow_weak: bool = False,
     tensors: Iterable[Tensor] = (),
 ) -> Lineage:
-    """Lineage of a new run's start: that of the weights it starts from, with what the operator declares of them.
+    """Return the lineage of a new run's initial weights, with the operator's declaration; refuse weights that spoil the guarantee.
 
     Args:
-        lineage: of the weights.
+        lineage: lineage of the weights.
         store: the store this run trains on.
-        plan: this run's.
+        plan: this run's plan.
         declaration: ``RunConfig.public_weights``.
         allow_weak: ``PrivacyConfig.allow_weak_guarantee``.
-        tensors: the weights, compared with those of earlier runs without a guarantee on ``store`` and on those beside it.
+        tensors: the weights, compared with those of earlier runs without a guarantee on ``store`` and on its neighbours.
 
     Returns:
         The entries, oldest first.
 
     Raises:
         ConfigError: a declaration for weights that carry a lineage, which decides.
-        PrivacyError: weights without a lineage and without a declaration; or this run is private and the weights touched this store, or any
-            private one, without a guarantee, or the guarantees of all runs together are refused.
+        PrivacyError: weights without a lineage and without a declaration; or this run is private and the weights were trained on this
+            store, or any private one, without a guarantee; or the total of all runs is refused.
     """
     declared = None if declaration is None else Declaration.parse(declaration)
     if declared is not None and not any(entry["visibility"] == "undeclared" for entry in lineage):
@@ -96,16 +96,16 @@ def inherit(
                 f"({entry['visibility']}) without a guarantee; expected none of them. Start from another checkpoint, or from scratch."
             )
     for store_id in private_stores(made):
-        runs_on(made, store_id)  # says what is missing before a step is charged
+        runs_on(made, store_id)  # raises before a step is charged if something is missing
     check_total(parts_of([*runs_on(made, store.store_id), (plan, plan.steps)]), allow_weak=allow_weak)
     return made
 
 
 def runs_on(lineage: Iterable[dict[str, Any]], store_id: str) -> tuple[Part, ...]:
-    """Plans and charged steps of the private runs on a store that a lineage names.
+    """Return plans and charged steps of the private runs on a store in a lineage.
 
     Raises:
-        PrivacyError: an entry has a guarantee without the plan that it rests on.
+        PrivacyError: an entry has a guarantee without its plan or steps.
     """
     found = []
     for entry in lineage:
@@ -114,25 +114,25 @@ def runs_on(lineage: Iterable[dict[str, Any]], store_id: str) -> tuple[Part, ...
             continue
         if "plan" not in guarantee or "steps" not in guarantee:
             raise PrivacyError(
-                f"lineage: run {entry['run_id']} on store {store_id[:8]} has a guarantee without its plan and steps; expected both, which "
-                "later runs are added to. Train the parent with this version."
+                f"lineage: run {entry['run_id']} on store {store_id[:8]} has a guarantee without its plan and steps; expected both, to add "
+                "up later runs. Train the parent with this version."
             )
         found.append((DPPlan.from_dict(guarantee["plan"]), int(guarantee["steps"])))
     return parts_of(found)
 
 
 def private_stores(lineage: Iterable[dict[str, Any]]) -> list[str]:
-    """Ids of the private stores that weights have seen with a guarantee, in order."""
+    """Ids of the private stores that the weights were trained on with a guarantee, in order."""
     return list(dict.fromkeys(e["store_id"] for e in lineage if e["visibility"] == "private" and e["guarantee"] is not None))
 
 
 def shaped_in_confidence(lineage: Iterable[dict[str, Any]]) -> bool:
-    """Whether private records shaped weights without a guarantee: then all that is computed with them is private too."""
+    """Return whether weights were trained on private records without a guarantee: everything computed with them is then private too."""
     return any(entry["visibility"] == "private" and entry["guarantee"] is None for entry in lineage)
 
 
 def own_entry(plan: DPPlan, store: Store, run_id: str | None, steps: int, inherited: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Lineage entry of a run itself, after ``steps`` charged steps of ``plan`` on ``store``; ``inherited`` is what it started from."""
+    """Lineage entry of a run itself, after ``steps`` charged steps of ``plan`` on ``store``; ``inherited`` is its start's lineage."""
     guarantee = None
     if plan.guarantee == "dp":
         spent = plan.spent(steps)
@@ -148,18 +148,18 @@ def own_entry(plan: DPPlan, store: Store, run_id: str | None, steps: int, inheri
 
 
 def named_weights(name: str, licence: str | None) -> dict[str, Any]:
-    """Lineage entry of weights that a library has fetched under a public name, which says what they are.
+    """Lineage entry of weights that a library downloaded under a public name.
 
     Args:
-        name: as tables print the encoder, e.g. "timm:vit_base_patch16_224.augreg_in21k"; no path of the operator's machine.
-        licence: as the library states it; None where nothing is stated.
+        name: the encoder's name in tables, e.g. "timm:vit_base_patch16_224.augreg_in21k"; not a path of the operator's machine.
+        licence: as stated by the library, or None.
     """
     declared = {"by": "name", "name": name, "source": "the library's cache"}
     return _weights_entry(name, "public", licence) | {"declared": declared}
 
 
 def public_weights(name: str, licence: str | None) -> dict[str, Any]:
-    """Lineage entry of weights that dpvision makes itself from public data, such as the constants of patches."""
+    """Lineage entry of weights that dpvision computes from public data, such as the constants of patches."""
     return _weights_entry(name, "public", licence)
 
 
@@ -167,19 +167,19 @@ def image_files(name: str, *, public: bool) -> dict[str, Any]:
     """Lineage entry of images that an evaluation trains on without a guarantee.
 
     Args:
-        name: of their file or folder, without the path.
-        public: whether the operator called them public.
+        name: name of their file or folder, without the path.
+        public: whether the operator declared them public.
     """
     return _weights_entry(name, "public" if public else "private", None) | {"store_id": f"images:{name}"}
 
 
 def undeclared_weights(name: str) -> dict[str, Any]:
-    """Lineage entry of weights of a file that carries none: a run that starts from them needs a declaration (``inherit``)."""
+    """Lineage entry of weights from a file without a lineage: a run that starts from them needs a declaration (``inherit``)."""
     return _weights_entry(name, "undeclared", None)
 
 
 def _spoils(entry: dict[str, Any], store: Store) -> bool:
-    """Whether no private run on ``store`` may start from weights with this entry."""
+    """Return whether a private run on ``store`` must not start from weights with this entry."""
     return entry["guarantee"] is None and (entry["visibility"] == "private" or entry["store_id"] == store.store_id)
 
 
@@ -189,8 +189,8 @@ def _declare(entry: dict[str, Any], declared: Declaration | None) -> dict[str, A
     if declared is None:
         name = entry["store_id"].removeprefix("weights:")
         raise PrivacyError(
-            f"lineage: {name} carries no lineage: nothing says which images shaped these weights; expected your declaration that they are "
-            f"public, which the statement repeats. Say --public-weights '{_FORM}', or name a run folder."
+            f"lineage: {name} carries no lineage, so the images it was trained on are unknown; expected your declaration that they are "
+            f"public, which the statement repeats. Pass --public-weights '{_FORM}', or name a run folder."
         )
     return entry | {"visibility": "public", "licence": declared.licence, "declared": {"by": "operator", **_without_licence(declared)}}
 

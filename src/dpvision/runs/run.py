@@ -1,4 +1,4 @@
-"""One start of a run: its folder, its ledger, the lineage of its weights, its keys and its checkpoints, whatever it trains."""
+"""One start of a run: its folder, its ledger, the lineage of its weights, its keys and its checkpoints."""
 
 import contextlib
 import json
@@ -37,19 +37,19 @@ class Secrets:
 
 @dataclass
 class Run:
-    """What one start of a run writes to, held by one process; ``new_run`` and ``resumed_run`` make it."""
+    """The open folder and ledger of one start of a run, in one process; made by ``new_run`` and ``Stopped.resumed``."""
 
     config: RunConfig
     plan: DPPlan
     store: Store
     lineage: Lineage
-    """Of the weights that the run starts from."""
+    """Lineage of the weights that the run starts from."""
     folder: RunFolder
     ledger: Ledger
 
     @property
     def behind(self) -> tuple[Part, ...]:
-        """The private runs on this store that the weights come from."""
+        """tuple: plans and steps of the private runs on this store that the weights come from."""
         return runs_on(self.lineage, self.store.store_id)
 
     def save(
@@ -64,13 +64,13 @@ class Run:
         files: Mapping[str, bytes] | None = None,
         **more: Any,
     ) -> Path:
-        """Write a checkpoint, remember whose weights it holds where there is no guarantee, and copy the ledger beside it.
+        """Write a checkpoint, record digests of its weights if there is no guarantee, and copy the ledger into the run folder.
 
         Args:
-            tensors: the model's.
-            updates: steps whose update is in them.
+            tensors: the model's tensors.
+            updates: number of steps whose update is in them.
             start: digests (``weights.contents``) of the weights that a run without a guarantee started from.
-            config: instead of the run's own, where a private selection chose one.
+            config: the config that a private selection chose; if None, the run's.
             files: further files of the checkpoint, by name.
             more: further fields of the manifest.
 
@@ -113,13 +113,13 @@ def new_run(
     secluded: bool,
     files: Mapping[str, Any] | None = None,
 ) -> Iterator[Run]:
-    """A new run in folder ``root``, open as long as the block lasts; one that is refused leaves nothing behind.
+    """Open a new run in folder ``root`` for the duration of the block; a refused run leaves nothing behind.
 
     Args:
-        lineage: of the weights that it starts from.
-        num_bytes: free space without which it does not start.
-        secluded: private records shaped those weights without a guarantee: what is made of them is private too.
-        files: objects to write beside the plan, as JSON, by name.
+        lineage: lineage of the weights that it starts from.
+        num_bytes: required free space.
+        secluded: those weights were trained on private records without a guarantee, so what is made from them is private too.
+        files: further objects to write as JSON, by name.
 
     Raises:
         CheckpointError: the folder holds a run, or its disk is full. PrivacyError: the ledger refuses the plan.
@@ -139,14 +139,14 @@ def new_run(
                 write_json(folder.base / name, value)
             ledger = stack.enter_context(Ledger.open(store.path, folder.run_id, plan, resume=False, lineage=lineage))
         except DPVisionError:
-            discard_run(folder, described)  # refused, by the owner's cap say: the name stays free
+            discard_run(folder, described)  # refused, by the owner's cap for example: the name stays free
             raise
         yield Run(config, plan, store, lineage, folder, ledger)
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """A run as it was left: read without a lock, by every process that is to go on with it."""
+    """A stopped run, read without a lock by every process that will resume it."""
 
     root: Path
     base: Path
@@ -154,14 +154,14 @@ class Stopped:
     plan: DPPlan
     store_id: str
     checkpoint: Checkpoint | None
-    """The newest; None where the run stopped before its first."""
+    """The newest checkpoint; None if the run stopped before its first."""
 
     @classmethod
     def read(cls, root: Path, hardware: dict[str, Any] | None = None) -> Self:
         """Read the run in folder ``root``.
 
         Args:
-            hardware: HardwareConfig fields to change: the only settings that a resumed run may change.
+            hardware: HardwareConfig fields to change, the only settings that a resumed run may change.
 
         Raises:
             CheckpointError: there is no run, its files cannot be read, or its checkpoint is of another run.
@@ -170,7 +170,7 @@ class Stopped:
         config = replace(config, hardware=replace(config.hardware, **(hardware or {})))
         checkpoint = load_checkpoint(base) if list_checkpoints(base) else None
         if checkpoint is not None and checkpoint.manifest["run_id"] != about["run_id"]:
-            raise CheckpointError(f"checkpoint: {checkpoint.path} is of another run. Remove it, or correct the folder.")
+            raise CheckpointError(f"checkpoint: {checkpoint.path} is of another run; expected one of this run. Remove it.")
         plan = read_object(base / _PLAN)
         try:
             return cls(root, base, config, DPPlan.from_dict(plan), about["store_id"], checkpoint)
@@ -178,17 +178,17 @@ class Stopped:
             raise CheckpointError(f"run: {base / _PLAN} cannot be read ({error}). Restore it as the run wrote it.") from None
 
     def require_store(self, store: Store) -> None:
-        """Refuse another store than the run's (DataError)."""
+        """Raise DataError if ``store`` is not the run's."""
         if store.store_id != self.store_id:
-            raise DataError(f"store: {store.path} is not the store of this run. Put the original back, or start a new run.")
+            raise DataError(f"store: {store.path} is not the store of this run. Restore the original, or start a new run.")
 
     @contextlib.contextmanager
     def resumed(self, store: Store, lineage: Lineage, *, num_bytes: int) -> Iterator[Run]:
-        """The run, open again as long as the block lasts, with the ledger's count.
+        """Open the run again for the duration of the block, at the ledger's step count.
 
         Args:
-            lineage: of the weights that it started from; the ledger knows it.
-            num_bytes: free space without which it does not start.
+            lineage: lineage of the weights that it started from; must match the ledger.
+            num_bytes: required free space.
 
         Raises:
             CheckpointError: the run is in use, or its disk is full. PrivacyError: the ledger is not the run's, or older
@@ -209,7 +209,7 @@ class Stopped:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object that the run wrote (CheckpointError where it cannot be read)."""
+    """Read a JSON object that the run wrote; raises CheckpointError if it cannot be read."""
     try:
         found = json.loads(path.read_bytes())
         if not isinstance(found, dict):

@@ -1,6 +1,6 @@
-"""Asked to stop: SIGINT (Ctrl-C), SIGTERM and SIGUSR1 let what is in progress be finished and saved; a second SIGINT stops at once.
+"""Stop on a signal: SIGINT (Ctrl-C), SIGTERM and SIGUSR1 let the work in progress be finished and saved; a second SIGINT stops at once.
 
-What a ledger was charged counts whether or not it is saved, so stopping at once has a cost, which is printed.
+Charged steps count whether or not they are saved, so stopping at once has a cost, which is printed.
 """
 
 import os
@@ -15,13 +15,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """A context in which a signal is a request; ``asked`` says whether one came. In another thread than the main one it does nothing.
+    """A context in which signals only set ``asked``. Does nothing outside of the main thread.
 
-    A second SIGINT raises KeyboardInterrupt in the block, and standard error then says what is lost.
+    A second SIGINT raises KeyboardInterrupt in the block, and the number of lost steps is printed to standard error.
 
     Args:
-        doing: what is finished first, for the message on standard error.
-        lost: steps that are charged and not saved at the moment; 0 on ranks that do not know.
+        doing: the work that is finished first, for the message on standard error.
+        lost: returns the number of steps charged and not saved; 0 on ranks without a ledger.
     """
 
     def __init__(self, doing: str, lost: Callable[[], int]) -> None:
@@ -32,7 +32,7 @@ class StopRequest:
 
     @property
     def asked(self) -> bool:
-        """Whether a signal has asked to stop."""
+        """bool: whether a signal arrived."""
         return self._asked.is_set()
 
     def __enter__(self) -> Self:

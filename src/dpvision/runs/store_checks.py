@@ -1,4 +1,4 @@
-"""Whether a store is the one that a plan declares, and one that a classifier can be trained on."""
+"""Check that a store matches a plan's declared numbers, and that a classifier can be trained on it."""
 
 import numpy as np
 
@@ -9,31 +9,31 @@ from dpvision.privacy.plan import DPPlan
 
 
 def check_store(plan: DPPlan, store: Store, rows: np.ndarray) -> None:
-    """Refuse a store that is not the declared one: another number of records or units, or units that the plan does not know of.
+    """Refuse a store that is not the declared one: another number of records or units, or units that the plan does not declare.
 
     Declared numbers are public and may be rounded, so 1% is allowed. Truncated Poisson is accounted for at most N records, and a full
     batch of at most N records has the declared N as its divisor. The message holds private counts: it is for the operator's terminal,
-    and stands in no file of the run.
+    and goes into no file of the run.
 
     Args:
-        rows: int64 rows that take part (``Store.eligible_rows``).
+        rows: int64 rows that may be drawn (``Store.eligible_rows``).
 
     Raises:
-        DataError: the counts do not fit.
+        DataError: the counts do not match.
     """
     k, where = plan.max_records_per_unit, f"store: {store.store_id[:8]}"
     if has_units(store) and plan.num_units is None and plan.guarantee == "dp":
         raise DataError(
-            f"{where} knows the unit ({store.meta['unit_field']}) of each record, and num_units is not declared; expected it: the "
-            "guarantee is for a unit with all its records. Say --privacy.num-units M, and --privacy.max-records-per-unit k to use more "
+            f"{where} has units ({store.meta['unit_field']}), and num_units is not declared; expected it, because the "
+            "guarantee is for a unit with all its records. Pass --privacy.num-units M, and --privacy.max-records-per-unit k to use more "
             "than one record of each. `dpvision data inspect STORE` shows numbers to declare."
         )
     if plan.num_units is not None and not has_units(store):
         raise DataError(
-            f"{where} does not know units, and num_units={plan.num_units} is declared; expected a store imported with --unit-from FIELD. "
-            "Import it so, or drop --privacy.num-units."
+            f"{where} has no units, and num_units={plan.num_units} is declared; expected a store imported with --unit-from FIELD. "
+            "Import it again with --unit-from, or drop --privacy.num-units."
         )
-    # How many images a cleared store lacks is private: the number before is the public one.
+    # How many images were removed from a cleared store is private: its original number is the public one.
     num_records = len(rows) if has_units(store) else store.meta.get("cleared_from", len(rows))
     counts = [("dataset_size", num_records, plan.dataset_size, plan.sampling != "poisson", "records")]
     if plan.num_units is not None:
@@ -45,33 +45,33 @@ def check_store(plan: DPPlan, store: Store, rows: np.ndarray) -> None:
     say = " ".join(f"--privacy.{name.replace('_', '-')} {rounded_up(count)}" for name, count, *_ in counts)
     among = f" with max_records_per_unit={k}" if plan.num_units is not None else ""
     raise DataError(
-        f"{where}: {OPERATOR_ONLY}{found} can take part{among}; expected the declared {rule}. Say {say} (these become public) for a new "
-        "plan; where a batch is drawn it may want another size too."
+        f"{where}: {OPERATOR_ONLY}{found} can take part{among}; expected the declared {rule}. Pass {say} (these become public) for a new "
+        "plan, and check the batch size if batches are sampled."
     )
 
 
 def check_labels(store: Store, rows: np.ndarray, num_classes: int, *, multi_label: bool = False) -> None:
     """Refuse a store that a classifier cannot be trained on.
 
-    Labels are private where the images are: the message is for whoever holds them, and stands in no file of the run. During a step
-    nothing is raised (``models.classifier.losses``).
+    Labels in a private store are private: the message is for the operator's terminal, and goes into no file of the run. Nothing is raised
+    during a step (``models.classifier.losses``).
 
     Args:
-        rows: int64 rows that take part.
-        multi_label: a record may have several.
+        rows: int64 rows that may be drawn.
+        multi_label: whether records may have several labels.
 
     Raises:
-        DataError: the store has one label a record and several are expected, or the reverse; a record has none (no answer: an empty list
-            is one) and the import did not say --unknown-classes unlabelled; one is no class of the model, or they tell no two records
-            apart.
+        DataError: the store has one label per record and several are expected, or the reverse; a record is unlabelled (an empty list is a
+            label) and the import was without --unknown-classes unlabelled; a label is not a class of the model; or all records have the
+            same labels.
     """
     where = f"store: {store.path}"
     if store.multi_label != multi_label:
         got, rule = ("several labels", "one") if store.multi_label else ("one label", "several")
-        change = "Say --model.multi-label (a network: with --model.loss sigmoid)" if store.multi_label else "Drop --model.multi-label"
+        change = "Pass --model.multi-label (a network: with --model.loss sigmoid)" if store.multi_label else "Drop --model.multi-label"
         raise DataError(f"{where} has {got} a record; expected {rule} with multi_label={multi_label}. {change}, or import other labels.")
     missing = int((~store.labelled[rows]).sum())
-    # With the operator's word at the import such a record takes part, and its contribution is exactly zero.
+    # With --unknown-classes unlabelled at the import such a record is drawn, and its contribution is exactly zero.
     if missing > 0 and (missing == len(rows) or not store.meta.get("may_be_unlabelled")):
         one, but = ("a list", " Write [] for none of the classes.") if multi_label else ("one", "")
         raise DataError(
@@ -82,11 +82,11 @@ def check_labels(store: Store, rows: np.ndarray, num_classes: int, *, multi_labe
     if (outside := len(np.unique(place_M[class_M >= num_classes]))) > 0:
         raise DataError(
             f"{where}: {OPERATOR_ONLY}label={int(class_M.max())} in {outside} records is outside the range; "
-            f"expected 0 to {num_classes - 1}. Say --model.num-classes {int(class_M.max()) + 1}, or import with the right classes."
+            f"expected 0 to {num_classes - 1}. Pass --model.num-classes {int(class_M.max()) + 1}, or import with the right classes."
         )
     count_K = np.bincount(class_M, minlength=num_classes)
     if multi_label and len(rows) and ((count_K == 0) | (count_K == len(rows))).all():
-        raise DataError(f"{where}: {OPERATOR_ONLY}every record has the same labels; expected some that differ. Correct the labels.")
+        raise DataError(f"{where}: {OPERATOR_ONLY}every record has the same labels; expected some that differ. Import other labels.")
     if not multi_label and len(rows) and count_K.max() == len(rows):
         raise DataError(
             f"{where}: {OPERATOR_ONLY}one class only, label={int(class_M[0])}; expected two or more. Add images of another class."

@@ -1,9 +1,8 @@
-"""Weights of runs without a guarantee, remembered beside the store, so that they are recognised when a file brings them back.
+"""Digests of weights of runs without a guarantee, kept beside the store, so that a file with these weights is recognised.
 
-LEDGERS/<store_id>/unprotected-<run_id>.json holds digests of the tensors that such a run has changed, of every checkpoint that it wrote,
-written before the checkpoint. It catches files that were saved again by another program, without lineage, as long as some tensor kept its
-numbers; whoever changes the numbers (adds 1e-9) is not caught. Stores in one folder share LEDGERS, so that what was trained on one of them
-is recognised with all of them.
+LEDGERS/<store_id>/unprotected-<run_id>.json holds digests of the tensors that such a run changed, for every checkpoint, written before the
+checkpoint. They detect files saved again by another program without lineage, as long as one tensor is unchanged; changed numbers (plus
+1e-9) are not detected. Stores in one folder share LEDGERS, so weights trained on one of them are recognised for all.
 """
 
 from collections.abc import Iterable
@@ -24,10 +23,10 @@ _PREFIX = "unprotected-"
 
 
 def remember_weights(store: Store, run_id: str, tensors: Iterable[Tensor], start: Iterable[str]) -> None:
-    """Add a checkpoint's tensors to what is remembered of a run without a guarantee on ``store``; durable when this returns.
+    """Add the digests of a checkpoint's tensors to the file of a run without a guarantee on ``store``; durable when this returns.
 
     Args:
-        start: digests (``weights.contents``) of the weights that the run started from: they are not its work.
+        start: digests (``weights.contents``) of the weights that the run started from, which are excluded.
 
     Raises:
         DataError: not a store. CheckpointError: the file cannot be written.
@@ -44,10 +43,10 @@ def remember_weights(store: Store, run_id: str, tensors: Iterable[Tensor], start
 
 
 def runs_with_these_weights(store: Store, tensors: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Lineage entries of the runs without a guarantee that wrote one of these tensors, bit for bit, on ``store`` or on one beside it.
+    """Lineage entries of runs without a guarantee, on ``store`` or a store in the same folder, that wrote one of these tensors bit for bit.
 
     Args:
-        tensors: not looked at where no such run is known.
+        tensors: not read if there was no such run.
 
     Raises:
         DataError: not a store. PrivacyError: a file of digests is damaged.

@@ -1,4 +1,4 @@
-"""Which code made a checkpoint: versions of the libraries and a digest of dpvision's own sources."""
+"""The code that made a checkpoint: library versions and a digest of dpvision's sources."""
 
 import hashlib
 import platform

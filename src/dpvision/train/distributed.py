@@ -1,8 +1,7 @@
-"""The processes of one run under torchrun: who am I, sum of clipped sums, one word from rank 0 to all.
+"""The processes of one run under torchrun: joining, sums over ranks, broadcasts from rank 0.
 
-Every rank makes the same number of collective calls in the same order, whatever its part of a batch holds; an empty part
-contributes zeros. One process needs none of this, and the functions then return their argument. What the ranks must agree on is compared
-in ``same.py``.
+Every rank makes the same number of collective calls in the same order, whatever its share of a batch; an empty share contributes zeros.
+With a single process the functions return their argument. ``same.py`` compares what the ranks must agree on.
 """
 
 import contextlib
@@ -41,19 +40,19 @@ class Group:
 
 
 def join(device: str) -> Group:
-    """Join the process group that torchrun describes in the environment, or stand alone.
+    """Join the process group described by torchrun's environment, or make a group of one process.
 
     Args:
         device: 'auto', 'cpu' or 'cuda'.
 
     Raises:
-        ConfigError: cuda is asked for and there is none.
-        PrivacyError: some ranks have a GPU and some have not.
+        ConfigError: cuda is requested and not available.
+        PrivacyError: some ranks have a GPU and others do not.
     """
     kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and not dist.is_initialized():
-        # Compared before there is a process group: a backend waits for ever for ranks that have chosen the other one.
+        # Compared before the process group is made: a backend would wait forever for ranks with another backend.
         store, rank, world_size = next(dist.rendezvous("env://"))
         _check_devices(dist.PrefixStore("devices", store), rank, world_size, kind)
     if device == "cuda" and kind == "cpu":
@@ -70,15 +69,15 @@ def join(device: str) -> Group:
 
 
 def _check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> None:
-    """Refuse a run whose ranks compute on different kinds of device: their sums and their noise would differ in the last bits."""
+    """Refuse a run whose ranks have different kinds of device: their sums and their noise would differ in the last bits."""
     store.set(str(rank), kind)
     kinds = [store.get(str(other)).decode() for other in range(world_size)]
     store.set(f"{rank} has read", "")
-    if rank == 0:  # the store may end with this process: not before all have read
+    if rank == 0:  # the store may end with this process, so wait until all have read
         store.wait([f"{other} has read" for other in range(world_size)])
     if len(set(kinds)) > 1:
         said = f"ranks: devices {', '.join(kinds)} of ranks 0 to {world_size - 1}"
-        raise PrivacyError(f"{said}; expected one kind. Say --hardware.device cpu.")
+        raise PrivacyError(f"{said}; expected one kind. Pass --hardware.device cpu.")
 
 
 def leave() -> None:
@@ -88,7 +87,7 @@ def leave() -> None:
 
 
 def all_reduce_sum(total: ClippedSum, group: Group) -> ClippedSum:
-    """Sum of the ranks' clipped sums, on every rank, in float64. Norms and losses stay those of the local part."""
+    """Add up the ranks' clipped sums, on every rank, in float64. Norms and losses remain those of this rank."""
     if group.world_size == 1:
         return total
     names = sorted(total.grads)
@@ -101,7 +100,7 @@ def all_reduce_sum(total: ClippedSum, group: Group) -> ClippedSum:
 
 
 def all_reduce_vector(values: Tensor, group: Group) -> Tensor:
-    """Sum of a small float64 vector over the ranks."""
+    """Add up a small float64 vector over the ranks."""
     if group.world_size == 1:
         return values
     moved = values.to(group.device)
@@ -110,7 +109,7 @@ def all_reduce_vector(values: Tensor, group: Group) -> Tensor:
 
 
 def broadcast_bytes(value: bytes, size: int, group: Group) -> bytes:
-    """Rank 0's ``size`` bytes, on every rank."""
+    """Return rank 0's ``size`` bytes on every rank."""
     if group.world_size == 1:
         return value
     start = torch.frombuffer(bytearray(value), dtype=torch.uint8) if group.is_main else torch.zeros(size, dtype=torch.uint8)
@@ -120,14 +119,14 @@ def broadcast_bytes(value: bytes, size: int, group: Group) -> bytes:
 
 
 def broadcast_int(value: int, group: Group) -> int:
-    """Rank 0's integer, on every rank."""
+    """Return rank 0's integer on every rank."""
     if group.world_size == 1:
         return value
     return int.from_bytes(broadcast_bytes(value.to_bytes(8, "little", signed=True), 8, group), "little", signed=True)
 
 
 def gather_texts(text: str, group: Group) -> list[str]:
-    """The texts of all ranks, by rank, on every rank."""
+    """Return the texts of all ranks, by rank, on every rank."""
     if group.world_size == 1:
         return [text]
     mine = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
@@ -135,18 +134,18 @@ def gather_texts(text: str, group: Group) -> list[str]:
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     lines = torch.zeros(group.world_size, int(longest.item()), dtype=torch.uint8, device=group.device)
     lines[group.rank, : len(mine)] = mine.to(group.device)
-    dist.all_reduce(lines)  # the other ranks have zeros in this one's line
+    dist.all_reduce(lines)  # all other ranks have zeros in this rank's line
     return [bytes(line).rstrip(b"\0").decode() for line in lines.cpu().numpy()]
 
 
 @contextlib.contextmanager
 def together(group: Group) -> Iterator[None]:
-    """A block that succeeds on all ranks or raises on all: where one is refused, the others must not wait for it for ever.
+    """A block that succeeds on all ranks or raises on all: if one rank fails, the others must not wait for it forever.
 
     Collective calls inside the block must raise on all ranks or on none.
 
     Raises:
-        DPVisionError: the block's own error; on a rank where the block succeeded, PrivacyError with the first rank's words.
+        DPVisionError: the block's own error; on a rank where the block succeeded, PrivacyError with the first failed rank's message.
     """
     refused: Exception | None = None
     try:

@@ -1,7 +1,7 @@
-"""Memory freed by a step is kept for the next one.
+"""Keep memory freed by a step for the next one.
 
-The C library hands large blocks back to the system as soon as they are free, and the next step pays for fresh pages: a tenth of
-a training step on a CPU, private or not. A training process needs the same memory again at once, so it may as well keep it.
+The C library returns large blocks to the system as soon as they are freed, and the next step has to map new pages: a tenth of a training
+step on a CPU, private or not. A training process needs the same memory again at once, so it can keep it.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ _NEVER_TRIM = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Ask glibc not to return freed memory to the system; returns whether it was asked. Elsewhere nothing is done."""
+    """Tell glibc not to return freed memory to the system. Returns whether it accepted; without glibc, False."""
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt

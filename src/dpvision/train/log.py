@@ -1,7 +1,7 @@
-"""What a run reports: to people on the terminal, to machines in JSONL and TensorBoard, each on its side of ``confidential/``.
+"""Progress of a run, on the terminal, in JSONL and in TensorBoard, public and confidential figures apart.
 
-Public: the step and the epsilon spent. Confidential: loss, norms, clip fraction, realised batch size, times (docs/privacy.md). On the
-terminal of a run on a private store loss and throughput are marked "operator only", and a job's log gets neither.
+Public: the step and the epsilon spent. Confidential: loss, norms, clip fraction, realised batch size, times (docs/privacy.md). For a
+private store, loss and throughput are marked "operator only" on a terminal and omitted from a job's log.
 """
 
 import json
@@ -43,8 +43,8 @@ class RunLog:
     """Writes a run's log files and draws its progress; used as a context manager by rank 0.
 
     Args:
-        private: the store is private: loss and throughput are printed on a terminal only, marked as the operator's.
-        show_confidential: print them also where standard error is no terminal.
+        private: the store is private: loss and throughput are printed on a terminal only, marked "operator only".
+        show_confidential: print them even if standard error is not a terminal.
         behind: as for ``EpsilonMeter``.
     """
 
@@ -87,7 +87,7 @@ class RunLog:
             file.close()
 
     def say(self, text: str) -> None:
-        """One line for the operator."""
+        """Print one line for the operator."""
         self._console.print(text, highlight=False)
 
     def step(self, step: int, metrics: StepMetrics) -> None:

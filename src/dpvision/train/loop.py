@@ -1,6 +1,6 @@
 """The one loop, for private, non-private and simulated plans: charge, draw, clip, sum, add noise, divide, apply.
 
-The ledger is charged before the deed and the budget is the loop's condition, so no step can run that was not paid for.
+The ledger is charged before a step runs and the budget is the loop's condition, so no uncharged step can run.
 """
 
 import contextlib
@@ -28,26 +28,26 @@ from dpvision.train.step import Training, step_sum
 from dpvision.train.words import TOKENIZER_FILE
 
 _FINISHED, _REFUSED = -1, -2
-"""What rank 0 says in the place of a step's number."""
+"""Broadcast by rank 0 instead of a step's number."""
 
 
 @dataclass(kw_only=True)
 class Session(Training):
-    """Everything one start of a run works with; ``start.py`` makes it. Rank 0 alone has a run."""
+    """The state of one start of a run, made by ``start.py``. Only rank 0 has a ``run``."""
 
     optimizer: Optimizer
     ema: dict[str, Tensor] | None
     lineage: list[dict[str, Any]]
     updates: int
-    """Steps whose update is in the weights; the ledger may count more (lost in a crash, yet charged)."""
+    """Number of steps whose update is in the weights; the ledger may count more (charged, then lost in a crash)."""
     saved_steps: int | None
-    """Count of the ledger in the newest checkpoint; None before the first."""
+    """The ledger's step count in the newest checkpoint; None before the first."""
     run: Run | None = None
     start: frozenset[str] | None = None
-    """Digests of the weights that this start of a run without a guarantee began with; None with a guarantee."""
+    """Digests of the initial weights of this start, for a run without a guarantee; None with a guarantee."""
 
     def unsaved(self) -> int:
-        """Steps charged since the newest checkpoint; 0 on other ranks than 0."""
+        """Number of steps charged since the newest checkpoint; 0 on ranks other than 0."""
         return self.run.ledger.steps - (self.saved_steps or 0) if self.run is not None else 0
 
 
@@ -56,14 +56,14 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
 
     Args:
         quiet: print no progress.
-        show_confidential: print loss and throughput of a private store also where standard error is no terminal.
+        show_confidential: print loss and throughput of a private store even if standard error is not a terminal.
 
     Returns:
-        True when the plan is complete, False when stopped by a signal (go on with --resume).
+        True if the plan is complete, False if stopped by a signal (continue with --resume).
 
     Raises:
-        CheckpointError: a checkpoint cannot be written; earlier ones are untouched and the ledger is true.
-        KeyboardInterrupt: a second SIGINT; what was not saved is lost, and standard error says what.
+        CheckpointError: a checkpoint cannot be written; earlier ones are untouched and the ledger is correct.
+        KeyboardInterrupt: a second SIGINT; unsaved steps are lost, and their number is printed to standard error.
     """
     plan, group = session.plan, session.group
     if group.device.type == "cpu":
@@ -72,7 +72,7 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
     saved = time.monotonic()
     with StopRequest("finishing this step, then saving", session.unsaved) as stop, contextlib.ExitStack() as stack:
         log = None if session.run is None else stack.enter_context(_log(session.run, quiet=quiet, show_confidential=show_confidential))
-        while (step := _charge(session)) is not None:  # before the deed
+        while (step := _charge(session)) is not None:  # before anything is computed
             total, metrics = step_sum(step, session, secrets.draw)
             gradient = privatize(total, plan, step, secrets.noise, owners=group)
             session.optimizer.step(gradient, learning_rate(session.config.optim, step, plan.steps))
@@ -97,7 +97,7 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
 
 
 def save(session: Session) -> Path | None:
-    """Write a checkpoint of the session as it stands (rank 0); all ranks check that they hold the same weights."""
+    """Write a checkpoint of the session (rank 0), after all ranks checked that their weights are the same."""
     check_same_weights(state_tensors(session.model), session.group)
     run, path = session.run, None
     if run is not None:
@@ -123,10 +123,10 @@ def _share(secrets: Secrets, group: Group) -> Secrets:
 
 
 def _charge(session: Session) -> int | None:
-    """Number of the next step, which rank 0 has charged; None where the plan is used up. The one message of a step from rank 0 to all.
+    """Charge the next step on rank 0 and return its number on all ranks, None if the plan is used up: a step's only broadcast.
 
     Raises:
-        DPVisionError: rank 0 could not charge it; then all ranks stop.
+        DPVisionError: rank 0 could not charge the step; all ranks stop.
     """
     word, error = _FINISHED, None  # type: int, Exception | None
     if session.run is not None and _steps_left(session.run) > 0:
@@ -138,7 +138,7 @@ def _charge(session: Session) -> int | None:
     if error is not None:
         raise error
     if word == _REFUSED:
-        raise CheckpointError("ledger: rank 0 could not charge the next step; expected it. All ranks stop: see what rank 0 says.")
+        raise CheckpointError("ledger: rank 0 could not charge the next step; expected it. All ranks stop: see the error of rank 0.")
     return None if word == _FINISHED else word
 
 
@@ -147,5 +147,5 @@ def _steps_left(run: Run) -> int:
 
 
 def _any(flags: list[bool], group: Group) -> list[bool]:
-    """Of each flag, whether it is set on any rank."""
+    """For each flag, whether it is set on any rank."""
     return (all_reduce_vector(torch.tensor(flags, dtype=torch.float64), group) > 0).tolist()

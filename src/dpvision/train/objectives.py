@@ -20,16 +20,16 @@ def mae_losses(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
         losses_B, float32.
     """
     assert isinstance(model, mae.MAE | cross_mae.CrossMAE)
-    # All views in one pass: a record's views are rows side by side, which is also the cheaper form to clip.
+    # All views in one pass: a record's views are adjacent rows, which is also cheaper to clip.
     x_BCHW, order_BL = batch.image_BVCHW.flatten(0, 1), _patch_orders(batch, key, model.num_patches)
     losses = mae.losses(model, x_BCHW, order_BL) if isinstance(model, mae.MAE) else cross_mae.losses(model, x_BCHW, order_BL)
     return losses.unflatten(0, (-1, batch.image_BVCHW.shape[1])).mean(1)
 
 
 def caption_losses(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
-    """Captioning loss of each record, the mean over its views, each with a caption of its own.
+    """Captioning loss of each record, the mean over its views, each with its own caption.
 
-    Which views are predicted in parallel (CapPa) is keyed by (seed, step, record id, view), as are the masks of a second loss.
+    The choice of views predicted in parallel (CapPa) is keyed by (seed, step, record id, view), as are the masks of a second loss.
 
     Returns:
         losses_B, float32.
@@ -54,8 +54,8 @@ def _patch_orders(batch: Batch, key: StepKey, num_patches: int) -> Tensor:
 def classification_losses(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
     """Cross-entropy of each record against its label or labels, the mean over its views (augmentation multiplicity, De et al. 2022).
 
-    The views' losses are averaged before the record's gradient is clipped, so a record costs the same whatever the number of its views. A
-    record whose label is no class of the model contributes exactly zero (``models.classifier.losses``).
+    The views' losses are averaged before the record's gradient is clipped, so the number of views does not change the privacy cost. A
+    record whose label is not a class of the model contributes exactly zero (``models.classifier.losses``).
 
     Returns:
         losses_B, float32.
@@ -65,13 +65,13 @@ def classification_losses(model: nn.Module, batch: Batch, key: StepKey) -> Tenso
 
 
 def loss_function(config: RunConfig) -> LossFn:
-    """The loss of a run's model."""
+    """Return the loss function for a run's model."""
     kinds = {"mae": mae_losses, "classifier": classification_losses, "cross_mae": mae_losses, "captioner": caption_losses}
     return kinds[config.model.kind]
 
 
 def example_batch(config: RunConfig, num_records: int = 4) -> Batch:
-    """Public batch of random images, with labels or captions as the model needs them, in the shapes of a run; for the gates."""
+    """Make a public batch of random images in the shapes of a run, with labels or captions if the model needs them; for the gates."""
     size, views, cfg = config.model.encoder.image_size, config.data.views, config.model
     generator = torch.Generator().manual_seed(config.seed)
     number_B = torch.arange(1, num_records + 1)
@@ -94,7 +94,7 @@ def _random_labels(cfg: ClassifierConfig, number_B: Tensor, generator: torch.Gen
 
 
 def _random_captions(cfg: CaptionerConfig, num: int, generator: torch.Generator) -> Tensor:
-    """Captions of random words and lengths, int64 (num, L); the first is as long as can be."""
+    """Captions of random tokens and lengths, int64 (num, L); the first has the full length."""
     token = torch.randint(EOS_ID + 1, cfg.vocab_size, (num, cfg.num_tokens), generator=generator)
     last = torch.randint(2, cfg.num_tokens, (num, 1), generator=generator)
     last[0] = cfg.num_tokens - 1

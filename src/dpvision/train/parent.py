@@ -1,7 +1,7 @@
-"""Weights of a parent run in a new run's network: all of them, or the parts that the two have in common.
+"""Initialise a new run's network from a parent run: all weights, or the parts that both have.
 
-The surgery of DP-Cap (Sander et al., ICML 2024, appendix A.1) is one of the rows: a captioner takes encoder and decoder of its network's
-warm start as a masked autoencoder; causal attention is how a captioner uses that decoder, and its words start afresh.
+One case is the transfer of DP-Cap (Sander et al., ICML 2024, appendix A.1): a captioner takes encoder and decoder from its warm start as a
+masked autoencoder, uses the decoder with causal attention, and starts with new token embeddings.
 """
 
 from torch import Tensor, nn
@@ -19,11 +19,11 @@ _PARTS = {
     ("cross_mae", "cross_mae"): ("encoder", "decoder", "patch_head"),
     ("mae", "mae"): ("encoder", "decoder_embed", "mask_token", "decoder_blocks", "decoder_norm", "head"),
 }
-"""Parts taken, by (kind of the new run's model, kind of its parent's): for every other pair the encoder alone."""
+"""Parts taken, by (kind of the new run's model, kind of its parent's); only the encoder for all other pairs."""
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights into ``model``.
+    """Load a checkpoint's weights into ``model``.
 
     Raises:
         CheckpointError: a name or shape differs.
@@ -32,15 +32,15 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def start_from(model: nn.Module, cfg: ModelConfig, parent: Checkpoint) -> None:
-    """Put a parent run's weights into a new run's ``model``.
+    """Load a parent run's weights into a new run's ``model``.
 
-    Of a parent of the same kind all weights are taken, but a classifier keeps its own head where the parent has another number of classes,
-    and a captioner those of a second loss or of parallel prediction where the parent has none. A captioner takes encoder and decoder of its
-    warm start; every other pair has the encoder in common. Images may have another size: positions of our encoders are no weights, those
-    of timm's are interpolated. What a parent's tuning had put in is merged into the weights beside it; what this run's puts in starts anew.
+    From a parent of the same kind all weights are taken, but a classifier keeps its head if the parent has another number of classes, and
+    a captioner keeps its weights of a second loss or of parallel prediction if the parent has none. A captioner takes encoder and decoder
+    of its warm start; every other pair shares the encoder only. Images may have another size: our encoders have no position weights, and
+    those of timm are interpolated. The parent's added tuning weights are merged into the layers; this run's are newly initialised.
 
     Raises:
-        CheckpointError: sizes that leave no trace in the shapes differ, or a name or shape differs.
+        CheckpointError: sizes that shapes do not show differ, or a name or shape differs.
     """
     theirs = parent.manifest["config"].get("model", {})
     kind = theirs.get("kind", "mae")
@@ -58,7 +58,7 @@ def start_from(model: nn.Module, cfg: ModelConfig, parent: Checkpoint) -> None:
 
 
 def check_constants(config: RunConfig, parent: Checkpoint) -> None:
-    """Weights know images by the constants that they were normalised with: others would be images of another kind to them.
+    """Refuse normalisation constants other than those that the parent was trained with.
 
     Raises:
         ConfigError: mean or std differ from the parent's.
@@ -68,12 +68,12 @@ def check_constants(config: RunConfig, parent: Checkpoint) -> None:
         mine = list(getattr(config.data, name))
         if (got := list(theirs.get(name, mine))) != mine:
             raise ConfigError(
-                f"data: {name}={mine}; expected {got}, with which {parent.path} was trained. Say --data.{name} {' '.join(map(str, got))}."
+                f"data: {name}={mine}; expected {got}, with which {parent.path} was trained. Pass --data.{name} {' '.join(map(str, got))}."
             )
 
 
 def _fitted(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Trained positions of a timm encoder brought to the new run's image size."""
+    """Interpolate the position weights of a timm encoder to the new run's image size."""
     encoder = getattr(model, "encoder", None)
     if not isinstance(encoder, TimmEncoder):
         return weights
@@ -82,7 +82,7 @@ def _fitted(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _optional(name: str, cfg: ModelConfig) -> bool:
-    """Weights of a captioner that a parent of the same sizes may lack."""
+    """Return whether a captioner's parent of the same sizes may lack this weight."""
     return isinstance(cfg, CaptionerConfig) and name.split(".")[0] in ("patch_head", "hidden_word")
 
 
@@ -91,7 +91,7 @@ def _wanted(name: str, own: dict[str, Tensor], cfg: ModelConfig) -> bool:
 
 
 def _check_sizes(cfg: ModelConfig, theirs: dict, parts: tuple[str, ...], parent: Checkpoint) -> None:
-    """Attention heads and targets leave no trace in the shapes: weights of others would load, and mean something else."""
+    """Refuse a parent with other attention heads or targets: shapes do not show these, so its weights would load."""
     wanted = _flat("encoder", to_dict(cfg.encoder))
     found = _flat("encoder", theirs.get("encoder", {}))
     wanted.pop("encoder.image_size")
@@ -102,12 +102,12 @@ def _check_sizes(cfg: ModelConfig, theirs: dict, parts: tuple[str, ...], parent:
         wanted |= {"decoder_num_heads": cfg.decoder_num_heads}
     if isinstance(cfg, MAEConfig | CrossMAEConfig) and len(parts) > 1:
         wanted |= {"target": cfg.target}
-        found |= {"target": "pixels"}  # runs from before there were other targets name none
+        found |= {"target": "pixels"}  # older runs, before there were other targets, name none
     found |= {name: value for name, value in theirs.items() if name in wanted}
     for name, value in wanted.items():
         if (got := found.get(name, value)) != value:
             raise CheckpointError(
-                f"checkpoint: {parent.path} is of another size: {name}={got!r}; expected {value!r}, as this run has it. "
+                f"checkpoint: {parent.path} is of another size: {name}={got!r}; expected {value!r}, as in this run. "
                 f"Start from another checkpoint, or change --model.{name.replace('_', '-')}."
             )
 

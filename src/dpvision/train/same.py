@@ -1,8 +1,8 @@
-"""What the ranks of one run must agree on: compared before anything is charged, at every start, and with every checkpoint.
+"""Compare what the ranks of one run must agree on: before anything is charged, at every start, and with every checkpoint.
 
-Ranks that read different stores would train on records that no ledger charges; ranks that hold one store in different orders would take the
-same record twice, and it would move the sum by twice the clipping norm. What is compared is kept in memory only: the digest of the records
-is a function of private data and is never written, logged or shown.
+Ranks that read different stores would train on records that no ledger charges; ranks that hold one store in different orders would draw the
+same record twice, and it would change the sum by twice the clipping norm. The compared values stay in memory: the digest of the records is
+a function of private data and is never written, logged or shown.
 """
 
 import hashlib
@@ -23,18 +23,18 @@ from dpvision.train.distributed import Group, gather_texts
 
 _ROWS_AT_ONCE = 1 << 16
 _OF_A_MACHINE = ("data.store", "data.tokenizer", "init_from", "hardware.device", "hardware.workers")
-"""Settings that may differ between ranks. Of paths the contents are compared, and the kind of device where the ranks meet."""
+"""Settings that may differ between ranks. For paths the contents are compared; the kind of device is compared when the ranks join."""
 _COMPUTED = ("epsilon", "epsilon_rdp")
-"""Of a plan: their last digits may differ between machines, and nothing is executed by them."""
+"""Fields of a plan whose last digits may differ between machines, and which do not affect execution."""
 _SHOWN = ("store", "config", "plan", "version", "processor")
-"""Facts whose values an error may show; of all others it says that they differ, and no more."""
+"""Facts whose values an error may show; all others are only named."""
 _NAMED_AT_MOST = 4
 _START = "Give all ranks one store (or exact copies of it), one command and one installation."
-_WEIGHTS = "A device, a library or dpvision computes otherwise on that rank: start again from an earlier checkpoint, without it."
+_WEIGHTS = "A device, a library or dpvision computes differently on that rank: start again from an earlier checkpoint, without it."
 
 
 def check_same_weights(tensors: Mapping[str, Tensor], group: Group) -> None:
-    """Refuse, on every rank, weights that are not the same bits everywhere: each rank adds the same noise to the same sum.
+    """Refuse, on every rank, weights that are not bitwise equal on all ranks: each rank adds the same noise to the same sum.
 
     Raises:
         PrivacyError: names the tensors and the ranks.
@@ -47,11 +47,11 @@ def check_same_everywhere(facts: Mapping[str, str], group: Group, remedy: str = 
     """Refuse, on every rank, a run whose ranks differ in any of ``facts``.
 
     Args:
-        facts: name -> value, of this rank.
-        remedy: last words of the error.
+        facts: name -> value on this rank.
+        remedy: last sentence of the error.
 
     Raises:
-        PrivacyError: names what differs and on which ranks.
+        PrivacyError: names the facts that differ and the ranks.
     """
     if group.world_size == 1:
         return
@@ -80,12 +80,12 @@ def facts_of_start(
     progress: str,
     device: torch.device,
 ) -> dict[str, str]:
-    """What is compared at a start: store, records in their order, settings, plan, code, lineage and weights.
+    """Collect what is compared at a start: store, records in their order, settings, plan, code, lineage and weights.
 
     Args:
-        rows: int64 rows that take part.
-        tensors: of the model, the optimizer and the average, as this start has them.
-        progress: updates and steps of the checkpoint that the run goes on from.
+        rows: int64 rows that may be drawn.
+        tensors: tensors of the model, the optimizer and the average at this start.
+        progress: updates and steps of the checkpoint that the run continues from.
     """
     settings = {name: value for name, value in _flat(to_dict(config), "") if name not in _OF_A_MACHINE}
     versions = code_versions()
@@ -106,7 +106,7 @@ def facts_of_start(
 
 
 def facts_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A digest of the type, the shape and every bit of each tensor: equal NaN are equal, others are told apart."""
+    """Digest the type, shape and bits of each tensor: NaNs with equal bits are equal, others differ."""
     return {f"tensor {name}": _digest_of_tensor(value) for name, value in tensors.items()}
 
 
@@ -118,7 +118,7 @@ def _digest_of_tensor(value: Tensor) -> str:
 
 
 def _digest_of_records(store: Store, rows: np.ndarray) -> str:
-    """Of ids, units, sizes and labels of ``rows``, in order; of the rows themselves too, for a draw names positions among them."""
+    """Digest ids, units, sizes and labels of ``rows`` in order, and the rows themselves, because a draw gives positions among them."""
     digest = hashlib.sha256()
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         part = rows[start : start + _ROWS_AT_ONCE]
@@ -132,7 +132,7 @@ def _digest_of_records(store: Store, rows: np.ndarray) -> str:
 
 
 def _processor(device: torch.device) -> str:
-    """What the kernels are chosen by: other instructions round otherwise, and the ranks' weights would drift apart."""
+    """The instruction set by which kernels are chosen: others round differently, and the ranks' weights would diverge."""
     if device.type == "cuda":
         return "cuda {}.{}".format(*torch.cuda.get_device_capability())
     return f"cpu {torch.backends.cpu.get_cpu_capability()}"

@@ -1,4 +1,4 @@
-"""From a config to a session ready to train: every check that can refuse comes before the first step is charged."""
+"""Make a session from a config: every check that can refuse a run comes before the first step is charged."""
 
 import contextlib
 import copy
@@ -40,16 +40,16 @@ OpenParent = Callable[[str], Checkpoint]
 
 
 def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> tuple[DPPlan, Store, int, Lineage]:
-    """Every check of a new run without making it (``--dry-run``).
+    """Make every check of a new run without starting it (``--dry-run``).
 
     Args:
         open_parent: as for ``new_session``.
 
     Returns:
-        The plan, the store, the number of records that would take part, and the lineage of the weights that it would start from.
+        The plan, the store, the number of records that may be drawn, and the lineage of the initial weights.
 
     Raises:
-        DPVisionError: what ``new_session`` would raise.
+        DPVisionError: as ``new_session``.
     """
     with _joined(config.hardware.device) as group:
         with together(group):
@@ -62,13 +62,14 @@ def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> t
 
 @contextlib.contextmanager
 def new_session(config: RunConfig, root: Path, open_parent: OpenParent = load_checkpoint) -> Iterator[Session]:
-    """A session for a new run in folder ``root``.
+    """Open a session for a new run in folder ``root``.
 
     Args:
-        open_parent: opens what ``init_from`` names: a run's folder; with ``encoders.starting_weights.open_parent`` also timm:NAME.
+        open_parent: opens the checkpoint named by ``init_from``: a run's folder; with ``encoders.starting_weights.open_parent`` also
+            timm:NAME.
 
     Raises:
-        DPVisionError: anything that makes the run impossible or unsafe; no step has been charged then.
+        DPVisionError: the run is impossible or unsafe; no step was charged.
     """
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(_joined(config.hardware.device))
@@ -89,14 +90,14 @@ def new_session(config: RunConfig, root: Path, open_parent: OpenParent = load_ch
 
 @contextlib.contextmanager
 def resumed_session(root: Path, hardware: dict[str, Any] | None = None, open_parent: OpenParent = load_checkpoint) -> Iterator[Session]:
-    """The session of an existing run: its own config and plan, its newest checkpoint, the ledger's count, new keys.
+    """Open a session for an existing run: its config and plan, its newest checkpoint, the ledger's step count, new keys.
 
     Args:
-        hardware: HardwareConfig fields to change: the only settings that a resumed run may change.
-        open_parent: as for ``new_session``; used where the run stopped before its first checkpoint.
+        hardware: HardwareConfig fields to change, the only settings that a resumed run may change.
+        open_parent: as for ``new_session``; used if the run stopped before its first checkpoint.
 
     Raises:
-        DPVisionError: the run, its ledger or its store do not fit together.
+        DPVisionError: the run, its ledger or its store do not match.
     """
     asked = hardware or {}
     with contextlib.ExitStack() as stack:
@@ -114,7 +115,7 @@ def resumed_session(root: Path, hardware: dict[str, Any] | None = None, open_par
 
 @contextlib.contextmanager
 def _joined(device: str) -> Iterator[distributed.Group]:
-    """This process among the run's processes, for as long as the block lasts."""
+    """Join the run's process group for the duration of the block."""
     try:
         yield distributed.join(device)
     finally:
@@ -122,7 +123,7 @@ def _joined(device: str) -> Iterator[distributed.Group]:
 
 
 def _check_same(session: Session) -> None:
-    """Refuse ranks that do not hold the same of everything that the guarantee rests on, before anything is charged."""
+    """Refuse ranks that differ in anything that the guarantee depends on, before anything is charged."""
     if session.group.world_size == 1:
         return
     tensors = {
@@ -139,7 +140,7 @@ def _check_same(session: Session) -> None:
 
 
 def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, open_parent: OpenParent, group: distributed.Group) -> Session:
-    """Store, model, optimizer and lineage, on this process's device. No collective call: any rank may be refused here."""
+    """Make store, model, optimizer and lineage on this process's device. No collective call: any rank may fail here."""
     assert config.data.store is not None, "_check_paths refused that"
     store = open_store(Path(config.data.store))
     rows = store.eligible_rows(plan.max_records_per_unit, config.seed)
@@ -183,7 +184,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
 
 
 def _compile(config: RunConfig, model: nn.Module, loss_fn: LossFn, group: distributed.Group) -> CompiledBlocks:
-    """The model's blocks compiled for full physical batches, and compared with the blocks as they are."""
+    """Compile the model's blocks for full physical batches, and compare them with the uncompiled blocks."""
     size = config.hardware.physical_batch_size
     blocks = compile_blocks(model, size)
     if config.privacy.guarantee == "dp":
@@ -192,33 +193,33 @@ def _compile(config: RunConfig, model: nn.Module, loss_fn: LossFn, group: distri
 
 
 def _space(session: Session) -> int:
-    """Bytes of two checkpoints: weights, their average if there is one, two moments of the optimizer."""
+    """Size of two checkpoints in bytes: weights, their average if there is one, two moments of the optimizer."""
     copies = 3 + (session.ema is not None)
     return 2 * copies * sum(p.numel() * p.element_size() for p in session.model.parameters())
 
 
 def _check_paths(config: RunConfig, open_parent: OpenParent) -> None:
-    """Refuse what is not there before the plan is made: calibrating its noise can take half a minute."""
+    """Refuse missing files before the plan is made: calibrating its noise can take half a minute."""
     if config.data.store is None:
-        raise ConfigError("data: store=None; expected a folder made by `dpvision data import`. Say --data STORE.")
+        raise ConfigError("data: store=None; expected a folder made by `dpvision data import`. Pass --data STORE.")
     if not Path(config.data.store).exists():
-        open_store(Path(config.data.store))  # says what is missing
+        open_store(Path(config.data.store))  # raises with the reason
     if isinstance(config.model, CaptionerConfig):
         open_tokenizer(config)
     init_from = config.init_from
     if init_from is not None and init_from.startswith("timm:") and open_parent is not load_checkpoint:
-        open_parent(init_from)  # says what is missing
+        open_parent(init_from)  # raises with the reason
     elif init_from is not None and not Path(init_from).exists():
         name = Path(init_from).name
-        make = f"Make it with `dpvision train {name}`" if name.startswith("synthetic.") else "Correct --init-from"
+        make = f"Make it with `dpvision train {name}`" if name.startswith("synthetic.") else "Change --init-from"
         raise CheckpointError(
-            f"run: init_from={init_from!r} is not there; expected the run that this one starts from. "
-            f"{make}, or say --init-from None for random weights."
+            f"run: init_from={init_from!r} does not exist; expected the run that this one starts from. "
+            f"{make}, or pass --init-from None for random weights."
         )
 
 
 def _perturb_zeros(model: nn.Module) -> nn.Module:
-    """A copy with small values where a parameter starts as zeros: behind a head of zeros every gradient is zero, any sum of them exact."""
+    """Copy a model with small values in parameters that are all zero: behind a zero head all gradients vanish, and any sum is exact."""
     copied = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

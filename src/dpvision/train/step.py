@@ -1,7 +1,8 @@
-"""One logical step's clipped sum: the plan draws, each process takes its buckets, nothing is divided by what was realised.
+"""One logical step's clipped sum: the plan draws the batch, each process takes its buckets, nothing is divided by the realised size.
 
 Physical batches are buckets of records by a public hash (``dp.buckets``): one record more or less changes the sum of its own bucket
-only, to the bit, whatever the number of the others. The number of buckets follows from the expected batch size, never from the drawn one.
+only, bit for bit, whatever the number of other records. The number of buckets follows from the expected batch size, never from the drawn
+one.
 """
 
 import contextlib
@@ -31,29 +32,29 @@ from dpvision.train.log import StepMetrics
 from dpvision.train.objectives import example_batch
 
 _LEAST_ROWS = 8
-"""A pass has as many rows at least: kernels treat a few rows differently, and a record's gradient should not depend on the others."""
+"""Smallest number of rows in a pass: kernels treat fewer rows differently, and a record's gradient must not depend on other records."""
 
 
 @dataclass
 class Training:
-    """What a step works with."""
+    """The inputs of a step."""
 
     config: RunConfig
     plan: DPPlan
     store: Store
     rows: np.ndarray
-    """int64 row numbers of the store that take part in this run (contribution bound applied)."""
+    """int64 rows of the store that this run may draw (contribution bound applied)."""
     words: CaptionReader | None
-    """Reads captions as tokens; None for a model without words."""
+    """Reads captions as tokens; None for a model without captions."""
     model: nn.Module
     loss_fn: LossFn
     group: Group
     blocks: CompiledBlocks | None = None
-    """The model's compiled blocks, with hardware.compile."""
+    """The model's compiled blocks; None without hardware.compile."""
 
 
 def step_sum(step: int, t: Training, draw_key: bytes) -> tuple[ClippedSum, StepMetrics]:
-    """Return the clipped sum of logical step ``step`` over all processes, and its confidential figures.
+    """Return the clipped sum of logical step ``step`` over all processes, and its metrics.
 
     Args:
         step: the ledger's number of this step.
@@ -78,7 +79,7 @@ def step_sum(step: int, t: Training, draw_key: bytes) -> tuple[ClippedSum, StepM
 
 
 def _batches(t: Training, drawn: np.ndarray, key: StepKey) -> Iterator[Batch]:
-    """The physical batches of this rank's buckets, on its device."""
+    """Yield the physical batches of this rank's buckets, on its device."""
     hardware, model, group = t.config.hardware, t.config.model, t.group
     most = hardware.physical_batch_size
     count = num_buckets(t.plan.expected_batch_size, most, group.world_size)
@@ -93,7 +94,7 @@ def _batches(t: Training, drawn: np.ndarray, key: StepKey) -> Iterator[Batch]:
 
 
 def padded(batch: Batch, num_rows: int) -> Batch:
-    """The batch with copies of its first record, not valid, up to ``num_rows`` rows: they take part in the forward pass only."""
+    """Pad a batch to ``num_rows`` rows with invalid copies of its first record, which take part in the forward pass only."""
     num = len(batch.record_id_B)
     if num >= num_rows:
         return batch
@@ -103,7 +104,7 @@ def padded(batch: Batch, num_rows: int) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with every tensor on ``device``."""
+    """Move every tensor of a batch to ``device``."""
     return Batch._make(None if t is None else t.to(device, non_blocking=True) for t in batch)
 
 
@@ -115,7 +116,7 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
 
 
 def _loss_scale(t: Training, key: StepKey) -> float:
-    """Factor of the losses for float16. Every rank finds the same: weights, key and public batch are the same on all."""
+    """Factor of the losses for float16, the same on every rank, because weights, key and public batch are."""
     if t.config.hardware.precision != "float16":
         return 1.0
     return public_loss_scale(t.loss_fn, t.model, to_device(example_batch(t.config), t.group.device), key)
@@ -134,7 +135,7 @@ def _metrics(total: ClippedSum, plan: DPPlan, group: Group, start: float) -> Ste
         loss=loss / count if count else nan,
         batch_size=int(count),
         grad_norm_mean=norm / num_good if num_good else nan,
-        # Of this rank's buckets: a median of all would have to gather every norm.
+        # The median over this rank's buckets: that over all would need every norm.
         grad_norm_median=float(norms[good].median()) if good.any() else nan,
         clip_fraction=num_clipped / num_good if num_good else nan,
         num_non_finite=int(num_bad),

@@ -1,4 +1,4 @@
-"""Tokenizer loading and checks: against the model, the store and the parent run."""
+"""Load the tokenizer of a run, and check it against the model, the store and the parent run."""
 
 from pathlib import Path
 
@@ -16,15 +16,15 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def open_words(config: RunConfig, store: Store, rows: np.ndarray, before: Checkpoint | None) -> CaptionReader | None:
-    """The reader of captions of a run, or None for a model without words.
+    """Open the caption reader of a run, or return None for a model without captions.
 
     Args:
-        before: the checkpoint that a resumed run goes on from, or that a new one starts from.
+        before: the checkpoint that a resumed run continues from, or that a new run starts from.
 
     Raises:
-        ConfigError: no tokenizer is named, or its vocabulary is not the model's.
-        DataError: its file is none, or a record has no caption.
-        CheckpointError: the checkpoint has learned the words of another tokenizer.
+        ConfigError: no tokenizer is named, or its vocabulary size is not the model's.
+        DataError: the tokenizer's file is invalid, or a record has no caption.
+        CheckpointError: the checkpoint was trained with another tokenizer.
     """
     if not isinstance(config.model, CaptionerConfig):
         return None
@@ -32,25 +32,25 @@ def open_words(config: RunConfig, store: Store, rows: np.ndarray, before: Checkp
     theirs = None if before is None else before.files.get(TOKENIZER_FILE)
     if before is not None and theirs is not None and theirs != tokenizer.to_bytes():
         raise CheckpointError(
-            f"checkpoint: {before.path} was trained with another tokenizer than {config.data.tokenizer}; expected the same, for its words' "
-            f"numbers mean other words here. Say --data.tokenizer {before.path / TOKENIZER_FILE}."
+            f"checkpoint: {before.path} was trained with another tokenizer than {config.data.tokenizer}; expected the same, because token "
+            f"ids differ. Pass --data.tokenizer {before.path / TOKENIZER_FILE}."
         )
     check_captions(store, rows)
     return CaptionReader(tokenizer, config.model.num_tokens)
 
 
 def open_tokenizer(config: RunConfig) -> CaptionTokenizer:
-    """The tokenizer that a captioner's config names; raises as ``open_words``."""
+    """Open the tokenizer named by a captioner's config; raises as ``open_words``."""
     assert isinstance(config.model, CaptionerConfig)
     if config.data.tokenizer is None:
         raise ConfigError(
             "data: tokenizer=None; expected a tokenizer file for a captioner. Make one from public text with "
-            "`dpvision data tokenizer FILE`, then say --data.tokenizer FILE."
+            "`dpvision data tokenizer FILE`, then pass --data.tokenizer FILE."
         )
     tokenizer = CaptionTokenizer.load(Path(config.data.tokenizer))
     if tokenizer.vocab_size != config.model.vocab_size:
         raise ConfigError(
             f"model: vocab_size={config.model.vocab_size}; expected {tokenizer.vocab_size}, the entries of {config.data.tokenizer}. "
-            f"Say --model.vocab-size {tokenizer.vocab_size}, or use another tokenizer."
+            f"Pass --model.vocab-size {tokenizer.vocab_size}, or use another tokenizer."
         )
     return tokenizer
