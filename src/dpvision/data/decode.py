@@ -134,6 +134,7 @@ def _decode_jpeg(data: bytes) -> np.ndarray | None:
 
 
 def _open(data: bytes) -> Image.Image:
+    image: Image.Image
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
