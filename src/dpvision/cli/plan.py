@@ -71,7 +71,7 @@ def plan(
     from dpvision.privacy.planner import what_if
 
     if recipe is not None and num_parameters is None:
-        from dpvision.models import count_parameters
+        from dpvision.plan.parameters import count_parameters
 
         num_parameters = count_parameters(get_recipe(recipe).model) or None  # a head's depend on its encoder
     given = {name: value for name, value in locals().items() if value is not None}
