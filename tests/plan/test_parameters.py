@@ -9,7 +9,8 @@ from dpvision.config import CaptionerConfig, CrossMAEConfig, HeadConfig, MAEConf
 from dpvision.plan.parameters import by_formula, count_parameters
 from dpvision.recipes import RECIPES
 
-NETWORKS = {made.model: name for name, made in ((name, recipe()) for name, recipe in RECIPES.items()) if not isinstance(made.model, HeadConfig)}
+MODELS = {name: recipe().model for name, recipe in RECIPES.items()}
+NETWORKS = {model: name for name, model in MODELS.items() if not isinstance(model, HeadConfig)}
 
 
 @pytest.mark.parametrize("cfg", [cfg for cfg in NETWORKS if by_formula(cfg) is not None], ids=NETWORKS.get)

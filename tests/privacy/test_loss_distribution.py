@@ -94,7 +94,9 @@ def check_calibration(rate: float, steps: int, target: float) -> None:
         assert target * (1 - 1e-3) <= plan.epsilon <= target, (rate, steps, target, plan.noise_multiplier, plan.epsilon)
 
 
-@pytest.mark.parametrize(("rate", "steps", "target"), [(0.1, 300, 8.0), (0.004, 6000, 2.0), (0.5, 20, 0.1), (0.001, 1000, 1.0), (1.0, 1, 3.0)])
+@pytest.mark.parametrize(
+    ("rate", "steps", "target"), [(0.1, 300, 8.0), (0.004, 6000, 2.0), (0.5, 20, 0.1), (0.001, 1000, 1.0), (1.0, 1, 3.0)]
+)
 def test_calibration_reaches_the_target_from_below(rate: float, steps: int, target: float) -> None:
     check_calibration(rate, steps, target)
 

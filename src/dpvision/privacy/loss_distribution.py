@@ -122,7 +122,13 @@ class _Pmf(pld_pmf.DensePLDPmf):
 
 
 def _one_step(
-    loss: privacy_loss_mechanism.MonotonePrivacyLoss, shift_S: np.ndarray, weight_S: np.ndarray, noise: float, interval: float, *, adding: bool
+    loss: privacy_loss_mechanism.MonotonePrivacyLoss,
+    shift_S: np.ndarray,
+    weight_S: np.ndarray,
+    noise: float,
+    interval: float,
+    *,
+    adding: bool,
 ) -> _Pmf:
     bounds = loss.connect_dots_bounds()
     first, last = math.floor(bounds.epsilon_lower / interval), math.ceil(bounds.epsilon_upper / interval)
@@ -155,7 +161,9 @@ def _hockey_stick(epsilon_E: np.ndarray, shift_S: np.ndarray, weight_S: np.ndarr
     away_ES = (t[:, None] - shift_S) / noise
     if adding:
         upper = special.ndtr(t / noise)
-        parts = np.concatenate([math.log1p(-drawn) + special.log_ndtr(t / noise)[:, None], np.log(weight_S) + special.log_ndtr(away_ES)], axis=1)
+        parts = np.concatenate(
+            [math.log1p(-drawn) + special.log_ndtr(t / noise)[:, None], np.log(weight_S) + special.log_ndtr(away_ES)], axis=1
+        )
         lower = np.logaddexp.reduce(parts, axis=1)
     else:
         upper = (1 - drawn) * special.ndtr(-t / noise) + special.ndtr(-away_ES) @ weight_S
@@ -165,8 +173,8 @@ def _hockey_stick(epsilon_E: np.ndarray, shift_S: np.ndarray, weight_S: np.ndarr
 
 
 def _where(log_sum_E: np.ndarray, shift_S: np.ndarray, weight_S: np.ndarray, noise: float) -> np.ndarray:
-    """t at which log(sum of w exp((s t - s^2 / 2) / noise^2)) has these values: convex and rising in t, so Newton's method from a point that is
-    too large falls to the root."""
+    """t at which log(sum of w exp((s t - s^2 / 2) / noise^2)) has these values: convex and rising in t, so Newton's method from a point
+    that is too large falls to the root."""
     t_E = np.min(0.5 * shift_S + noise**2 * (log_sum_E[:, None] - np.log(weight_S)) / shift_S, axis=1)
     if len(shift_S) == 1:
         return t_E
