@@ -96,7 +96,9 @@ def test_the_evidence_is_what_the_files_say() -> None:
         else:
             case, names = f"patches+scattering: {row.data}, {row.records} records, epsilon {row.epsilon:g}", ("many_steps",)
         stored = [
-            r["value"] for r in rows(f"2026-11-22-{row.source}") if r["case"] == case and r["variant"] in names and r["metric"].startswith("accuracy")
+            r["value"]
+            for r in rows(f"2026-11-22-{row.source}")
+            if r["case"] == case and r["variant"] in names and r["metric"].startswith("accuracy")
         ]
         assert stored == [pytest.approx(row.accuracy, abs=0.006)], row
     for row in PRETRAINING:
@@ -187,12 +189,8 @@ def test_a_delta_far_too_large_is_computed_and_refused_in_words(capsys: pytest.C
     asked = "plan --dataset-size 100000 --expected-batch-size 1000 --steps 50 --noise-multiplier 1 --delta 0.001 --json"
     assert main(asked.split()) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (
-        found["n_times_delta"] == pytest.approx(100)
-        and found["epsilon"] > 0
-       
+    assert found["n_times_delta"] == pytest.approx(100) and found["epsilon"] > 0
     assert "dataset_size x delta at most 1.5, got 100" in found["refused"]
-    )
 
 
 def test_hours_that_do_not_suffice_are_said() -> None:
