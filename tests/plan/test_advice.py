@@ -8,12 +8,18 @@ from pathlib import Path
 import pytest
 
 from dpvision.cli import main
+from dpvision.cli.recipe import get_recipe
 from dpvision.errors import ConfigError
-from dpvision.plan.advice import Question, advise, expected_accuracy, head_signal
+from dpvision.plan import advice
+from dpvision.plan.advice import Advice, Question, expected_accuracy, head_signal
 from dpvision.plan.evidence import CLASSES, HEADS, PRETRAINING
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 Cell = tuple[str, float, float]
+
+
+def advise(question: Question) -> Advice:
+    return advice.advise(question, get_recipe)
 
 
 def rows(name: str) -> list[dict]:

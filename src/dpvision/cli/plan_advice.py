@@ -4,12 +4,13 @@ from dataclasses import asdict
 from typing import Any
 
 from dpvision.cli.output import pairs
+from dpvision.cli.recipe import get_recipe
 from dpvision.plan.advice import Advice, Question, advise
 
 
 def answer(question: Question) -> tuple[dict[str, Any], str]:
     """The advice as a dict ready for JSON and as text."""
-    found = advise(question)
+    found = advise(question, get_recipe)
     return {"question": asdict(question) | {"delta": question.delta}, "advice": asdict(found)}, _text(question, found)
 
 

@@ -1,20 +1,23 @@
 """Which way to take with given images, people, labels, machines and epsilon: public rules, held to our own experiments (docs/plan.md)."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from dp_accounting import gaussian_mechanism
 
+from dpvision.config import RunConfig
 from dpvision.errors import ConfigError
 from dpvision.plan.cost import FEATURE_S, head_hours, pretraining_hours
 from dpvision.plan.evidence import CLASSES, DELTAS, HEADS, NAMES, PRETRAINING, HeadResult, Pretraining
 from dpvision.plan.parameters import count_parameters
 from dpvision.privacy.plan import default_delta, draft_plan
 from dpvision.privacy.planner import signal
-from dpvision.recipes import RECIPES
 
+RecipeOf = Callable[[str], RunConfig]
+"""From a recipe's name to its config: recipes belong to the command line, which hands them over."""
 Way = Literal["private pre-training", "continual training", "head on a public encoder", "head on baseline features", "too little data"]
 
 FEWEST_OF_A_CLASS = 8
@@ -93,7 +96,7 @@ class Advice:
     warnings: tuple[str, ...] = ()
 
 
-def advise(q: Question) -> Advice:
+def advise(q: Question, recipe_of: RecipeOf) -> Advice:
     """The recommendation for a question.
 
     Raises:
@@ -101,7 +104,7 @@ def advise(q: Question) -> Advice:
     """
     if q.labels is not None and not (q.captions and q.images >= LABELS_GIVE_WAY_FROM):
         return _head(q)
-    return _pretraining(q)
+    return _pretraining(q, recipe_of)
 
 
 def head_signal(q: Question) -> float:
@@ -212,12 +215,12 @@ def _pretraining_recipe(q: Question) -> str:
     for least, name in ((200_000_000, f"{family}.base"), (20_000_000, f"{family}.base_23m")):
         if q.images >= least:
             return name
-    return f"{family}.base_2m" if f"{family}.base_2m" in RECIPES else f"{family}.base_23m"
+    return f"{family}.base_2m"
 
 
-def _rho(q: Question, name: str) -> tuple[float, float, int]:
+def _rho(q: Question, name: str, recipe_of: RecipeOf) -> tuple[float, float, int]:
     """(rho_star at the recipe's settings, the least that any settings reach, sample-gradients)."""
-    recipe = RECIPES[name]()
+    recipe = recipe_of(name)
     batch = min(recipe.privacy.expected_batch_size, float(q.images))
     target = {"target_epsilon": q.epsilon} if q.people is None else {"target_unit_epsilon": q.epsilon}
     cfg = replace(
@@ -229,11 +232,11 @@ def _rho(q: Question, name: str) -> tuple[float, float, int]:
     return figures.get("rho_star_planned", math.inf), figures.get("rho_star", math.inf), round(plan.steps * batch)
 
 
-def _pretraining(q: Question) -> Advice:
+def _pretraining(q: Question, recipe_of: RecipeOf) -> Advice:
     name = _pretraining_recipe(q)
-    rho, limit, gradients = _rho(q, name)
+    rho, limit, gradients = _rho(q, name, recipe_of)
     least = CAPTIONS_PAY_FROM if q.captions else IMAGES_PAY_FROM
-    hours, how = pretraining_hours(name, gradients, count_parameters(RECIPES[name]().model), q.gpus, q.device)
+    hours, how = pretraining_hours(name, gradients, count_parameters(recipe_of(name).model), q.gpus, q.device)
     figures = {"rho_star_planned": rho, "rho_star_limit": limit, "sample_gradients": float(gradients)}
     ours = sorted(
         (row for row in PRETRAINING if row.captions == q.captions),
@@ -253,7 +256,7 @@ def _pretraining(q: Question) -> Advice:
             "once there are labels.",
             (embed,), "that of the public features: private training added nothing measurable", None, evidence,
             round(q.images * FEATURE_S / 3600, 2), "baseline features, two cores, measured",
-            figures, _more_of_pretraining(q, name, rho), _warnings(q, None),
+            figures, _more_of_pretraining(q, name, rho, recipe_of), _warnings(q, None),
         )  # fmt: skip
     size = name.partition(".")[2].partition("_")[0]
     start = f"synthetic.{name.partition('.')[0]}_{size}"
@@ -278,7 +281,7 @@ def _pretraining(q: Question) -> Advice:
         "before you use it.",
         (*first, train, "dpvision evaluate runs/private patches+scattering --train PUBLIC_TRAIN --test PUBLIC_TEST"),
         f"{gain}; no score on your images can be promised",
-        None, evidence, hours, how, figures, _more_of_pretraining(q, name, rho), _warnings(q, hours),
+        None, evidence, hours, how, figures, _more_of_pretraining(q, name, rho, recipe_of), _warnings(q, hours),
     )  # fmt: skip
 
 
@@ -296,12 +299,12 @@ def _told(row: Pretraining) -> str:
     )
 
 
-def _more_of_pretraining(q: Question, name: str, rho: float) -> dict[str, str]:
+def _more_of_pretraining(q: Question, name: str, rho: float, recipe_of: RecipeOf) -> dict[str, str]:
     wider = replace(q, images=q.images * 10, people=None if q.people is None else q.people * 10)
     return {
-        "ten times the images": f"rho* {_rho(wider, name)[0]:.2g} in place of {rho:.2g} at the same settings",
-        "twice the epsilon": f"rho* {_rho(replace(q, epsilon=q.epsilon * 2), name)[0]:.2g} in place of {rho:.2g}",
-        "ten times the compute": f"at best rho* {_rho(q, name)[1]:.2g}, whatever the batch and the steps",
+        "ten times the images": f"rho* {_rho(wider, name, recipe_of)[0]:.2g} in place of {rho:.2g} at the same settings",
+        "twice the epsilon": f"rho* {_rho(replace(q, epsilon=q.epsilon * 2), name, recipe_of)[0]:.2g} in place of {rho:.2g}",
+        "ten times the compute": f"at best rho* {_rho(q, name, recipe_of)[1]:.2g}, whatever the batch and the steps",
     }
 
 
