@@ -222,10 +222,10 @@ def _rho(q: Question, name: str, recipe_of: RecipeOf) -> tuple[float, float, int
     """(rho_star at the recipe's settings, the least that any settings reach, sample-gradients)."""
     recipe = recipe_of(name)
     batch = min(recipe.privacy.expected_batch_size, float(q.images))
-    target = {"target_epsilon": q.epsilon} if q.people is None else {"target_unit_epsilon": q.epsilon}
     cfg = replace(
         recipe.privacy, dataset_size=q.images, expected_batch_size=batch, noise_multiplier=None, delta=None, num_units=q.people,
-        max_records_per_unit=q.images_of_a_person, **({"target_epsilon": None} | target),
+        max_records_per_unit=q.images_of_a_person, target_epsilon=q.epsilon if q.people is None else None,
+        target_unit_epsilon=None if q.people is None else q.epsilon,
     )  # fmt: skip
     plan = draft_plan(cfg)
     figures = signal(plan, count_parameters(recipe.model)) or {}

@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 from dp_accounting.pld import pld_pmf, privacy_loss_mechanism
-from dp_accounting.pld import privacy_loss_distribution as pld
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution as Distribution
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType as _Direction
 from scipy import fft, special
 
-Distribution = pld.PrivacyLossDistribution
-_Direction = privacy_loss_mechanism.AdjacencyType
 _DIRECTIONS = (_Direction.REMOVE, _Direction.ADD)
 _CHERNOFF_ORDERS = 20
 _NEWTON_STEPS = 50
