@@ -13,7 +13,7 @@ ORDER = [
     {"errors", "mixing", "openmp", "precision"},
     {"config", "weights", "files"},
     {"privacy", "models", "synthetic", "checkpoint"},
-    {"data"},
+    {"data", "plan"},
     {"dp", "optim", "runs"},
     {"train"},
     {"encoders"},

@@ -32,6 +32,15 @@ def plan(
     max_records_per_unit: int | None = None,
     num_units: int | None = None,
     num_parameters: int | None = None,
+    images: int | None = None,
+    people: int | None = None,
+    labels: int | None = None,
+    captions: bool = False,
+    epsilon: float | None = None,
+    public_encoder: str | None = None,
+    gpus: int | None = None,
+    device: str | None = None,
+    hours: float | None = None,
     claims: bool = False,
     json: bool = False,
 ) -> None:
@@ -39,10 +48,13 @@ def plan(
 
     Give the noise and read epsilon, or give --target-epsilon and read the noise. With the name of a recipe, what is left out
     comes from it. `plan` computes anything; "refused" says whether training with it would be.
+    With --images and --epsilon it recommends what to do with them, and why (docs/plan.md).
 
       dpvision plan --dataset-size 50000 --expected-batch-size 5000 --steps 300 --target-epsilon 8
       dpvision plan vip.base
       dpvision plan vip.micro --target-epsilon 2
+      dpvision plan --images 20000 --people 4000 --labels 10 --epsilon 3
+      dpvision plan --images 5000000 --captions --epsilon 8 --gpus 8 --device H100
       dpvision plan --claims
 
     Args:
@@ -59,6 +71,15 @@ def plan(
         max_records_per_unit: Records of one person that take part, at most; above 1 it needs --num-units.
         num_units: M, the declared public number of people: epsilon is then given for the person, and delta judged by M.
         num_parameters: Trained parameters, for the signal figures.
+        images: Ask for a recommendation: the declared number of images; needs --epsilon.
+        people: Of how many people the images are; epsilon is then for a person.
+        labels: Number of classes, if the images have labels.
+        captions: The images have captions.
+        epsilon: The epsilon that may be spent.
+        public_encoder: An encoder of public images that is at hand, as `dpvision adapt --encoder` takes it.
+        gpus: Number of GPUs (left out: none).
+        device: Their name: A100, H100, H200, V100, L4, ...
+        hours: Hours that may be used; the recommendation says if they do not suffice.
         claims: Recompute every privacy claim of the papers instead, which takes half a minute (docs/claims.md).
         json: Print JSON.
     """
@@ -68,10 +89,14 @@ def plan(
             raise ConfigError(f"plan: --claims with {', '.join(others)}; expected it alone, or with --json. Drop the others.")
         _claims(json)
         return
+    asked = {name: value for name, value in locals().items() if name in _QUESTION and value is not None and value is not False}
+    if asked:
+        _advise(asked, {name: value for name, value in locals().items() if name in (*_NAMES, "recipe", "num_parameters")}, json)
+        return
     from dpvision.privacy.planner import what_if
 
     if recipe is not None and num_parameters is None:
-        from dpvision.models import count_parameters
+        from dpvision.plan.parameters import count_parameters
 
         num_parameters = count_parameters(get_recipe(recipe).model) or None  # a head's depend on its encoder
     given = {name: value for name, value in locals().items() if value is not None}
@@ -80,6 +105,25 @@ def plan(
     if recipe is not None:
         result["refused"] = result["refused"] or untyped_delta(get_recipe(recipe).privacy, config, given)
     emit(result, json, _text(result))
+
+
+_QUESTION = ("images", "people", "labels", "captions", "epsilon", "public_encoder", "gpus", "device", "hours")
+
+
+def _advise(asked: dict[str, Any], settings: dict[str, Any], json: bool) -> None:
+    others = [name for name, value in settings.items() if value is not None]
+    if others:
+        raise ConfigError(f"plan: --{next(iter(asked))} with {', '.join(others)}; expected a question or settings. Drop one kind.")
+    missing = [f"--{name}" for name in ("images", "epsilon") if name not in asked]
+    if missing:
+        raise ConfigError(
+            f"plan: without {' and '.join(missing)}; expected both in a question. E.g. --images 20000 --labels 10 --epsilon 3."
+        )
+    from dpvision.cli.plan_advice import answer
+    from dpvision.plan.advice import Question
+
+    result, text = answer(Question(**asked))
+    emit(result, json, text)
 
 
 def _claims(json: bool) -> None:

@@ -1,0 +1,33 @@
+"""Text and JSON of ``dpvision plan --images``."""
+
+from dataclasses import asdict
+from typing import Any
+
+from dpvision.cli.output import pairs
+from dpvision.cli.recipe import get_recipe
+from dpvision.plan.advice import Advice, Question, advise
+
+
+def answer(question: Question) -> tuple[dict[str, Any], str]:
+    """The advice as a dict ready for JSON and as text."""
+    found = advise(question, get_recipe)
+    return {"question": asdict(question) | {"delta": question.delta}, "advice": asdict(found)}, _text(question, found)
+
+
+def _text(q: Question, a: Advice) -> str:
+    whose = "an image" if q.people is None else f"a person ({q.images_of_a_person} images at most)"
+    hours = None if a.hours is None else f"{a.hours:.2g} ({a.hours_how})"
+    lines = [
+        f"Recommended: {a.way}.",
+        f"  {a.why}",
+        pairs({"guarantee": f"epsilon {q.epsilon:g} at delta {q.delta:.3g} for {whose}", "score": a.score, "hours": hours}),
+        "Commands (STORE: from `dpvision data import`)",
+        *(f"  {command}" for command in a.commands),
+        "Evidence",
+        *(f"  {line}" for line in a.evidence),
+        "What would change it",
+        pairs(a.more),
+        *(f"Note: {warning}." for warning in a.warnings),
+        "Rules and their limits: docs/plan.md.",
+    ]
+    return "\n".join(lines)

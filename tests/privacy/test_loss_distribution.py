@@ -1,0 +1,108 @@
+"""The array code gives dp-accounting's figures; the stated epsilon lies between independent bounds and moves the right way."""
+
+import math
+
+import numpy as np
+import pytest
+from dp_accounting.pld import privacy_loss_distribution as pld
+from scipy import stats
+
+from dpvision.config import PrivacyConfig
+from dpvision.privacy import accountant, loss_distribution, mechanism, second_accountant
+from dpvision.privacy.plan import draft_plan
+
+N = 233_804_767
+
+
+def settings(count: int, seed: int) -> list[tuple[float, float, int, float]]:
+    """(rate, noise, steps, delta) of epsilons from 0.05 to 300; below, the stated grid costs several percent."""
+    rng = np.random.default_rng(seed)
+    rows: list[tuple[float, float, int, float]] = []
+    while len(rows) < count:
+        rate, noise = float(10 ** rng.uniform(-4, -0.1)), float(10 ** rng.uniform(-0.4, 1.5))
+        steps, delta = round(float(10 ** rng.uniform(0, 4))), float(10 ** rng.uniform(-9, -3))
+        if 0.05 < second_accountant.epsilon([second_accountant.release(rate, noise, steps)], delta) < 300:
+            rows.append((rate, noise, steps, delta))
+    return rows
+
+
+def poisson(rate: float, noise: float, steps: int):  # type: ignore[no-untyped-def]
+    return mechanism.record_event("poisson", 10**9, rate, None, noise, steps)
+
+
+@pytest.mark.parametrize(("rate", "noise", "steps", "delta"), [(98304 / N, 0.48, 6100, 0.5 / N), *settings(12, seed=4)])
+def test_sampled_steps_cost_what_dp_accounting_says(rate: float, noise: float, steps: int, delta: float) -> None:
+    grid = 10 * accountant.discretization_interval(poisson(rate, noise, steps), delta)
+    theirs = pld.from_gaussian_mechanism(noise, value_discretization_interval=grid, sampling_prob=rate).self_compose(steps)
+    ours = loss_distribution.sampled_gaussian(rate, noise, grid).self_compose(steps)
+    assert ours.get_epsilon_for_delta(delta) == pytest.approx(theirs.get_epsilon_for_delta(delta), rel=2e-5)
+    epsilons = np.linspace(0, theirs.get_epsilon_for_delta(1e-6), 9)
+    assert ours.get_delta_for_epsilon(epsilons) == pytest.approx(theirs.get_delta_for_epsilon(epsilons), rel=1e-3)
+    assert ours.get_delta_for_epsilon(float(epsilons[3])) == pytest.approx(ours.get_delta_for_epsilon(epsilons)[3], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("k", "rate", "noise", "steps", "delta"),
+    [(2, 0.02, 2.0, 50, 1e-6), (3, 0.4, 17.0, 150, 5e-6), (5, 0.1, 5.0, 6, 1e-4), (16, 0.03, 9.0, 3, 1e-4)],
+)
+def test_people_cost_what_dp_accounting_says(k: int, rate: float, noise: float, steps: int, delta: float) -> None:
+    shifts, weights = tuple(map(float, range(k + 1))), tuple(stats.binom.pmf(np.arange(k + 1), k, rate).tolist())
+    theirs = pld.from_mixture_gaussian_mechanism(noise, shifts, weights, value_discretization_interval=1e-2).self_compose(steps)
+    ours = loss_distribution.mixture_of_gaussians(shifts, weights, noise, 1e-2).self_compose(steps)
+    assert ours.get_epsilon_for_delta(delta) == pytest.approx(theirs.get_epsilon_for_delta(delta), rel=1e-6)
+
+
+def check_against_bounds(rate: float, noise: float, steps: int, delta: float) -> None:
+    """Within 1% of the second accountant, which shares no code; not below a distribution whose losses are rounded down."""
+    stated = accountant.epsilon(poisson(rate, noise, steps), delta)
+    second = second_accountant.epsilon([second_accountant.release(rate, noise, steps)], delta)
+    assert stated == pytest.approx(second, rel=0.01), (rate, noise, steps, delta)
+    grid = max(1e-4, 0.02 * stated / math.sqrt(steps))
+    below = pld.from_gaussian_mechanism(noise, value_discretization_interval=grid, sampling_prob=rate, pessimistic_estimate=False)
+    assert stated >= below.self_compose(steps).get_epsilon_for_delta(delta) * (1 - 1e-6), (rate, noise, steps, delta)
+
+
+def check_monotone(rate: float, noise: float, steps: int, delta: float) -> None:
+    stated = accountant.epsilon(poisson(rate, noise, steps), delta)
+    assert accountant.epsilon(poisson(min(rate * 1.1, 0.99), noise, steps), delta) > stated
+    assert accountant.epsilon(poisson(rate, noise * 1.1, steps), delta) < stated
+    assert accountant.epsilon(poisson(rate, noise, math.ceil(steps * 1.1)), delta) > stated
+
+
+@pytest.mark.parametrize(("rate", "noise", "steps", "delta"), settings(6, seed=5))
+def test_the_stated_epsilon_lies_between_independent_bounds(rate: float, noise: float, steps: int, delta: float) -> None:
+    check_against_bounds(rate, noise, steps, delta)
+
+
+@pytest.mark.parametrize(("rate", "noise", "steps", "delta"), settings(6, seed=6))
+def test_the_stated_epsilon_moves_the_right_way(rate: float, noise: float, steps: int, delta: float) -> None:
+    check_monotone(rate, noise, steps, delta)
+
+
+@pytest.mark.slow
+def test_bounds_and_direction_hold_everywhere() -> None:
+    for row in settings(110, seed=7):
+        check_against_bounds(*row)
+        check_monotone(*row)
+
+
+def check_calibration(rate: float, steps: int, target: float) -> None:
+    size = 1_000_000
+    plan = draft_plan(PrivacyConfig(dataset_size=size, expected_batch_size=rate * size, steps=steps, target_epsilon=target))
+    assert plan.epsilon is not None
+    if plan.noise_multiplier > 0.01:
+        assert target * (1 - 1e-3) <= plan.epsilon <= target, (rate, steps, target, plan.noise_multiplier, plan.epsilon)
+
+
+@pytest.mark.parametrize(
+    ("rate", "steps", "target"), [(0.1, 300, 8.0), (0.004, 6000, 2.0), (0.5, 20, 0.1), (0.001, 1000, 1.0), (1.0, 1, 3.0)]
+)
+def test_calibration_reaches_the_target_from_below(rate: float, steps: int, target: float) -> None:
+    check_calibration(rate, steps, target)
+
+
+@pytest.mark.slow
+def test_calibration_reaches_the_target_from_below_everywhere() -> None:
+    rng = np.random.default_rng(8)
+    for _ in range(100):
+        check_calibration(float(10 ** rng.uniform(-3, -0.1)), round(float(10 ** rng.uniform(0, 4))), float(10 ** rng.uniform(-1, 1.2)))
