@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _RECIPE_RECORDS = 50_000
 """Records that the suggested recipes are made for; smaller stores need a smaller batch."""
 _RECORDS_OF_A_UNIT = (1, 2, 4, 8)
+
+SceneLabel = Literal["shape", "colour", "texture", "count", "light", "background"]
 
 
 def run(argv: Sequence[str]) -> None:
@@ -146,6 +148,7 @@ def scenes(
     num: int = 10_000,
     size_px: int = 48,
     first: int = 0,
+    label: SceneLabel = "shape",
     multi_label: bool = False,
     public: bool = False,
     workers: int = 2,
@@ -158,14 +161,15 @@ def scenes(
         num: Number of scenes.
         size_px: Width and height.
         first: Number of the first scene; other numbers are other scenes.
-        multi_label: Label a scene with the shapes of all its objects, instead of that of the largest.
+        label: The attribute that is the label. Shape, colour and texture are those of the largest object; colour is the easiest to learn.
+        multi_label: Label a scene with the attribute of all its objects, instead of that of the largest.
         public: Mark the store public (scenes stand in for a private set in the demo).
         workers: Processes that draw.
         json: Print JSON.
     """
     from dpvision.data.synthetic_store import write_scenes
 
-    _said(write_scenes(store, num, size_px, first=first, multi_label=multi_label, workers=workers, public=public), json)
+    _said(write_scenes(store, num, size_px, first=first, label=label, multi_label=multi_label, workers=workers, public=public), json)
 
 
 def inspect(
