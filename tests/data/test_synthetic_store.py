@@ -1,9 +1,11 @@
 import io
+from typing import get_args
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from dpvision.cli.data import SceneLabel
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
 from dpvision.synthetic.scenes import ATTRIBUTES, LABELS, make_scene
@@ -34,6 +36,16 @@ def test_several_labels_are_those_of_all_objects(tmp_path):
     store = write_scenes(tmp_path / "s", 12, 16, label="colour", multi_label=True)
     for i in range(12):
         assert {store.label_names[k] for k in store.record(i).labels} == {thing.colour for thing in make_scene(i).objects}
+
+
+def test_the_command_line_offers_every_attribute():
+    assert get_args(SceneLabel) == tuple(ATTRIBUTES)
+
+
+def test_only_the_scenes_that_were_asked_for_are_kept(tmp_path):
+    store = write_scenes(tmp_path / "s", 40, 16, keep=lambda scene: scene.main.colour == "red")
+    red = [make_scene(i) for i in range(40) if make_scene(i).main.colour == "red"]
+    assert [store.captions(row) for row in range(store.num_records)] == [(scene.caption,) for scene in red]
 
 
 def test_other_captions_can_be_said_of_scenes(tmp_path):

@@ -2,8 +2,10 @@
 
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dpvision.adapt.session import adapt, new_head_session
 from dpvision.cli.output import emit
@@ -32,9 +34,11 @@ from dpvision.train.start import new_session
 
 LABEL = "colour"
 CLASSIFIER_EPSILON = 2.0
+PUBLIC_COLOURS = ("red", "yellow", "green", "cyan", "black")
+"""The colours that captions of public scenes name; those of private scenes name all ten."""
 # Scene numbers: private parts, warm start and test are different scenes of the same kind.
 _FIRST_CAPTIONED, _FIRST_LABELLED, _FIRST_PUBLIC, _FIRST_TEST = 0, 10_000_000, 20_000_000, 30_000_000
-_NUM_LABELLED, _NUM_TEST = 3000, 1000
+_NUM_LABELLED, _NUM_PUBLIC, _NUM_TEST = 3000, 6000, 1000
 _GALLERY = 6
 
 
@@ -65,33 +69,37 @@ def run_demo(place: Place) -> None:
     size = captioner.model.encoder.image_size
     place.say("1/4  Images: procedural scenes, some of which play the private ones")
     labelled = _scenes(place, "demo-labelled", _NUM_LABELLED, _FIRST_LABELLED, size, public=False)
-    captioned = _scenes(
-        place, "demo-captioned", captioner.privacy.dataset_size, _FIRST_CAPTIONED, size, public=False, names="colour and shape"
-    )
-    plain = _scenes(place, "demo-public", get_recipe("demo.start").privacy.dataset_size, _FIRST_PUBLIC, size, public=True, names="shape")
-    test = _scenes(place, "demo-test", _NUM_TEST, _FIRST_TEST, size, public=True, names="colour and shape")
+    captioned = _scenes(place, "demo-captioned", captioner.privacy.dataset_size, _FIRST_CAPTIONED, size, public=False)
+    plain = _scenes(place, "demo-public", _NUM_PUBLIC, _FIRST_PUBLIC, size, public=True, keep=_named_in_public)
+    test = _scenes(place, "demo-test", _NUM_TEST, _FIRST_TEST, size, public=True)
+    unnamed = _scenes(place, "demo-test-new-colours", _NUM_TEST, _FIRST_TEST, size, public=True, keep=_named_in_private_only)
     place.say(f"2/4  A private classifier: the {LABEL} of the largest object, from non-private features")
     head, found = fit_classifier(place, labelled, _NUM_LABELLED, len(ATTRIBUTES[LABEL]), test)
     page = make_report(head, test.path, store_dir=labelled.path, tuning="public")
     make_operator_page(head, labelled.path)
     place.say(f"     {_said(found[-1])}")
-    place.say("3/4  A public warm start that names no colours; then private training on captions that do")
-    run, learned, epsilon = _captioner(place, captioner, plain, captioned, test)
-    place.say(f"     {_said(learned[0])}")
-    place.say(f"     {_compared(*learned)}")
+    place.say("3/4  A captioner: a public warm start that knows five colours, then private captions that name all ten")
+    run, learned, epsilon = _captioner(place, captioner, plain, captioned, [test, unnamed])
+    for (after, before), store in zip(learned, (test, unnamed), strict=True):
+        place.say(f"     {store.path.name}: {_said(after)}")
+        place.say(f"     {_compared(after, before)}")
     place.say("4/4  Report")
     gallery = gallery_of_run(run.private, test.path, [run.start], count=_GALLERY).public_part()
     captions = make_report(run.private, test.path, store_dir=captioned.path, tuning="public", gallery=gallery)
     make_operator_page(run.private, captioned.path)
     minutes = (time.monotonic() - start) / 60
     result = {
-        "classifier": {"run": str(head), "epsilon": CLASSIFIER_EPSILON, "report": str(page), "scores": [s.to_dict() for s in found]},
-        "captioner": {"run": str(run.private), "epsilon": epsilon, "report": str(captions), "scores": [s.to_dict() for s in learned]},
+        "classifier": _result(head, CLASSIFIER_EPSILON, page, found),
+        "captioner": _result(run.private, epsilon, captions, [score for pair in learned for score in pair]),
         "seconds": 60 * minutes,
-    }  # fmt: skip
+    }
     text = f"Done in {minutes:.1f} minutes. Open in a browser:\n  {page}\n  {captions}\n"
     text += f"Then: dpvision verify {head / 'statement.json'} --run {head} --store {labelled.path}"
     emit(result, place.json, text)
+
+
+def _result(root: Path, epsilon: float | None, page: Path, scores: Sequence[Score]) -> dict[str, Any]:
+    return {"run": str(root), "epsilon": epsilon, "report": str(page), "scores": [score.to_dict() for score in scores]}
 
 
 def fit_classifier(place: Place, store: Store, dataset_size: int, num_classes: int, test: Store) -> tuple[Path, list[Score]]:
@@ -121,20 +129,24 @@ class _Runs:
 
 
 def _captioner(
-    place: Place, config: RunConfig, plain: Store, captioned: Store, test: Store
-) -> tuple[_Runs, tuple[Score, Score], float | None]:
-    """The public warm start and the private run from it; the private captioner's score, its parent's, and epsilon."""
-    words = _tokenizer(place.stores / "demo-words.json", config, test)
+    place: Place, config: RunConfig, plain: Store, captioned: Store, tests: Sequence[Store]
+) -> tuple[_Runs, list[tuple[Score, Score]], float | None]:
+    """The public warm start and the private run from it; of each test the private captioner's score and its parent's; epsilon."""
+    words = _tokenizer(place.stores / "demo-words.json", config, tests[0])
     runs = _Runs(place.free_run("demo-start"), place.free_run("demo-captioner"))
     start = get_recipe("demo.start")
-    train(replace(start, data=replace(start.data, store=str(plain.path), tokenizer=words)), runs.start, place)
+    size = replace(start.privacy, dataset_size=plain.num_records)
+    train(replace(start, privacy=size, data=replace(start.data, store=str(plain.path), tokenizer=words)), runs.start, place)
     config = replace(config, data=replace(config.data, store=str(captioned.path), tokenizer=words), init_from=str(runs.start))
     epsilon = train(config, runs.private, place)
     askers = [open_captioner(runs.private), replace(open_captioner(runs.start), name=PARENT)]
     asked = ZeroShotSettings(("trie",), prompt="a", match_article=True)
-    after, before = zero_shot_scores(askers, test, load_label_set("store", test), asked)
-    write_scores(runs.private, [after, before], train_data=NOTHING_FITTED, test_data=test.path.name)
-    return runs, (after, before), epsilon
+    found = []
+    for test in tests:
+        after, before = zero_shot_scores(askers, test, load_label_set("store", test), asked)
+        write_scores(runs.private, [after, before], train_data=NOTHING_FITTED, test_data=test.path.name)
+        found.append((after, before))
+    return runs, found, epsilon
 
 
 def train(config: RunConfig, root: Path, place: Place) -> float | None:
@@ -168,24 +180,29 @@ def _compared(after: Score, before: Score) -> str:
     return f"That is {words} its public warm start: {before.value:.1%} ({before.low:.1%} to {before.high:.1%})."
 
 
-def _colour_and_shape(scene: Scene) -> str:
+def caption_of(scene: Scene) -> str:
+    """What the demo's captions say of a scene: "a red disc" for the largest object."""
     article = "an" if scene.main.colour[0] in "aeiou" else "a"
     return f"{article} {scene.main.colour} {scene.main.shape}"
 
 
-def _shape(scene: Scene) -> str:
-    return f"a {scene.main.shape}"
+def _named_in_public(scene: Scene) -> bool:
+    return scene.main.colour in PUBLIC_COLOURS
 
 
-_CAPTIONS = {"colour and shape": _colour_and_shape, "shape": _shape}
+def _named_in_private_only(scene: Scene) -> bool:
+    return scene.main.colour not in PUBLIC_COLOURS
 
 
-def _scenes(place: Place, name: str, num: int, first: int, size: int, *, public: bool, names: str = "colour and shape") -> Store:
-    """Scenes with the colour as label and a short caption of the largest object."""
+def _scenes(
+    place: Place, name: str, num: int, first: int, size: int, *, public: bool, keep: Callable[[Scene], bool] | None = None
+) -> Store:
+    """Scenes with the colour as label and a short caption of the largest object; those of ``num`` that ``keep`` keeps."""
     folder = place.stores / name
     if folder.exists():
         store = open_store(folder)
-        if abs(store.num_records - num) > num // 100:  # identical scenes are one record
+        if keep is None and abs(store.num_records - num) > num // 100:  # identical scenes are one record
             raise DataError(f"demo: {folder} holds {store.num_records} records; expected {num} scenes. Remove it, or use another --stores.")
         return store
-    return write_scenes(folder, num, size, first=first, label=LABEL, caption_of=_CAPTIONS[names], public=public)
+    kept = {} if keep is None else {"keep": keep}
+    return write_scenes(folder, num, size, first=first, label=LABEL, caption_of=caption_of, public=public, **kept)

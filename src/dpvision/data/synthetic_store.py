@@ -31,6 +31,7 @@ def write_scenes(
     label: str = "shape",
     multi_label: bool = False,
     caption_of: Callable[[Scene], str] = attrgetter("caption"),
+    keep: Callable[[Scene], bool] = lambda scene: True,
     public: bool = True,
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
@@ -45,6 +46,7 @@ def write_scenes(
             The store names its values as the classes.
         multi_label: the labels are those of all objects instead.
         caption_of: what is said of a scene, if not its own sentence.
+        keep: which of the scenes are stored, if not all.
         workers: processes that draw. One draws in this process.
 
     Raises:
@@ -61,7 +63,8 @@ def write_scenes(
             # spawn: a forked child would inherit the locks of other threads. It imports numpy and the scenes, not torch
             pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")))
             scenes = pool.map(draw, numbers, chunksize=64)
-        samples = map(partial(_sample, label=label, multi_label=multi_label, caption_of=caption_of), numbers, scenes)
+        kept = ((i, scene) for i, scene in zip(numbers, scenes, strict=True) if keep(scene))
+        samples = (_sample(i, scene, label, multi_label, caption_of) for i, scene in kept)
         return import_samples(
             samples, store_dir, public=public, label_names=list(ATTRIBUTES[label]), licence="Apache-2.0 (procedural)", progress=progress
         )
