@@ -12,7 +12,7 @@ from dpvision.cli.output import emit
 from dpvision.cli.recipe import get_recipe
 from dpvision.cli.run_args import STOPPED
 from dpvision.config import CaptionerConfig, HeadConfig, RunConfig
-from dpvision.data.caption_text import store_captions
+from dpvision.data.caption_text import scene_captions
 from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
@@ -36,9 +36,9 @@ LABEL = "colour"
 CLASSIFIER_EPSILON = 2.0
 PUBLIC_COLOURS = ("red", "yellow", "green", "cyan", "black")
 """The colours that captions of public scenes name; those of private scenes name all ten."""
-# Scene numbers: private parts, warm start and test are different scenes of the same kind.
-_FIRST_CAPTIONED, _FIRST_LABELLED, _FIRST_PUBLIC, _FIRST_TEST = 0, 10_000_000, 20_000_000, 30_000_000
-_NUM_LABELLED, _NUM_PUBLIC, _NUM_TEST = 3000, 6000, 1000
+# Scene numbers: private parts, warm start and test are different scenes of the same kind; the tokenizer's sentences begin at 0.
+_FIRST_LABELLED, _FIRST_PUBLIC, _FIRST_TEST, _FIRST_CAPTIONED = 10_000_000, 20_000_000, 30_000_000, 40_000_000
+_NUM_LABELLED, _NUM_PUBLIC, _NUM_TEST, _NUM_SENTENCES = 3000, 6000, 1000, 4000
 _GALLERY = 6
 
 
@@ -132,7 +132,7 @@ def _captioner(
     place: Place, config: RunConfig, plain: Store, captioned: Store, tests: Sequence[Store]
 ) -> tuple[_Runs, list[tuple[Score, Score]], float | None]:
     """The public warm start and the private run from it; of each test the private captioner's score and its parent's; epsilon."""
-    words = _tokenizer(place.stores / "demo-words.json", config, tests[0])
+    words = _tokenizer(place.stores / "demo-words.json", config)
     runs = _Runs(place.free_run("demo-start"), place.free_run("demo-captioner"))
     start = get_recipe("demo.start")
     size = replace(start.privacy, dataset_size=plain.num_records)
@@ -161,11 +161,11 @@ def train(config: RunConfig, root: Path, place: Place) -> float | None:
     return plan.epsilon
 
 
-def _tokenizer(path: Path, config: RunConfig, public: Store) -> str:
-    """A tokenizer from public captions, all words of the private ones among them."""
+def _tokenizer(path: Path, config: RunConfig) -> str:
+    """A tokenizer from the sentences of scenes, which are public: each of their words is one token."""
     assert isinstance(config.model, CaptionerConfig)
     if not path.exists():
-        train_tokenizer(store_captions(public), config.model.vocab_size).save(path)
+        train_tokenizer(scene_captions(_NUM_SENTENCES), config.model.vocab_size).save(path)
     return str(path)
 
 

@@ -37,7 +37,7 @@ def report(
         run: Run folder.
         store: The store it was trained on: its ledgers are the truth, and they tell of other runs on the same records. Left
             out: the one the run was started with, where it is still there.
-        public_store: Public store whose images the report reconstructs and compares.
+        public_store: Public store whose images the report shows: classified, reconstructed or compared, as the model allows.
         gallery: Store with captions: images, what people say of them and what this captioner says. From a private store on the operator's
             page only.
         beside: Runs of other captioners to show in the gallery; one that private images shaped stands on the operator's page only.

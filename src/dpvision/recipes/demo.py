@@ -18,7 +18,7 @@ from dpvision.config import (
 )
 from dpvision.recipes.vip import micro
 
-VOCAB_SIZE = 320
+VOCAB_SIZE = 440
 
 
 def start() -> RunConfig:
@@ -30,7 +30,7 @@ def start() -> RunConfig:
             encoder=ViTConfig(image_size=32, patch_size=8, depth=2, width=64, num_heads=4, qkv_bias=False, train_cls=False),
             decoder=CrossDecoderConfig(depth=1, width=64, num_heads=4),
             vocab_size=VOCAB_SIZE,
-            num_tokens=8,
+            num_tokens=6,
         ),
         data=DataConfig(crop_scale=(0.9, 1.0), horizontal_flip=False),
         optim=OptimConfig(learning_rate=4e-3, weight_decay=0.05, schedule="linear", warmup_steps=25),
@@ -39,7 +39,7 @@ def start() -> RunConfig:
 
 
 def demo() -> RunConfig:
-    """The private captioner, from ``demo.start``: 8,000 scenes of 32 px at epsilon 4, 20,000 sample-gradients.
+    """The private captioner, from ``demo.start``: 16,000 scenes of 32 px at epsilon 4, 60,000 sample-gradients.
 
     Its captions name ten colours, of which the warm start has seen five.
     """
@@ -47,8 +47,8 @@ def demo() -> RunConfig:
     return replace(
         public,
         recipe="demo",
-        privacy=PrivacyConfig(dataset_size=8000, expected_batch_size=1000, steps=20, max_grad_norm=1.0, target_epsilon=4.0),
-        optim=replace(public.optim, learning_rate=3e-3, weight_decay=0.005, warmup_steps=2),
+        privacy=PrivacyConfig(dataset_size=16_000, expected_batch_size=1000, steps=60, max_grad_norm=1.0, target_epsilon=4.0),
+        optim=replace(public.optim, learning_rate=8e-3, weight_decay=0.005, warmup_steps=6),
         init_from="runs/demo.start",
     )
 
