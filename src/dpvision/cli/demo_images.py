@@ -31,7 +31,7 @@ def run_on_images(data: Path, classes: Path | None, place: Place, show_confident
     declared = None if classes is None else read_classes(classes)
     store = _imported(data, declared, place)
     place.say(f"     {OPERATOR_ONLY}{store.num_records:,} private records in {store.path}")
-    pages = []
+    pages = list[Path]()
     if declared is None:
         place.say("2/3  No classifier: no classes are declared. Name a file with one class a line: --classes FILE")
     else:

@@ -103,7 +103,7 @@ def predict_some(run: str | Path, store: Store, count: int = COUNT) -> Predictio
 
 def learned_of(scores: list[dict[str, Any]]) -> list[Learned]:
     """What the run's own scores say: of its classifier, or of its captions. Probes of an encoder have their figure."""
-    found = []
+    found, bars = list[Learned](), tuple[tuple[str, float, bool], ...]()
     for score in scores:
         protocol, name, value = score["protocol"], score["name"], score["value"]
         interval = printed(protocol, score["low"], score["high"])
