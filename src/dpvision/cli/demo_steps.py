@@ -77,7 +77,7 @@ def run_demo(place: Place) -> None:
     head, found = fit_classifier(place, labelled, _NUM_LABELLED, len(ATTRIBUTES[LABEL]), test)
     page = make_report(head, test.path, store_dir=labelled.path, tuning="public")
     make_operator_page(head, labelled.path)
-    place.say(f"     {_said(found[-1])}")
+    place.say(f"     {_said(found[0])}")
     place.say("3/4  A captioner: a public warm start that knows five colours, then private captions that name all ten")
     run, learned, epsilon = _captioner(place, captioner, plain, captioned, [test, unnamed])
     for (after, before), store in zip(learned, (test, unnamed), strict=True):
