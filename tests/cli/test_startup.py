@@ -81,6 +81,9 @@ def test_help_imports_nothing_slow(argv: list[str], tmp_path: Path) -> None:
         (["compare", "none"], "none: no such folder; expected a run"),
         (["doctor", "vip.micro", "--max-minutes", "0"], "expected a positive number"),
         (["demo", "--data", "none"], "no such file or folder"),
+        (["demo", "--classes", "none"], "--classes without --data"),
+        (["demo", "--data", ".", "--classes", "none"], "no such file"),
+        (["data", "scenes", "s", "--label", "size"], "size"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

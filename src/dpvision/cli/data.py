@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _RECIPE_RECORDS = 50_000
 """Dataset size of the suggested recipes; smaller stores need a smaller batch."""
 _RECORDS_OF_A_UNIT = (1, 2, 4, 8)
+
+SceneLabel = Literal["shape", "colour", "texture", "count", "light", "background"]
 
 
 def run(argv: Sequence[str]) -> None:
@@ -144,6 +146,7 @@ def scenes(
     num: int = 10_000,
     size_px: int = 48,
     first: int = 0,
+    label: SceneLabel = "shape",
     multi_label: bool = False,
     public: bool = False,
     workers: int = 2,
@@ -156,14 +159,15 @@ def scenes(
         num: Number of scenes.
         size_px: Width and height.
         first: Number of the first scene; different numbers give different scenes.
-        multi_label: Label a scene with the shapes of all its objects, not just the largest.
+        label: The attribute used as the label. Shape, colour and texture are those of the largest object; colour is the easiest to learn.
+        multi_label: Label a scene with the attribute of all its objects, not just the largest.
         public: Mark the store public. By default it is private, as a substitute for private images.
         workers: Processes that render.
         json: Print JSON.
     """
     from dpvision.data.synthetic_store import write_scenes
 
-    _said(write_scenes(store, num, size_px, first=first, multi_label=multi_label, workers=workers, public=public), json)
+    _said(write_scenes(store, num, size_px, first=first, label=label, multi_label=multi_label, workers=workers, public=public), json)
 
 
 def inspect(

@@ -1,10 +1,11 @@
-"""``dpvision demo``: the whole way in a few minutes, with the same commands that a real run uses."""
+"""``dpvision demo``: the whole way in a few minutes, with the same code that a real run uses."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from dpvision.cli.output import parse
 from dpvision.cli.paths import check_source
+from dpvision.errors import ConfigError, DataError
 
 
 def run(argv: Sequence[str]) -> None:
@@ -12,20 +13,42 @@ def run(argv: Sequence[str]) -> None:
     parse(demo, "demo", argv)
 
 
-def demo(data: Path | None = None, stores: Path = Path("stores"), runs: Path = Path("runs"), json: bool = False) -> None:
-    """The whole way in a few minutes: a private store, a plan, private training, a score, a private classifier, the statement.
+def demo(
+    data: Path | None = None,
+    classes: Path | None = None,
+    stores: Path = Path("stores"),
+    runs: Path = Path("runs"),
+    show_confidential: bool = False,
+    json: bool = False,
+) -> None:
+    """The whole way in a few minutes: a private classifier, a private captioner, and a report of each.
 
-    Procedural scenes play the private images; public scenes, others of the same kind, serve the probe and the report's
-    reconstructions. With --data your own images are imported as private and trained on instead.
+    Procedural scenes play the private images; other scenes, public ones, are for tests and for the reports. With --data your own images are
+    imported as private: a private classifier is trained on them where you declare their classes, and a small encoder in any case. A
+    fifth of the images is then held out; scores on them stay under confidential/.
+
+      dpvision demo
+      dpvision demo --data MY_IMAGES --classes classes.txt
 
     Args:
         data: Folder of images, parquet file or WebDataset tars of your own.
+        classes: With --data: file with the names of the classes (of the class folders, say), one a line.
         stores: Folder for the stores.
-        runs: Folder for the run.
+        runs: Folder for the runs.
+        show_confidential: With --data: print private scores also where the output is no terminal, as in a job's log.
         json: Print JSON.
     """
+    if data is None and classes is not None:
+        raise ConfigError("demo: --classes without --data; expected images that they belong to. Add --data FOLDER, or leave it out.")
     if data is not None:
         check_source(data)
-    from dpvision.cli.demo_steps import run_demo
+    if classes is not None and not classes.is_file():
+        raise DataError(f"demo: {classes}: no such file; expected the names of the classes, one a line. Correct the path.")
+    from dpvision.cli.demo_images import run_on_images
+    from dpvision.cli.demo_steps import Place, run_demo
 
-    run_demo(data, stores, runs, json=json)
+    place = Place(stores, runs, json)
+    if data is None:
+        run_demo(place)
+    else:
+        run_on_images(data, classes, place, show_confidential)

@@ -1,169 +1,211 @@
-"""The steps of ``dpvision demo``."""
+"""The steps of ``dpvision demo`` on procedural scenes: a private classifier, then a private captioner from a public warm start."""
 
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from dpvision.adapt.session import adapt, new_head_session
 from dpvision.cli.output import emit
 from dpvision.cli.recipe import get_recipe
 from dpvision.cli.run_args import STOPPED
-from dpvision.cli.scores import scores_table
-from dpvision.config import HeadConfig, RunConfig
-from dpvision.data.declared import rounded_up
-from dpvision.data.decode import decode
-from dpvision.data.import_labels import ClassRule
-from dpvision.data.importer import import_source
+from dpvision.config import CaptionerConfig, HeadConfig, RunConfig
+from dpvision.data.caption_text import scene_captions
 from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.encoders.headed import load_classifier
-from dpvision.errors import OPERATOR_ONLY, DataError
+from dpvision.data.tokenizer import train_tokenizer
+from dpvision.errors import DataError
+from dpvision.eval.captions.label_sets import load_label_set
+from dpvision.eval.captions.open_captioner import open_captioner
+from dpvision.eval.captions.zero_shot import ZeroShotSettings, zero_shot_scores
 from dpvision.eval.probes.own_head import score_own_head
-from dpvision.eval.probes.suite import evaluate
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import NOTHING_FITTED, write_scores
-from dpvision.privacy.planner import what_if
-from dpvision.report.examples import save_examples
+from dpvision.report.gallery import gallery_of_run
+from dpvision.report.learned import PARENT
 from dpvision.report.operator_page import make_operator_page
 from dpvision.report.page import make_report
-from dpvision.synthetic.scenes import LABELS
+from dpvision.synthetic.scenes import ATTRIBUTES, Scene
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session
 
-# Scene numbers: the private part and the public parts are different scenes of the same kind.
-_FIRST_PRIVATE, _FIRST_TRAIN, _FIRST_TEST, _FIRST_LABELLED = 0, 10_000_000, 20_000_000, 30_000_000
-_NUM_TRAIN, _NUM_TEST, _NUM_LABELLED = 4000, 2000, 4000
-_NUM_EXAMPLES = 12
-_CLASSIFIER_EPSILON = 3.0
+LABEL = "colour"
+CLASSIFIER_EPSILON = 2.0
+PUBLIC_COLOURS = ("red", "yellow", "green", "cyan", "black")
+"""The colours that captions of public scenes name; those of private scenes name all ten."""
+# Scene numbers: private parts, warm start and test are different scenes of the same kind; the tokenizer's sentences begin at 0.
+_FIRST_LABELLED, _FIRST_PUBLIC, _FIRST_TEST, _FIRST_CAPTIONED = 10_000_000, 20_000_000, 30_000_000, 40_000_000
+_NUM_LABELLED, _NUM_PUBLIC, _NUM_TEST, _NUM_SENTENCES = 3000, 6000, 1000, 4000
+_GALLERY = 6
 
 
-def run_demo(data: Path | None, stores: Path, runs: Path, *, json: bool) -> None:
-    """What ``dpvision demo`` does after its arguments are parsed."""
+@dataclass(frozen=True)
+class Place:
+    """Where a demo keeps its files, and where it says what it does."""
+
+    stores: Path
+    runs: Path
+    json: bool
+
+    def say(self, text: str) -> None:
+        """Print a line for people."""
+        print(text, file=sys.stderr if self.json else sys.stdout, flush=True)
+
+    def free_run(self, name: str) -> Path:
+        """A run folder that is not there yet: NAME, or NAME-2 and so on."""
+        number = 1
+        while (root := self.runs / (name if number == 1 else f"{name}-{number}")).exists():
+            number += 1
+        return root
+
+
+def run_demo(place: Place) -> None:
+    """What ``dpvision demo`` does without --data."""
     start = time.monotonic()
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr if json else sys.stdout, flush=True)
-
-    config = get_recipe("demo")
-    size = config.model.encoder.image_size
-    say("1/6  Images")
-    if data is None:
-        private = _scenes(stores / "demo-private", config.privacy.dataset_size, _FIRST_PRIVATE, size, public=False)
-    else:
-        private = _imported(data, stores)
-    probe_train = _scenes(stores / "demo-public-train", _NUM_TRAIN, _FIRST_TRAIN, size, public=True)
-    probe_test = _scenes(stores / "demo-public-test", _NUM_TEST, _FIRST_TEST, size, public=True)
-    label = "" if data is None else OPERATOR_ONLY
-    say(f"     {label}{private.num_records:,} private records in {private.path}, {_NUM_TRAIN + _NUM_TEST:,} public scenes beside them")
-
-    say("2/6  Plan: what can this data set afford?")
-    config = _fitted(config, private)
-    root = _free_name(runs)
-    with new_session(config, root) as session:
-        plan = session.plan
-        say(f"     epsilon {plan.epsilon:.4g} at delta {plan.delta:.2g}: noise multiplier {plan.noise_multiplier:.4g}, {plan.steps} steps")
-        if word := what_if(config.privacy, num_parameters=sum(p.numel() for p in session.model.parameters()))["advice"]:
-            say(f"     {word}")
-        say("3/6  Private training (Ctrl-C saves and stops; the ledger stays true)")
-        if not fit(session):
-            say(f"     Stopped and saved: dpvision train demo --name {root.name} --runs {runs} --resume goes on.")
-            sys.exit(STOPPED)
-    say("4/6  Probe on public scenes")
-    scores = evaluate(root, probe_train, probe_test)
-    write_scores(root, scores, train_data=probe_train.path.name, test_data=probe_test.path.name)
-    say(scores_table(scores))
-    say(f"     {_verdict(scores)}")
-    say("5/6  A private classifier, from features that cost no privacy")
-    classifier = _classifier(config, stores, runs, probe_test, say) if data is None else None
-    if data is not None:
-        say("     Your images have no declared classes here: docs/adapt.md has the two commands for a classifier of your own.")
-    say("6/6  Statement and report")
-    page = make_report(root, probe_test.path, store_dir=private.path, tuning="public")
-    operator = make_operator_page(root, private.path)
+    captioner = get_recipe("demo")
+    size = captioner.model.encoder.image_size
+    place.say("1/4  Images: procedural scenes, some of which play the private ones")
+    labelled = _scenes(place, "demo-labelled", _NUM_LABELLED, _FIRST_LABELLED, size, public=False)
+    captioned = _scenes(place, "demo-captioned", captioner.privacy.dataset_size, _FIRST_CAPTIONED, size, public=False)
+    plain = _scenes(place, "demo-public", _NUM_PUBLIC, _FIRST_PUBLIC, size, public=True, keep=_named_in_public)
+    test = _scenes(place, "demo-test", _NUM_TEST, _FIRST_TEST, size, public=True)
+    unnamed = _scenes(place, "demo-test-new-colours", _NUM_TEST, _FIRST_TEST, size, public=True, keep=_named_in_private_only)
+    place.say(f"2/4  A private classifier: the {LABEL} of the largest object, from non-private features")
+    head, found = fit_classifier(place, labelled, _NUM_LABELLED, len(ATTRIBUTES[LABEL]), test)
+    page = make_report(head, test.path, store_dir=labelled.path, tuning="public")
+    make_operator_page(head, labelled.path)
+    place.say(f"     {_said(found[0])}")
+    place.say("3/4  A captioner: a public warm start that knows five colours, then private captions that name all ten")
+    run, learned, epsilon = _captioner(place, captioner, plain, captioned, [test, unnamed])
+    for (after, before), store in zip(learned, (test, unnamed), strict=True):
+        place.say(f"     {store.path.name}: {_said(after)}")
+        place.say(f"     {_compared(after, before)}")
+    place.say("4/4  Report")
+    gallery = gallery_of_run(run.private, test.path, [run.start], count=_GALLERY).public_part()
+    captions = make_report(run.private, test.path, store_dir=captioned.path, tuning="public", gallery=gallery)
+    make_operator_page(run.private, captioned.path)
+    minutes = (time.monotonic() - start) / 60
     result = {
-        "run": str(root), "epsilon": plan.epsilon, "delta": plan.delta, "report": str(page), "operator_page": str(operator),
-        "statement": str(root / "statement.json"), "scores": [s.to_dict() for s in scores], "classifier": classifier,
-        "seconds": time.monotonic() - start,
-    }  # fmt: skip
-    text = [f"Done in {(time.monotonic() - start) / 60:.1f} minutes. Open {page} in a browser; {operator} is for your eyes only."]
-    text.append(f"Then: dpvision ledger {private.path}   python -c 'import dpvision; print(dpvision.load(\"{root}\"))'")
-    emit(result, json, "\n".join(text))
+        "classifier": _result(head, CLASSIFIER_EPSILON, page, found),
+        "captioner": _result(run.private, epsilon, captions, [score for pair in learned for score in pair]),
+        "seconds": 60 * minutes,
+    }
+    text = f"Done in {minutes:.1f} minutes. Open in a browser:\n  {page}\n  {captions}\n"
+    text += f"Then: dpvision verify {head / 'statement.json'} --run {head} --store {labelled.path}"
+    emit(result, place.json, text)
 
 
-def _classifier(config: RunConfig, stores: Path, runs: Path, test: Store, say: Callable[[str], None]) -> dict[str, Any]:
-    """A private head on patches of textures, fitted to labelled scenes of its own: its run, its scores and a sheet of examples."""
-    labelled = _scenes(stores / "demo-labelled", _NUM_LABELLED, _FIRST_LABELLED, config.model.encoder.image_size, public=False)
-    head = get_recipe("transfer.auto")
-    assert isinstance(head.model, HeadConfig)
-    head = replace(
-        head, model=replace(head.model, num_classes=len(LABELS)), data=replace(head.data, store=str(labelled.path)),
-        privacy=replace(head.privacy, dataset_size=_NUM_LABELLED, expected_batch_size=_NUM_LABELLED, target_epsilon=_CLASSIFIER_EPSILON),
+def _result(root: Path, epsilon: float | None, page: Path, scores: Sequence[Score]) -> dict[str, Any]:
+    return {"run": str(root), "epsilon": epsilon, "report": str(page), "scores": [score.to_dict() for score in scores]}
+
+
+def fit_classifier(place: Place, store: Store, dataset_size: int, num_classes: int, test: Store) -> tuple[Path, list[Score]]:
+    """A private head on features that need no training, and its scores on ``test``, written where they may be."""
+    config = get_recipe("transfer.auto")
+    assert isinstance(config.model, HeadConfig)
+    config = replace(
+        config, model=replace(config.model, num_classes=num_classes), data=replace(config.data, store=str(store.path)),
+        privacy=replace(
+            config.privacy, dataset_size=dataset_size, expected_batch_size=dataset_size, target_epsilon=CLASSIFIER_EPSILON
+        ),
     )  # fmt: skip
-    root = _free_name(runs, "demo-classifier")
-    with new_head_session(head, root) as session:
-        epsilon, delta = session.plan.epsilon, session.plan.delta
-        say(f"     {_NUM_LABELLED:,} private scenes with labels, {len(LABELS)} classes, epsilon {epsilon:.4g} at delta {delta:.2g}")
+    root = place.free_run("demo-classifier")
+    with new_head_session(config, root) as session:
+        plan = session.plan
+        place.say(f"     {dataset_size:,} private images, {num_classes} classes, epsilon {plan.epsilon:.4g} at delta {plan.delta:.2g}")
         adapt(session)
     scores = score_own_head(root, test)
     write_scores(root, scores, train_data=NOTHING_FITTED, test_data=test.path.name)
-    score = scores[0]
-    say(f"     {score.value:.1%} of {score.n:,} public scenes right ({score.low:.1%} to {score.high:.1%}), {score.chance:.1%} by chance")
-    classifier = load_classifier(root)
-    rows = np.arange(_NUM_EXAMPLES)
-    images = [decode(test.read(int(row))) for row in rows]
-    with torch.inference_mode():
-        found = classifier(torch.from_numpy(np.stack([classifier.preprocess(image) for image in images]))).argmax(dim=1).tolist()
-    names = [LABELS[k] for k in found], [LABELS[k] for k in test.labels[rows].tolist()]
-    sheet = save_examples(root / "examples.png", np.stack(images), *names)
-    make_report(root, store_dir=labelled.path, tuning="public")
-    say(f"     {sheet} shows {_NUM_EXAMPLES} of them, {root / 'report.html'} is its statement")
-    return {"run": str(root), "epsilon": epsilon, "scores": [s.to_dict() for s in scores], "examples": str(sheet)}
+    return root, scores
 
 
-def _scenes(folder: Path, num: int, first: int, size: int, *, public: bool) -> Store:
+@dataclass(frozen=True)
+class _Runs:
+    start: Path
+    private: Path
+
+
+def _captioner(
+    place: Place, config: RunConfig, plain: Store, captioned: Store, tests: Sequence[Store]
+) -> tuple[_Runs, list[tuple[Score, Score]], float | None]:
+    """The public warm start and the private run from it; of each test the private captioner's score and its parent's; epsilon."""
+    words = _tokenizer(place.stores / "demo-words.json", config)
+    runs = _Runs(place.free_run("demo-start"), place.free_run("demo"))
+    start = get_recipe("demo.start")
+    size = replace(start.privacy, dataset_size=plain.num_records)
+    train(replace(start, privacy=size, data=replace(start.data, store=str(plain.path), tokenizer=words)), runs.start, place)
+    config = replace(config, data=replace(config.data, store=str(captioned.path), tokenizer=words), init_from=str(runs.start))
+    epsilon = train(config, runs.private, place)
+    askers = [open_captioner(runs.private), replace(open_captioner(runs.start), name=PARENT)]
+    asked = ZeroShotSettings(("trie",), prompt="a", match_article=True)
+    found = []
+    for test in tests:
+        after, before = zero_shot_scores(askers, test, load_label_set("store", test), asked)
+        write_scores(runs.private, [after, before], train_data=NOTHING_FITTED, test_data=test.path.name)
+        found.append((after, before))
+    return runs, found, epsilon
+
+
+def train(config: RunConfig, root: Path, place: Place) -> float | None:
+    """A run from its first step to its last; gives epsilon. Ctrl-C saves, and ends the demo."""
+    with new_session(config, root) as session:
+        plan = session.plan
+        what = f"epsilon {plan.epsilon:.4g} at delta {plan.delta:.2g}, " if plan.epsilon is not None else "public images, "
+        place.say(f"     {what}{plan.steps} steps of {plan.expected_batch_size:,.0f} images (Ctrl-C saves and stops)")
+        if not fit(session):
+            place.say(f"     Stopped and saved: dpvision train {config.recipe} --name {root.name} --runs {root.parent} --resume goes on.")
+            sys.exit(STOPPED)
+    return plan.epsilon
+
+
+def _tokenizer(path: Path, config: RunConfig) -> str:
+    """A tokenizer from the sentences of scenes, which are public: each of their words is one token."""
+    assert isinstance(config.model, CaptionerConfig)
+    if not path.exists():
+        train_tokenizer(scene_captions(_NUM_SENTENCES), config.model.vocab_size).save(path)
+    return str(path)
+
+
+def _said(score: Score) -> str:
+    interval = f"{score.low:.1%} to {score.high:.1%}"
+    return f"{score.value:.1%} of {score.n:,} {score.visibility} images right ({interval}); the most frequent class: {score.chance:.1%}"
+
+
+def _compared(after: Score, before: Score) -> str:
+    """What private training changed, by the intervals."""
+    words = "ahead of" if after.low > before.high else "behind" if after.high < before.low else "not to be told from"
+    return f"That is {words} its public warm start: {before.value:.1%} ({before.low:.1%} to {before.high:.1%})."
+
+
+def caption_of(scene: Scene) -> str:
+    """What the demo's captions say of a scene: "a red disc" for the largest object."""
+    article = "an" if scene.main.colour[0] in "aeiou" else "a"
+    return f"{article} {scene.main.colour} {scene.main.shape}"
+
+
+def _any(scene: Scene) -> bool:
+    return True
+
+
+def _named_in_public(scene: Scene) -> bool:
+    return scene.main.colour in PUBLIC_COLOURS
+
+
+def _named_in_private_only(scene: Scene) -> bool:
+    return scene.main.colour not in PUBLIC_COLOURS
+
+
+def _scenes(
+    place: Place, name: str, num: int, first: int, size: int, *, public: bool, keep: Callable[[Scene], bool] | None = None
+) -> Store:
+    """Scenes with the colour as label and a short caption of the largest object; those of ``num`` that ``keep`` keeps."""
+    folder = place.stores / name
     if folder.exists():
         store = open_store(folder)
-        if store.num_records != num:
+        if keep is None and abs(store.num_records - num) > num // 100:  # identical scenes are one record
             raise DataError(f"demo: {folder} holds {store.num_records} records; expected {num} scenes. Remove it, or use another --stores.")
         return store
-    return write_scenes(folder, num, size, first=first, public=public)
-
-
-def _imported(data: Path, stores: Path) -> Store:
-    folder = stores / f"demo-{data.resolve().stem}"
-    return open_store(folder) if folder.exists() else import_source(data, folder, classes=ClassRule(unknown="unlabelled"))
-
-
-def _fitted(config: RunConfig, store: Store) -> RunConfig:
-    """The demo's settings on a store of another size: the same number of steps on a tenth of the records each, at most."""
-    num = rounded_up(store.num_records)
-    privacy = replace(config.privacy, dataset_size=num, expected_batch_size=min(config.privacy.expected_batch_size, max(1, num // 4)))
-    return replace(config, privacy=privacy, data=replace(config.data, store=str(store.path)))
-
-
-def _verdict(scores: list[Score]) -> str:
-    """What the linear probe on quadrants says of the encoder against random weights, by the intervals."""
-    by_name = {s.name: s for s in scores if s.protocol == "linear probe, 2x2"}
-    encoder, chance = by_name["encoder"], by_name["random weights"]
-    if encoder.low > chance.high:
-        return "The encoder is ahead of random weights."
-    if encoder.high < chance.low:
-        return "The encoder is behind random weights: the noise cost more than training gave."
-    return (
-        "The encoder cannot be told from random weights here: a few minutes of private training from scratch are too little to learn "
-        "features that a probe sees, though it fills in masked patches (the report shows them). docs/log.md has what more gives."
-    )
-
-
-def _free_name(runs: Path, name: str = "demo") -> Path:
-    number = 1
-    while (root := runs / (name if number == 1 else f"{name}-{number}")).exists():
-        number += 1
-    return root
+    return write_scenes(folder, num, size, first=first, label=LABEL, caption_of=caption_of, keep=keep or _any, public=public)

@@ -37,7 +37,7 @@ def report(
         run: Run folder.
         store: Store that the run was trained on. Its ledgers are authoritative, and list other runs on the same records. If
             omitted, the store that the run was started with, if it still exists.
-        public_store: Public store whose images the report reconstructs and compares.
+        public_store: Public store whose images the report shows: classified, reconstructed or compared, as the model allows.
         gallery: Store with captions, to show images with their reference captions and this captioner's. A private store appears only on
             the operator's page.
         beside: Runs of other captioners to show in the gallery. One trained on private images without privacy appears only on the

@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.data.texture_store import texture_files
 from dpvision.errors import DataError
-from dpvision.synthetic.scenes import LABELS, Scene, make_scene
+from dpvision.synthetic.scenes import ATTRIBUTES, Scene, make_scene
 
 _TEXTURES_AT_ONCE = 256
 
@@ -27,23 +28,32 @@ def write_scenes(
     size_px: int = 48,
     *,
     first: int = 0,
+    label: str = "shape",
     multi_label: bool = False,
+    caption_of: Callable[[Scene], str] = attrgetter("caption"),
+    keep: Callable[[Scene], bool] = lambda scene: True,
     public: bool = True,
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
-    """Make a store of the captioned scenes ``first`` ... ``first + num - 1`` as PNG files; the label is the shape of the largest object.
+    """Make a store of the captioned scenes ``first`` ... ``first + num - 1`` as PNG files, with captions and labels.
 
     Scenes are public by nature; ``public=False`` treats them as a private set, with all its restrictions.
 
     Args:
         num: scenes to make, at least 1. Identical scenes become one record.
-        multi_label: use the shapes of all objects as labels.
+        label: the attribute used as the label, a key of ``scenes.ATTRIBUTES``; shape, colour and texture are those of the largest object.
+            The store names its values as the classes.
+        multi_label: label a scene with the attribute of all its objects.
+        caption_of: caption of a scene; if None, its own sentence.
+        keep: which of the scenes are stored; if None, all.
         workers: processes that draw; 1 draws in this process.
 
     Raises:
-        DataError: ``num`` is below 1, or as for ``importer.import_source``.
+        DataError: ``num`` is below 1, ``label`` is no attribute, or as for ``importer.import_source``.
     """
+    if label not in ATTRIBUTES:
+        raise DataError(f"scenes: label={label!r}; expected one of {', '.join(ATTRIBUTES)}. Use colour, the easiest to learn.")
     if not num >= 1:
         raise DataError(f"scenes: num={num}; expected at least 1. Use 1000.")
     with contextlib.ExitStack() as stack:
@@ -53,9 +63,10 @@ def write_scenes(
             # spawn: a forked child would inherit the locks of other threads. It imports numpy and the scenes, not torch
             pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")))
             scenes = pool.map(draw, numbers, chunksize=64)
-        samples = map(partial(_sample, multi_label=multi_label), numbers, scenes)
+        kept = ((i, scene) for i, scene in zip(numbers, scenes, strict=True) if keep(scene))
+        samples = (_sample(i, scene, label, multi_label, caption_of) for i, scene in kept)
         return import_samples(
-            samples, store_dir, public=public, label_names=list(LABELS), licence="Apache-2.0 (procedural)", progress=progress
+            samples, store_dir, public=public, label_names=list(ATTRIBUTES[label]), licence="Apache-2.0 (procedural)", progress=progress
         )
 
 
@@ -89,8 +100,8 @@ def _draw_textures(numbers: range, size_px: int) -> list[tuple[str, bytes]]:
     return texture_files(numbers, size_px)
 
 
-def _sample(i: int, scene: Scene, multi_label: bool) -> Sample:
+def _sample(i: int, scene: Scene, label: str, multi_label: bool, caption_of: Callable[[Scene], str]) -> Sample:
     file = io.BytesIO()
     Image.fromarray(scene.image).save(file, "PNG", compress_level=1)
-    label = sorted({LABELS.index(thing.shape) for thing in scene.objects}) if multi_label else scene.label
-    return Sample(f"scene-{i}", file.getvalue(), {"caption": scene.caption, "label": label})
+    labels = scene.all_of(label) if multi_label else scene.attributes[label]
+    return Sample(f"scene-{i}", file.getvalue(), {"caption": caption_of(scene), "label": labels})

@@ -72,6 +72,8 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     **recipe_functions(transfer_tables.VARIATIONS),
     **transfer_tables.PRETRAINING,
     "demo": demo.demo,
+    "demo.start": demo.start,
+    "demo.images": demo.images,
 }
 
 TABLE_ROWS = tuple(transfer_tables.VARIATIONS)

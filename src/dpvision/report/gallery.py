@@ -2,20 +2,16 @@
 
 Images are not chosen by hand: their order follows from a hash of their ids.
 
-Legend: N candidates, H height, W width.
+Legend: N candidates.
 """
 
-import base64
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from PIL import Image
 
-from dpvision.data.decode import BadImage, decode
 from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
 from dpvision.data.store import Store
@@ -26,13 +22,12 @@ from dpvision.eval.captions.cider_scores import say_captions
 from dpvision.eval.captions.open_captioner import OpenCaptioner, open_captioner
 from dpvision.models.generate import GenerateSettings
 from dpvision.report.compared_run import made_of_public_images
+from dpvision.report.strips import picture_uri
 
 NUM_CANDIDATES = 500
 BEST_SHARE = 0.1
 OWN = "This run"
 _REFERENCES_SHOWN = 3
-_LARGEST_PX = 224
-_PNG_UP_TO_PX = 64
 
 
 @dataclass(frozen=True)
@@ -147,7 +142,7 @@ def make_gallery(
     def shown(place: int) -> Row:
         row = int(rows[place])
         captions = tuple(Saying(name, one_line(by_row[row]), float(scores[name][place])) for name, by_row in said.items())
-        return Row(_picture(store.read(row)), tuple(map(one_line, references[place][:_REFERENCES_SHOWN])), captions)
+        return Row(picture_uri(store.read(row)), tuple(map(one_line, references[place][:_REFERENCES_SHOWN])), captions)
 
     num_best = max(1, round(BEST_SHARE * len(rows)))
     best = np.argsort(-scores[own], kind="stable")[:num_best]
@@ -176,15 +171,3 @@ def _candidates(store: Store) -> np.ndarray:
 def _drawn_order(store: Store, row_N: np.ndarray, stream: str) -> np.ndarray:
     """Return a random permutation of the rows, int64 (N,)."""
     return np.argsort(StepKey(0, 0).uniform_numpy(store.index["id"][row_N], stream, 1)[:, 0], kind="stable")
-
-
-def _picture(data: bytes) -> str:
-    """Return the whole image, at most 224 px along its longer side, as a data: URI."""
-    try:
-        image = Image.fromarray(decode(data))
-    except BadImage as error:  # unexpected: it has just been read
-        raise DataError(f"gallery: {error}") from None
-    image.thumbnail((_LARGEST_PX, _LARGEST_PX), Image.Resampling.LANCZOS)
-    small, file = max(image.size) <= _PNG_UP_TO_PX, io.BytesIO()
-    image.save(file, "PNG" if small else "JPEG", **({"optimize": True} if small else {"quality": 88}))
-    return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"

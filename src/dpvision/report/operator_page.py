@@ -15,12 +15,19 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.report.figures import series_figure
 from dpvision.report.gallery import Gallery
 from dpvision.report.html import render, write_page
+from dpvision.report.learned import learned_of, predict_some
 from dpvision.report.neighbours import neighbours_of_run
 from dpvision.report.reconstructions import reconstruct_some
 from dpvision.runs.folder import read_run
 
 
-def make_operator_page(run_dir: str | Path, private_store: str | Path | None = None, *, gallery: Gallery | None = None) -> Path:
+def make_operator_page(
+    run_dir: str | Path,
+    private_store: str | Path | None = None,
+    *,
+    test_store: str | Path | None = None,
+    gallery: Gallery | None = None,
+) -> Path:
     """Write RUN/confidential/operator.html: losses, gradient norms, batch sizes, throughput, private scores and images.
 
     Made for every run, even without a guarantee.
@@ -28,6 +35,7 @@ def make_operator_page(run_dir: str | Path, private_store: str | Path | None = N
     Args:
         run_dir: run folder.
         private_store: store whose images are reconstructed and compared on the page; if None, no images.
+        test_store: store whose images are shown with a classifier's predictions: images that it was not trained on.
         gallery: images with their captions.
 
     Raises:
@@ -37,10 +45,12 @@ def make_operator_page(run_dir: str | Path, private_store: str | Path | None = N
     base, config, about = read_run(root)
     plan = _read_plan(base / "plan.json")
     metrics = list(_read_metrics(root / "confidential" / "metrics.jsonl"))
-    pictures = alike = None
+    predictions = pictures = alike = None
     if private_store is not None:
         store = open_store(private_store)
         pictures, alike = reconstruct_some(root, store), neighbours_of_run(root, store)
+    if test_store is not None:
+        predictions = predict_some(root, open_store(test_store))
     scores = [*read_scores(root / "confidential" / "scores.json"), *([] if base != root else read_scores(base / "scores.json"))]
     html = render(
         "operator_page.html",
@@ -50,6 +60,8 @@ def make_operator_page(run_dir: str | Path, private_store: str | Path | None = N
         summary=_summary(metrics, plan),
         figures=_figures(metrics, plan),
         scores=scores,
+        learned=learned_of(scores),
+        predictions=predictions,
         pictures=pictures,
         alike=alike,
         gallery=gallery,

@@ -15,6 +15,7 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.report import figures
 from dpvision.report.gallery import Gallery
 from dpvision.report.html import render, setting_rows, write_page
+from dpvision.report.learned import learned_of, predict_some
 from dpvision.report.neighbours import neighbours_of_run
 from dpvision.report.reconstructions import reconstruct_some
 from dpvision.report.schema import Tuning
@@ -36,7 +37,7 @@ def make_report(
 
     Args:
         run_dir: run folder.
-        public_store: public store whose images are reconstructed and compared on the page; if None, no images.
+        public_store: public store whose images are classified, reconstructed and compared on the page; if None, no images.
         store_dir, tuning: as in ``statement.make_statement``.
         gallery: public part (``Gallery.public_part``) of a gallery of captioned images.
 
@@ -47,7 +48,7 @@ def make_report(
     root = Path(run_dir)
     evidence = read_evidence(root, None if store_dir is None else Path(store_dir))
     statement = statement_of(evidence, tuning)
-    pictures = alike = None
+    predictions = pictures = alike = None
     if public_store is not None:
         store = open_store(public_store)
         if store.results_visibility != "public":
@@ -55,7 +56,7 @@ def make_report(
                 "is private" if store.visibility == "private" else "was cleared of private twins, so that its choice of images is private"
             )
             raise PrivacyError(f"report: {public_store} {what}; expected a store imported with --public. Drop --public-store.")
-        pictures, alike = reconstruct_some(root, store), neighbours_of_run(root, store)
+        predictions, pictures, alike = predict_some(root, store), reconstruct_some(root, store), neighbours_of_run(root, store)
     if gallery is not None and gallery.visibility != "public":
         raise PrivacyError(f"report: the gallery of {gallery.store} is private; expected its public part. Drop --gallery.")
     write_json(root / "statement.json", statement)
@@ -63,6 +64,8 @@ def make_report(
         "report_page.html",
         s=statement,
         figures=_figures(evidence, statement, tuning, evidence.manifest["config"]["privacy"]["target_epsilon"]),
+        learned=learned_of(statement["scores"]),
+        predictions=predictions,
         pictures=pictures,
         alike=alike,
         gallery=gallery,

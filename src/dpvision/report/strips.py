@@ -1,4 +1,4 @@
-"""Rows of images for a page: from normalised tensors to pixels, and from pixels to a data: URI.
+"""Images for a page, as data: URIs: normalised tensors to pixels, pixels to a row of images, files to one image.
 
 Legend: B images, C channels, H height, W width.
 """
@@ -11,8 +11,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from dpvision.data.decode import BadImage, decode
+from dpvision.errors import DataError
+
 _GAP = 1 / 16
 _LARGEST_PX = 128
+_LARGEST_ALONE_PX = 224
+_PNG_UP_TO_PX = 64
 
 
 def pixels_of(x_BCHW: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
@@ -39,3 +44,19 @@ def strip_of(image_BHWC: np.ndarray) -> str:
     file = io.BytesIO()
     picture.save(file, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def picture_uri(data: bytes) -> str:
+    """The whole image, at most 224 px along its longer side, as a data: URI.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        image = Image.fromarray(decode(data))
+    except BadImage as error:  # it was read a moment ago
+        raise DataError(f"report: {error}") from None
+    image.thumbnail((_LARGEST_ALONE_PX, _LARGEST_ALONE_PX), Image.Resampling.LANCZOS)
+    small, file = max(image.size) <= _PNG_UP_TO_PX, io.BytesIO()
+    image.save(file, "PNG" if small else "JPEG", **({"optimize": True} if small else {"quality": 88}))
+    return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"

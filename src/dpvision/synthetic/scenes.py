@@ -27,10 +27,12 @@ from dpvision.synthetic.scene_layout import (
 from dpvision.synthetic.scene_render import render
 from dpvision.synthetic.scene_text import make_caption
 
-__all__ = ["ATTRIBUTES", "LABELS", "RELATIONS", "Scene", "SceneObject", "make_scene"]
+__all__ = ["ATTRIBUTES", "LABELS", "OBJECT_ATTRIBUTES", "RELATIONS", "Scene", "SceneObject", "make_scene"]
 
 LABELS = SHAPES
 """Names of the classes of ``Scene.label``."""
+OBJECT_ATTRIBUTES = ("shape", "colour", "texture")
+"""Attributes of an object; the others of ATTRIBUTES are of the scene."""
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "shape": SHAPES,
     "colour": COLOURS,
@@ -81,6 +83,12 @@ class Scene:
             "background": self.background,
         }
         return {name: ATTRIBUTES[name].index(word) for name, word in words.items()}
+
+    def all_of(self, attribute: str) -> list[int]:
+        """Indices into ``ATTRIBUTES[attribute]`` of all objects, sorted; one for an attribute of the scene."""
+        if attribute not in OBJECT_ATTRIBUTES:
+            return [self.attributes[attribute]]
+        return sorted({ATTRIBUTES[attribute].index(getattr(thing, attribute)) for thing in self.objects})
 
 
 def make_scene(i: int, size_px: int = 48) -> Scene:

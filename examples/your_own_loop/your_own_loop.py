@@ -16,7 +16,7 @@ from dpvision.privacy.plan import make_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.stream import new_key
 
-store = Path("stores/digits")  # the ledger needs a folder that names the data set by a random id; `dpvision data import` makes one, too
+store = Path(__file__).parent / "stores/digits"  # its random id names the data set to the ledger; `dpvision data import` gives one, too
 if not store.exists():
     store.mkdir(parents=True)
     (store / "store.json").write_text(json.dumps({"store_id": new_key().hex()[:32]}))

@@ -20,10 +20,11 @@ def png(pixels):
     return file.getvalue()
 
 
+HERE = Path(__file__).parent
 digits = load_digits()
 samples = [Sample(str(i), png(x), {"label": str(y)}) for i, (x, y) in enumerate(zip(digits.images, digits.target, strict=True))]
-private = import_samples(samples[:1500], Path("stores/digits"))
-public = import_samples(samples[1500:], Path("stores/digits-test"), public=True)
+private = import_samples(samples[:1500], HERE / "stores/digits")
+public = import_samples(samples[1500:], HERE / "stores/digits-test", public=True)
 
 config = RECIPES["transfer.auto"]()
 config = replace(
@@ -32,8 +33,8 @@ config = replace(
     model=HeadConfig(encoder=FrozenEncoderConfig(spec="hog", image_size=16), num_classes=10),
     data=replace(config.data, store=str(private.path)),
 )
-with new_head_session(config, Path("runs/digits")) as session:
+with new_head_session(config, HERE / "runs/digits") as session:
     adapt(session)
     epsilon = session.plan.spent(session.run.ledger.steps).epsilon
-score = score_own_head("runs/digits", public)[0]
+score = score_own_head(HERE / "runs/digits", public)[0]
 print(f"accuracy {score.value:.1%} at epsilon {epsilon:.2f} by {session.prepared.model.head}: {session.prepared.model.reason}")

@@ -17,7 +17,7 @@ from dpvision.privacy.plan import make_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.stream import new_key
 
-if not (store := Path("stores/digits")).exists():  # names the data set to the ledger by a random id, as in your_own_loop.py
+if not (store := Path(__file__).parent / "stores/digits").exists():  # a random id names the data set to the ledger
     store.mkdir(parents=True)
     (store / "store.json").write_text(f'{{"store_id": "{new_key().hex()[:32]}"}}')
 x, y = (torch.from_numpy(a) for a in load_digits(return_X_y=True))

@@ -1,0 +1,86 @@
+"""The demo goes the whole way, says only what its intervals carry, and keeps what depends on a user's images under confidential/."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from dpvision.cli import demo_steps, main
+from dpvision.data.open import open_store
+from dpvision.eval.score import Score
+from dpvision.recipes import RECIPES
+from dpvision.synthetic.scenes import make_scene
+
+SHAPES = {"disc": "a", "square": "b"}
+"""The user's folders; the names are declared in the other order."""
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The demo on a few scenes, in a few steps."""
+    for name, num in (("_NUM_LABELLED", 60), ("_NUM_PUBLIC", 80), ("_NUM_TEST", 40)):
+        monkeypatch.setattr(demo_steps, name, num)
+    for name, privacy in (
+        ("demo", {"dataset_size": 80, "expected_batch_size": 20, "steps": 2}),
+        ("demo.start", {"dataset_size": 40, "expected_batch_size": 20, "steps": 2}),
+        ("demo.images", {"expected_batch_size": 20, "steps": 2}),
+    ):
+        config = RECIPES[name]()
+        made = replace(config, privacy=replace(config.privacy, **privacy), optim=replace(config.optim, warmup_steps=1))
+        monkeypatch.setitem(RECIPES, name, lambda made=made: made)
+    yield
+
+
+def _score(value: float, low: float, high: float) -> Score:
+    return Score("captioner", value, low, high, 100, 0.1, "zero-shot", "public")
+
+
+@pytest.mark.parametrize(
+    ("before", "words"), [((0.2, 0.1, 0.29), "ahead of"), ((0.2, 0.1, 0.31), "not to be told from"), ((0.6, 0.51, 0.7), "behind")]
+)
+def test_the_verdict_is_that_of_the_intervals(before: tuple[float, float, float], words: str) -> None:
+    assert words in demo_steps._compared(_score(0.4, 0.3, 0.5), _score(*before))
+
+
+@pytest.mark.slow
+def test_scenes_go_all_the_way(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["demo", "--stores", str(tmp_path / "stores"), "--runs", str(tmp_path / "runs"), "--json"]
+    assert main(argv) == 0
+    result = json.loads(capsys.readouterr().out)
+    for part, epsilon in (("classifier", 2.0), ("captioner", 4.0)):
+        run = Path(result[part]["run"])
+        assert result[part]["epsilon"] <= epsilon and "What it learned" in (run / "report.html").read_text()
+        assert all(score["visibility"] == "public" for score in result[part]["scores"])
+    public = open_store(tmp_path / "stores/demo-public")
+    assert {public.label_names[k] for k in public.labels.tolist()} <= set(demo_steps.PUBLIC_COLOURS)
+    unnamed = open_store(tmp_path / "stores/demo-test-new-colours")
+    assert not {unnamed.label_names[k] for k in unnamed.labels.tolist()} & set(demo_steps.PUBLIC_COLOURS)
+    assert main(argv) == 0  # the stores are used again, and both runs are charged to them
+    assert json.loads(capsys.readouterr().out)["classifier"]["run"].endswith("demo-classifier-2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_users_scores_and_images_stay_confidential(
+    small: None, declared: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(160):
+        scene = make_scene(i, 32)
+        if (folder := SHAPES.get(scene.main.shape)) is not None:
+            (tmp_path / "mine" / folder).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(scene.image).save(tmp_path / "mine" / folder / f"{i}.png")
+    (tmp_path / "classes.txt").write_text("b\na\n")
+    argv = ["demo", "--data", str(tmp_path / "mine"), "--stores", str(tmp_path / "stores"), "--runs", str(tmp_path / "runs")]
+    assert main([*argv, *(["--classes", str(tmp_path / "classes.txt")] if declared else [])]) == 0
+    said = capsys.readouterr().out
+    assert ("No classifier" in said) != declared and "own head" not in said  # this output is no terminal
+    assert (tmp_path / "runs/demo-images/confidential/operator.html").exists()
+    run = tmp_path / "runs/demo-classifier"
+    assert run.exists() == declared
+    if declared:
+        assert not (run / "scores.json").exists() and (run / "confidential/scores.json").exists()
+        assert "predicted as" in (run / "confidential/operator.html").read_text()
+        assert "predicted as" not in (run / "report.html").read_text() and "data:image" not in (run / "report.html").read_text()
