@@ -37,8 +37,8 @@ def by_formula(cfg: ModelConfig) -> int | None:
             patches = _linear(width, _target("pixels", cfg.encoder.patch_size)) if cfg.reconstruction_weight > 0 else 0
             encoder = _vit(cfg.encoder) if cfg.train_encoder else 0
             return encoder + _cross_decoder(cfg.decoder, cfg.encoder.width) + words + patches
-        case ClassifierConfig(encoder=ViTConfig(), tuned="whole", train_head_bias=True):
-            return _vit(cfg.encoder) + _linear(cfg.encoder.width, cfg.num_classes)
+        case ClassifierConfig(encoder=ViTConfig() as vit, tuned="whole", train_head_bias=True):
+            return _vit(vit) + _linear(vit.width, cfg.num_classes)
     return None
 
 
