@@ -1,6 +1,6 @@
 """A 64-bit counter hash (splitmix64's finaliser), the same bits in numpy and in torch on any device.
 
-For everything that has to be well spread and reproducible: masks, crops, procedural images. Never for secrets (guarantee.md, rule 4).
+For everything that has to be well spread and reproducible: masks, crops, procedural images. Never for secrets (docs/privacy.md).
 """
 
 import numpy as np

@@ -339,7 +339,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_pages_five_lines_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As they stand in docs/adapt.md, on digits in class folders; with an encoder that needs no minute of learning."""
     pixels, labels = load_digits(return_X_y=True)
-    for folder, part in (("PICTURES", slice(0, 900)), ("TEST_PICTURES", slice(900, 1300))):
+    for folder, part in (("IMAGES", slice(0, 900)), ("TEST_IMAGES", slice(900, 1300))):
         for i, (x, label) in enumerate(zip(pixels[part], labels[part], strict=True)):
             (tmp_path / folder / str(label)).mkdir(parents=True, exist_ok=True)
             grey = Image.fromarray((x.reshape(8, 8) * 15.9).astype(np.uint8)).convert("RGB")
