@@ -207,7 +207,7 @@ def test_scores_that_would_mean_nothing_are_refused(config: RunConfig, halves: t
         asked = replace(asked, privacy=replace(asked.privacy, dataset_size=open_store(asked.data.store or "").num_records))
         with new_session(asked, tmp_path / name) as session:
             fit(session, secrets=KEYS, quiet=True)
-    with pytest.raises(DataError, match="has one label a record; expected several"):
+    with pytest.raises(DataError, match="has one label per record; expected several"):
         score_own_head(tmp_path / "several", write_scenes(tmp_path / "single2", 40, 16, first=900))
     with pytest.raises(DataError, match="has several labels per record; expected one"):
         score_own_head(tmp_path / "one", test)

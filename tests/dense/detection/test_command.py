@@ -142,7 +142,7 @@ def test_wrong_inputs_are_one_clear_error(data: dict[str, Path], tmp_path: Path,
     for argv, message in (
         ([*argv_of(data), *SMALL], "no encoder; expected one or more"),
         ([run, *argv_of({k: v for k, v in data.items() if k != "test-images"}), *SMALL], "no --test-images; expected COCO's"),
-        (["pixels", *argv_of(data), *SMALL], "pixels is no plain vision transformer of ours"),
+        (["pixels", *argv_of(data), *SMALL], "pixels is not a plain vision transformer"),
         ([str(tmp_path / "nowhere"), *argv_of(data), *SMALL], "nowhere"),
         ([run, *argv_of(data, train=tmp_path / "broken.json"), *SMALL], "not JSON"),
         ([run, *argv_of(data, train_images=tmp_path / "nowhere"), *SMALL], "is not a folder"),
