@@ -51,7 +51,7 @@ def test_from_images_to_a_statement(stores: tuple[Store, Store], tmp_path: Path,
     said = capsys.readouterr().out
     assert "epsilon 2 at" in said and "nothing was charged" in said and not (tmp_path / "first").exists()
     # 900 records of 768 float32 numbers
-    assert "768 dimensions per image" in said and "2.8 MB as float32 beside the store" in said
+    assert "768 dimensions per image" in said and "2.8 MB as float32 in the store's folder" in said
     assert main([*argv, "--test", str(test.path), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["steps"] == read_ledger(tmp_path / "first" / "ledger.jsonl").steps and result["epsilon"] <= 2 and result["reason"]
@@ -180,7 +180,7 @@ def test_every_mistake_is_one_clear_error(stores: tuple[Store, Store], tmp_path:
         (_argv(mine, tmp_path, "--dataset-size", "900", "--epsilon", "nan"), "target_epsilon=nan; expected a positive number"),
         ([*good, "--num-classes", "5"], "label=9 .*outside the range"),
         ([*good, "--num-classes", "1"], "num_classes=1; expected at least 2"),
-        ([*good, "--encoder", "timm:resnet18"], "timm:resnet18 has no weights here .*timm:resnet18@FILE"),
+        ([*good, "--encoder", "timm:resnet18"], "timm:resnet18 has no weights on this machine .*timm:resnet18@FILE"),
         ([*good, "--encoder", "timm:resnet"], "one of its .* models"),
         ([*good, "--encoder", "runs/none"], "'runs/none'; expected a run folder"),
         ([*good, "--encoder", ""], "encoder: ''; expected a run folder"),
@@ -190,7 +190,7 @@ def test_every_mistake_is_one_clear_error(stores: tuple[Store, Store], tmp_path:
         ([*good, "--encoder", str(tainted), "--model.encoder.image-size", "16"], "image_size=16; expected 8"),
         ([*good, "--head", "one_step", "--privacy.steps", "3"], "steps=3; expected 1"),
         (["adapt", "transfer.one_step", "--head", "prototypes", "--data", str(mine.path)], "expected one of the two"),
-        (["adapt", "vip.micro", "--data", str(mine.path)], "vip.micro makes a 'mae'.*dpvision train vip.micro"),
+        (["adapt", "vip.micro", "--data", str(mine.path)], "vip.micro trains a 'mae'.*dpvision train vip.micro"),
         (["train", "transfer.auto", "--data", str(mine.path)], "Use `dpvision adapt transfer.auto"),
         (["evaluate", str(tainted), "--test", str(test.path)], "has no head of its own"),
         (["evaluate", "pixels", "--test", str(test.path)], "has no head of its own"),
@@ -308,7 +308,7 @@ def test_images_of_several_classes(tmp_path: Path, capsys: pytest.CaptureFixture
     ]  # fmt: skip
     several = [*argv, "--model.multi-label"]
     capsys.readouterr()
-    assert main([*argv, "--test", test]) == 2 and "several labels per record; expected one" in capsys.readouterr().err
+    assert main([*argv, "--test", test]) == 2 and "several labels a record; expected one" in capsys.readouterr().err
     assert main([*several, "--test", one]) == 2 and "one label per record; expected several" in capsys.readouterr().err
     assert not (tmp_path / "first").exists(), "a test that cannot be made is said before the budget is spent"
     assert main([*several, "--test", test]) == 0

@@ -219,7 +219,7 @@ def test_scores_that_would_mean_nothing_are_refused(config: RunConfig, halves: t
     renamed = import_samples(
         (Sample(f"k{i}", test.read(i), {"label": [LABELS[i % 8]]}) for i in range(20)), tmp_path / "named", public=True
     )
-    with pytest.raises(DataError, match=r"not those of the training store \('disc' and 'cross'\).*data split"):
+    with pytest.raises(DataError, match=r"differ from the training store's \('disc' and 'cross'\).*data split"):
         score_own_head(tmp_path / "several", renamed)
     too_many = _store(tmp_path / "many", [[0], [NUM_CLASSES]])
     with pytest.raises(DataError, match=f"label={NUM_CLASSES}; expected 0 to {NUM_CLASSES - 1}"):

@@ -160,5 +160,5 @@ def test_another_list_of_classes_and_the_same_images_are_refused(tmp_path: Path)
     with pytest.raises(DataError, match="2 images are in both training and test, the first is 000"):
         check_apart(train, train)
     test = load_coco(changed(file, _set(["categories", 1, "name"], "verde")), images)
-    with pytest.raises(DataError, match="apart in 7 'green', 7 'verde'; expected the same numbers and names"):
+    with pytest.raises(DataError, match="different in 7 'green', 7 'verde'; expected the same ids and names"):
         check_apart(train, test)
