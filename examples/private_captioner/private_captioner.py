@@ -35,7 +35,7 @@ for name, store, parent in (("demo.start", known, None), ("demo", private, str(H
         size = replace(config.privacy, dataset_size=NUM, steps=30, target_epsilon=8.0)
     with new_session(replace(config, data=data, privacy=size, init_from=parent), HERE / "runs" / name) as session:
         fit(session)
-        epsilon = session.plan.spent(session.ledger.steps).epsilon
+        epsilon = session.plan.spent(session.run.ledger.steps).epsilon
     said = say_captions(open_captioner(HERE / "runs" / name), test, np.arange(test.num_records), GenerateSettings(), "squash")
     right = sum(test.captions(row)[0].split()[1] in text.split() for row, text in said.items()) / len(said)
     guarantee = f"epsilon {epsilon:.2f}" if parent else "public"

@@ -64,7 +64,7 @@ def test_the_rule_takes_poisson_batches() -> None:
 def test_only_what_the_rule_is_for_may_go_without_a_rate() -> None:
     plan = full_batch_plan(5000, 2.0, steps=60)
     assert with_rate(replace(MANY_STEPS, learning_rate=3.0), plan).rate == 3.0
-    with pytest.raises(ConfigError, match="name='lamb' without a learning rate"):
+    with pytest.raises(ConfigError, match="learning_rate=None with name='lamb'"):
         with_rate(replace(MANY_STEPS, name="lamb"), plan)
     with pytest.raises(ConfigError, match="learning_rate=None"):
         _ = MANY_STEPS.rate

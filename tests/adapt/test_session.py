@@ -253,7 +253,7 @@ def test_bad_settings_are_refused_before_anything_is_charged(private: Store, tmp
 
 def test_several_processes_are_refused(private: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="2 processes; expected one"):
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2; expected 1"):
         prepare(head_config(private, "one_step"))
 
 

@@ -69,7 +69,7 @@ def test_a_recipes_delta_does_not_follow_to_more_records(capsys: pytest.CaptureF
     argv = ["plan", "transfer.vit_b16", "--dataset-size", "1200000", "--expected-batch-size", "100000", "--steps", "1"]
     argv += ["--noise-multiplier", "5", "--json"]
     assert main(argv) == 0
-    assert "of the recipe for 1,281,167 records" in json.loads(capsys.readouterr().out)["refused"]
+    assert "is for 1,281,167 records" in json.loads(capsys.readouterr().out)["refused"]
     assert main([*argv, "--delta", "1e-6"]) == 0
     assert json.loads(capsys.readouterr().out)["refused"] is None
     typed = ["train", "transfer.vit_b16", "--data", "nowhere", "--privacy.dataset-size", "1200000"]

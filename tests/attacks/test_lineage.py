@@ -202,11 +202,11 @@ def test_the_total_is_printed_before_compute_is_spent(root: Path, capsys: pytest
     plan, store, _, lineage = check_run(config, open_parent)
     total, _, _ = total_epsilon(runs_on([*lineage, own_entry(plan, store, "new", plan.steps, lineage)], store.store_id))
     assert total > 8
-    expected = f"All that these weights will have seen of this store: epsilon {total:.4g}"
+    expected = f"Total of these weights on this store: epsilon {total:.4g}"
     assert expected in plan_text(config, plan, store, lineage) and "this run alone" in plan_text(config, plan, store, lineage)
     argv = ["adapt", "--data", str(root / "private"), "--encoder", str(root / "parent"), "--num-classes", "8", "--head", "prototypes"]
     argv += ["--dataset-size", str(NUM), "--epsilon", "1", "--hardware.device", "cpu", "--dry-run"]
-    assert main(argv) == 0 and "All that these weights will have seen of this store: epsilon" in capsys.readouterr().out
+    assert main(argv) == 0 and "Total of these weights on this store: epsilon" in capsys.readouterr().out
     assert main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["total"]["epsilon"] > 8 > 1.001 > found["total"]["this_run_epsilon"]
@@ -269,7 +269,7 @@ def test_a_file_without_lineage_needs_a_declaration_which_the_statement_repeats(
     entry = made["history"]["lineage"][0]
     assert entry["visibility"] == "public" and entry["licence"] == "CC0" and entry["declared"]["name"] == "Test ViT"
     assert "Declared to be public by the operator" in entry["declared"]["text"]
-    assert any("Test ViT" in line and "not checked" in line for line in made["scope"]["not_covered"])
+    assert any("Test ViT" in line and "not verified" in line for line in made["scope"]["not_covered"])
     assert "public_weights" not in made["settings"]
 
 

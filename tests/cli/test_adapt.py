@@ -51,7 +51,7 @@ def test_from_images_to_a_statement(stores: tuple[Store, Store], tmp_path: Path,
     said = capsys.readouterr().out
     assert "epsilon 2 at" in said and "nothing was charged" in said and not (tmp_path / "first").exists()
     # 900 records of 768 float32 numbers
-    assert "768 dimensions an image" in said and "2.8 MB as float32 beside the store" in said
+    assert "768 dimensions per image" in said and "2.8 MB as float32 in the store's folder" in said
     assert main([*argv, "--test", str(test.path), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["steps"] == read_ledger(tmp_path / "first" / "ledger.jsonl").steps and result["epsilon"] <= 2 and result["reason"]
@@ -118,7 +118,7 @@ def test_a_private_score_chooses_among_heads_for_one_charge(
     assert statement["history"]["tuning"]["charged"] and statement["guarantee"]["epsilon"] == pytest.approx(result["epsilon"])
     capsys.readouterr()
     assert main([*argv[:-1], "one_step,nothing", "--name", "second"]) == 2
-    assert "'nothing'; expected some of one_step" in capsys.readouterr().err
+    assert "'nothing'; expected names among one_step" in capsys.readouterr().err
     assert main([*argv, "--head", "prototypes", "--name", "second"]) == 2
     assert main([*argv[:-1], "one_step,feature_covariance", "--name", "second"]) == 2
     assert "expected 1 with head='one_step'" in capsys.readouterr().err
@@ -174,13 +174,13 @@ def test_every_mistake_is_one_clear_error(stores: tuple[Store, Store], tmp_path:
     good = _argv(mine, tmp_path, *DECLARED)
     tainted = untrained_run(tmp_path / "tainted", "private", None)
     cases: list[tuple[list[str], str]] = [
-        (_argv(mine, tmp_path, "--epsilon", "2"), "dataset_size is not declared.*Say --dataset-size 900"),
+        (_argv(mine, tmp_path, "--epsilon", "2"), "dataset_size is not declared.*Give --dataset-size 900"),
         (_argv(mine, tmp_path, "--dataset-size", "800", "--epsilon", "2"), "declared dataset_size=800"),
         (_argv(mine, tmp_path, "--dataset-size", "900", "--epsilon", "0"), "target_epsilon=0.0; expected a positive number"),
         (_argv(mine, tmp_path, "--dataset-size", "900", "--epsilon", "nan"), "target_epsilon=nan; expected a positive number"),
         ([*good, "--num-classes", "5"], "label=9 .*outside the range"),
         ([*good, "--num-classes", "1"], "num_classes=1; expected at least 2"),
-        ([*good, "--encoder", "timm:resnet18"], "timm:resnet18 has no weights here .*timm:resnet18@FILE"),
+        ([*good, "--encoder", "timm:resnet18"], "timm:resnet18 has no weights on this machine .*timm:resnet18@FILE"),
         ([*good, "--encoder", "timm:resnet"], "one of its .* models"),
         ([*good, "--encoder", "runs/none"], "'runs/none'; expected a run folder"),
         ([*good, "--encoder", ""], "encoder: ''; expected a run folder"),
@@ -190,7 +190,7 @@ def test_every_mistake_is_one_clear_error(stores: tuple[Store, Store], tmp_path:
         ([*good, "--encoder", str(tainted), "--model.encoder.image-size", "16"], "image_size=16; expected 8"),
         ([*good, "--head", "one_step", "--privacy.steps", "3"], "steps=3; expected 1"),
         (["adapt", "transfer.one_step", "--head", "prototypes", "--data", str(mine.path)], "expected one of the two"),
-        (["adapt", "vip.micro", "--data", str(mine.path)], "vip.micro makes a 'mae'.*dpvision train vip.micro"),
+        (["adapt", "vip.micro", "--data", str(mine.path)], "vip.micro trains a 'mae'.*dpvision train vip.micro"),
         (["train", "transfer.auto", "--data", str(mine.path)], "Use `dpvision adapt transfer.auto"),
         (["evaluate", str(tainted), "--test", str(test.path)], "has no head of its own"),
         (["evaluate", "pixels", "--test", str(test.path)], "has no head of its own"),
@@ -218,7 +218,7 @@ def test_a_head_is_no_encoder_and_the_error_names_the_one_below(
     capsys.readouterr()
     assert main([*argv, "--encoder", str(tmp_path / "first"), "--name", "second"]) == 2
     err = capsys.readouterr().err
-    assert "is a head on frozen features" in err and "Say 'pixels'" in err and err.count("\n") == 1
+    assert "is a head on frozen features" in err and "Use its encoder 'pixels'" in err and err.count("\n") == 1
     assert _charged(stores[0]) == before and not (tmp_path / "second").exists()
 
 
@@ -265,7 +265,7 @@ def test_an_encoder_whose_features_are_no_numbers_is_refused_before_the_charge(
 
     monkeypatch.setattr("dpvision.adapt.session.feature_array", broken)
     assert main(_argv(stores[0], tmp_path, *DECLARED, "--quiet")) == 2
-    assert "error: features: none of 900 records has finite ones" in capsys.readouterr().err
+    assert "error: features: non-finite for all 900 records" in capsys.readouterr().err
     run_id = json.loads((tmp_path / "first" / "run.json").read_text())["run_id"]
     ledger = stores[0].path.parent / "LEDGERS" / stores[0].store_id / f"{run_id}.jsonl"
     assert read_ledger(ledger).steps == 0
@@ -308,8 +308,8 @@ def test_images_of_several_classes(tmp_path: Path, capsys: pytest.CaptureFixture
     ]  # fmt: skip
     several = [*argv, "--model.multi-label"]
     capsys.readouterr()
-    assert main([*argv, "--test", test]) == 2 and "several labels per record; expected one" in capsys.readouterr().err
-    assert main([*several, "--test", one]) == 2 and "one label a record; expected several" in capsys.readouterr().err
+    assert main([*argv, "--test", test]) == 2 and "several labels a record; expected one" in capsys.readouterr().err
+    assert main([*several, "--test", one]) == 2 and "one label per record; expected several" in capsys.readouterr().err
     assert not (tmp_path / "first").exists(), "a test that cannot be made is said before the budget is spent"
     assert main([*several, "--test", test]) == 0
     scores = json.loads(capsys.readouterr().out)["scores"]

@@ -124,7 +124,7 @@ def test_wrong_input_gets_one_clear_error(stores: dict[str, str], run: Path, tmp
         ([str(run), "--sugarcrepe", str(labels)], "expected the COCO images of --sugarcrepe"),
         ([str(run), "--sugarcrepe", str(labels), "--images", str(tmp_path)], "not JSON"),
         ([str(run), "--aro", str(tmp_path)], "has neither visual_genome_relation.json"),
-        ([bare, "--scenes", "20"], "names no tokenizer.json"),
+        ([bare, "--scenes", "20"], "has no tokenizer.json"),
         ([trained_here, *store, "--order"], "shares records with the store that the run was trained on"),
         ([stores["test"], "--scenes", "20"], "checkpoint: none in"),
     ]:

@@ -206,7 +206,7 @@ def test_another_trainings_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="Move it away"):
         trained(work=tmp_path, about="pets")
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="expected a folder"):
+    with pytest.raises(CheckpointError, match="expected a writable folder"):
         trained(work=tmp_path / "file" / "below")
 
 

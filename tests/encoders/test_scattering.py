@@ -144,5 +144,5 @@ def test_log_is_taken_of_orders_one_and_two() -> None:
 
 @pytest.mark.parametrize(("side", "scales"), [(30, 2), (8, 2), (32, 0), (16, 3)])
 def test_sizes_that_do_not_fit_are_refused(side: int, scales: int) -> None:
-    with pytest.raises(ConfigError, match=rf"side_px={side} with {scales} scales; expected a multiple of \d+ above \d+\. Take fewer"):
+    with pytest.raises(ConfigError, match=rf"side_px={side} with {scales} scales; expected a multiple of \d+ above \d+\. Use fewer"):
         make_scattering(side, scales)

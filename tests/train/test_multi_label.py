@@ -207,7 +207,7 @@ def test_scores_that_would_mean_nothing_are_refused(config: RunConfig, halves: t
         asked = replace(asked, privacy=replace(asked.privacy, dataset_size=open_store(asked.data.store or "").num_records))
         with new_session(asked, tmp_path / name) as session:
             fit(session, secrets=KEYS, quiet=True)
-    with pytest.raises(DataError, match="has one label a record; expected several"):
+    with pytest.raises(DataError, match="has one label per record; expected several"):
         score_own_head(tmp_path / "several", write_scenes(tmp_path / "single2", 40, 16, first=900))
     with pytest.raises(DataError, match="has several labels per record; expected one"):
         score_own_head(tmp_path / "one", test)
@@ -219,7 +219,7 @@ def test_scores_that_would_mean_nothing_are_refused(config: RunConfig, halves: t
     renamed = import_samples(
         (Sample(f"k{i}", test.read(i), {"label": [LABELS[i % 8]]}) for i in range(20)), tmp_path / "named", public=True
     )
-    with pytest.raises(DataError, match=r"not those of the training store \('disc' and 'cross'\).*data split"):
+    with pytest.raises(DataError, match=r"differ from the training store's \('disc' and 'cross'\).*data split"):
         score_own_head(tmp_path / "several", renamed)
     too_many = _store(tmp_path / "many", [[0], [NUM_CLASSES]])
     with pytest.raises(DataError, match=f"label={NUM_CLASSES}; expected 0 to {NUM_CLASSES - 1}"):

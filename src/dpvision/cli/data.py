@@ -254,7 +254,7 @@ def _said(store: "Store", as_json: bool, more: dict[str, Any] | None = None) -> 
         **summary,
         **(more or {}),
     }
-    labels = ", several labels a record" if store.multi_label else ""
+    labels = ", several labels per record" if store.multi_label else ""
     lines = [f"{_label(store)}{store.num_records:,} records in {store.path} ({store.visibility}{labels})"]
     lines.append(pairs(_flat(summary | (more or {}))))
     lines += _left_out_lines(store, summary)

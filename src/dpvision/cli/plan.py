@@ -84,7 +84,7 @@ def plan(
         json: Print JSON.
     """
     if claims:
-        others = [name for name, value in locals().items() if name not in ("claims", "json") and value is not None]
+        others = [name for name, value in locals().items() if name not in ("claims", "json") and value not in (None, False)]
         if others:
             raise ConfigError(f"plan: --claims with {', '.join(others)}; expected it alone, or with --json. Drop the others.")
         _claims(json)

@@ -146,7 +146,7 @@ def test_an_image_that_is_another_or_none_is_said(tmp_path: Path) -> None:
     file, images = write_shapes(tmp_path, 2)
     first, second = load_coco(file, images).pictures
     Image.new("RGB", (60, 48)).save(images / "000.png")
-    with pytest.raises(DataError, match=r"000\.png: 60 x 48 px; expected 64 x 48, as its annotations say"):
+    with pytest.raises(DataError, match=r"000\.png: 60 x 48 px; expected 64 x 48, as in its annotations"):
         first.read()
     (images / "001.png").write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"001\.png: image: not an image"):
@@ -157,8 +157,8 @@ def test_another_list_of_classes_and_the_same_images_are_refused(tmp_path: Path)
     file, images = write_shapes(tmp_path / "a", 2)
     train, other = load_coco(file, images), load_coco(*write_shapes(tmp_path / "b", 2, seed=1))
     check_apart(train, other)
-    with pytest.raises(DataError, match="2 images are trained on and scored, the first is 000"):
+    with pytest.raises(DataError, match="2 images are in both training and test, the first is 000"):
         check_apart(train, train)
     test = load_coco(changed(file, _set(["categories", 1, "name"], "verde")), images)
-    with pytest.raises(DataError, match="apart in 7 'green', 7 'verde'; expected the same numbers and names"):
+    with pytest.raises(DataError, match="different in 7 'green', 7 'verde'; expected the same ids and names"):
         check_apart(train, test)

@@ -140,7 +140,7 @@ def test_wrong_input_gets_one_clear_error(data: list[str], run: str, tmp_path: P
         ([run, *but(train_masks=str(tmp_path / "empty")), *ignoring], "has none (png)"),
         ([run, *but(test=str(tmp_path / "empty")), *ignoring], "has none"),
         ([run, *but(classes=str(tmp_path / "none.json")), *ignoring], "No such file"),
-        ([run, *but(test=flags["--train"], test_masks=flags["--train-masks"]), *ignoring], "4 images are in training and test"),
+        ([run, *but(test=flags["--train"], test_masks=flags["--train-masks"]), *ignoring], "4 images are in both training and test"),
         ([run, *data, "--segmentation.crop-size", "18"], "expected a multiple of encoder's patch, 4 px"),
         ([run, *data, "--segmentation.warmup-steps", "1500"], "expected fewer than the steps"),
         ([run, *data, "--hardware.physical-batch-size", "1"], "--segmentation.norm group"),

@@ -51,7 +51,7 @@ def test_every_record_is_drawn_equally_often() -> None:
 
 def test_too_many_shots_name_the_classes_and_their_counts() -> None:
     label_N = np.repeat([0, 1, 2], [20, 3, 8])
-    with pytest.raises(DataError, match=r"shots=9, but 'dog' has 3, 'emu' has 8; expected 9 training images of each class. Ask for 3"):
+    with pytest.raises(DataError, match=r"shots=9, but 'dog' has 3, 'emu' has 8; expected 9 training images of each class. Use --shots 3"):
         draw_shots(label_N, 9, 0, names=["cat", "dog", "emu"])
     with pytest.raises(ConfigError, match="shots=0"):
         draw_shots(label_N, 0, 0)
@@ -156,7 +156,7 @@ def test_training_images_are_augmented_by_record(train: Store) -> None:
 
 def test_what_cannot_be_tuned_is_refused(train: Store, test: Store) -> None:
     fixed = replace(vit_encoder(), name="hog", family="fixed", backbone=None)
-    with pytest.raises(ConfigError, match=r"fine_tune: hog has nothing to train.*few_shot_probe"):
+    with pytest.raises(ConfigError, match=r"fine_tune: hog has no trainable weights.*few_shot_probe"):
         fine_tune(fixed, _rows(train), _rows(test), units(train), 5, QUICK)
     with pytest.raises(DataError, match=r"shots=41, but 'c0' has 40, 'c1' has 40, 'c2' has 40"):
         fine_tune(vit_encoder(), _rows(train), _rows(test), units(train), 41, QUICK)
