@@ -11,7 +11,7 @@ of length 1. The rule fixes this noise, and thereby L:
     L s = FINAL_NOISE / (1 + (HALVING s)^2),    L <= LONGEST,    r = (1 - m) L / T
 
 A rate that is too small costs more accuracy than the noise, until noise dominates the gradient (s near 1 / HALVING). Then later gradients
-add no information, and a small L, which amounts to one step split into T, is best. docs/heads.md has the figures.
+add no information, and a small L, which amounts to one step split into T, is best. docs/log.md (2026-11-22) has the figures.
 """
 
 import math

@@ -1,7 +1,15 @@
 """The ledger file: JSON lines, each holding the SHA-256 of the raw bytes of the line before it.
 
 Every line is determined by what came before (no clock, no free text), so that a reader can rebuild and compare it: a changed
-byte is found even in the last line. docs/privacy.md has the format.
+byte is found even in the last line. Keys are sorted, without spaces.
+
+    header          format, run_id, store_id, plan, lineage: what the run is bound to; written together with start, by rename
+    start, resume   one for each start of the run
+    step            step, from 0: this step is charged
+    recovery        steps: the line before was torn; with it, that many steps count as charged
+
+Every line also has ``kind`` and ``prev``, the hex SHA-256 of the previous line's raw bytes without its newline ("" in the header). The
+bytes of a torn line are not part of the chain.
 """
 
 import hashlib
