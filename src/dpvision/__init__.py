@@ -12,26 +12,38 @@ from typing import TYPE_CHECKING, Any
 from dpvision.openmp import set_wait_policy
 
 if TYPE_CHECKING:
+    from dpvision.adapt.session import adapt as fit_head
+    from dpvision.adapt.session import new_head_session as new_head_session
     from dpvision.config import PrivacyConfig as PrivacyConfig
     from dpvision.data.open import open_store as open_store
+    from dpvision.data.store import Store as Store
     from dpvision.dp.clip import clipped_sum as clipped_sum
     from dpvision.dp.noise import privatize as privatize
     from dpvision.encoders.headed import load_classifier as load_classifier
     from dpvision.encoders.open import open_encoder as load
     from dpvision.eval.probes.suite import evaluate as evaluate
     from dpvision.privacy.plan import make_plan as make_plan
+    from dpvision.report.page import make_report as make_report
     from dpvision.report.statement import make_statement as make_statement
+    from dpvision.train.loop import fit as fit
+    from dpvision.train.start import new_session as new_session
 
 set_wait_policy()
 
 _HOME = {
     "PrivacyConfig": "dpvision.config",
+    "Store": "dpvision.data.store",
     "clipped_sum": "dpvision.dp.clip",
     "evaluate": "dpvision.eval.probes.suite",
+    "fit": "dpvision.train.loop",
+    "fit_head": "dpvision.adapt.session:adapt",
     "load": "dpvision.encoders.open:open_encoder",
     "load_classifier": "dpvision.encoders.headed",
     "make_plan": "dpvision.privacy.plan",
+    "make_report": "dpvision.report.page",
     "make_statement": "dpvision.report.statement",
+    "new_head_session": "dpvision.adapt.session",
+    "new_session": "dpvision.train.start",
     "open_store": "dpvision.data.open",
     "privatize": "dpvision.dp.noise",
 }
@@ -39,7 +51,8 @@ _HOME = {
 ``import dpvision.privacy`` needs no torch."""
 
 __all__ = [
-    "PrivacyConfig", "clipped_sum", "evaluate", "load", "load_classifier", "make_plan", "make_statement", "open_store", "privatize",
+    "PrivacyConfig", "Store", "clipped_sum", "evaluate", "fit", "fit_head", "load", "load_classifier", "make_plan", "make_report",
+    "make_statement", "new_head_session", "new_session", "open_store", "privatize",
 ]  # fmt: skip
 
 
