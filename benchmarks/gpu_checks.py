@@ -160,14 +160,29 @@ def end_to_end(device: torch.device) -> list[Check]:
 
         run("import scenes", "data", "scenes", "stores/private", "--num", "600", "--size-px", "32")
         run("import public scenes", "data", "scenes", "stores/public", "--num", "200", "--size-px", "32", "--first", "600", "--public")
+        run("tokenizer", "data", "tokenizer", "words.json", "--scenes", "2000", "--vocab-size", "440")
         for recipe, name in (("vip.micro_random_start", "mae"), ("dpcap.micro_random_start", "cap")):
-            train = ["train", recipe, "--data", "stores/private", *privacy, "--privacy.steps", "60", *hardware, "--name", name]
+            train = [
+                "train",
+                recipe,
+                "--data",
+                "stores/private",
+                *privacy,
+                "--privacy.steps",
+                "60",
+                "--optim.warmup-steps",
+                "5",
+                *hardware,
+                "--name",
+                name,
+            ]
+            train += ["--data.tokenizer", "words.json"] if name == "cap" else []
             run(f"{name}: stopped", *train, expected=_STOPPED)
             run(f"{name}: resumed", "train", recipe, "--name", name, "--resume")
             if name == "mae":
                 run("evaluate", "evaluate", "runs/mae", "--train", "stores/public", "--protocols", "knn", "--device", device.type)
             else:
-                run("caption", "caption", "runs/cap", "stores/public", "--device", device.type)
+                run("caption", "caption", "runs/cap", "stores/public")
             run(f"{name}: report", "report", f"runs/{name}")
             run(f"{name}: verify", "verify", f"runs/{name}/statement.json", "--run", f"runs/{name}", "--store", "stores/private")
         data = ["--data", "stores/private", "--test", "stores/public", "--num-classes", "8", "--dataset-size", "600"]
