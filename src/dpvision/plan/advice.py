@@ -114,7 +114,7 @@ def head_signal(q: Question) -> float:
 
 
 def expected_accuracy(data: str, strength: float, classes: int, without: HeadResult | None = None) -> float:
-    """Accuracy of a default head on a set like ``data``, interpolated in the logarithm of the signal; at the ends, that of the end.
+    """Accuracy of a default head on a set like ``data``: interpolated in the logarithm of the signal, constant beyond what was measured.
 
     Args:
         strength: ``head_signal``.
@@ -254,7 +254,7 @@ def _pretraining(q: Question, recipe_of: RecipeOf) -> Advice:
             "too little data",
             f"{'; '.join(reasons)}. Use a public encoder or baseline features as they are, which costs no epsilon, and spend it on a head "
             "once there are labels.",
-            (embed,), "that of the public features: private training added nothing measurable", None, evidence,
+            (embed,), "the public features' score: private training added nothing measurable", None, evidence,
             round(q.images * FEATURE_S / 3600, 2), "baseline features, two cores, measured",
             figures, _more_of_pretraining(q, name, rho, recipe_of), _warnings(q, None),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Hours: measured where we measured, else by arithmetic and said so."""
+"""Hours of a recommendation: from measured parts where there are some, else by arithmetic, which the answer states."""
 
 from dpvision.errors import ConfigError
 
