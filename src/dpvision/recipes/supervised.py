@@ -75,7 +75,7 @@ def vip_dp_finetune() -> RunConfig:
 
     q = 262,144 / N, noise 5.6, 1500 steps, rate 1.02e-3 after 50 steps of warm-up, decay 0.005, otherwise PyTorch's AdamW; delta 8e-7.
     The paper does not state: the clip norm (here 1; the noise scales with it, and while most records are clipped it affects AdamW only
-    through eps), the head's start (here zeros) and pooling (here the mean of the patch tokens), the augmentation (here that of the
+    through eps), the head's start (here zeros) and pooling (here the mean of the patch tokens), the augmentation (here as in
     pre-training) and the number of views (here 1). The guarantee for the images of the pre-training is stated separately, or added up
     if both used the same store.
     """
