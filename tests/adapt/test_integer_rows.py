@@ -14,7 +14,7 @@ from dpvision.adapt import integer_rows as module
 from dpvision.adapt.descent import many_steps
 from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.gradient import probabilities
-from dpvision.adapt.integer_rows import WIDE, IntegerStream, integer_product, largest, products, split, to_digits
+from dpvision.adapt.integer_rows import WIDE, IntegerStream, to_digits
 from dpvision.adapt.release import full_batch_plan
 from dpvision.dp.rounding import MARGIN_EPS
 
@@ -40,15 +40,6 @@ def without(stream: FeatureStream, row: int) -> FeatureStream:
     return replace(stream, feature_ND=stream.feature_ND[keep], label=stream.label[keep])
 
 
-@pytest.mark.parametrize("digits", [1, 2, 4])
-def test_digits_are_the_integer(digits: int) -> None:
-    most = largest(digits)
-    value = torch.tensor([0, 1, -1, 127, -127, most, -most, most // 2, -(most // 3)], dtype=torch.int32).clamp(-most, most)
-    found = split(value, digits)
-    assert len(found) == digits and all(digit.dtype == torch.int8 for digit in found)
-    assert torch.equal(sum(digit.long() * 256**d for d, digit in enumerate(found)), value.long())
-
-
 @pytest.mark.parametrize(("width", "half"), [(300, 0.5 / 32639), (WIDTH, 0.5 / 127)])
 def test_a_row_is_rounded_by_half_a_unit_of_its_largest_entry(width: int, half: float) -> None:
     rng = np.random.default_rng(0)
@@ -58,36 +49,6 @@ def test_a_row_is_rounded_by_half_a_unit_of_its_largest_entry(width: int, half: 
     assert np.abs(integer_rows(stream).numpy() - x_ND).max(axis=1, initial=0) == pytest.approx(half * peak_N[:, 0], rel=0.1)
     (block,) = IntegerStream(stream).blocks()
     np.testing.assert_allclose(block.norm_B.numpy(), integer_rows(stream).norm(dim=1).numpy(), rtol=1e-13)
-
-
-def test_products_are_exact_at_their_extremes() -> None:
-    """Against 64-bit integers: sums beyond 2^30, where float32 has lost seven bits."""
-    rng = torch.Generator().manual_seed(2)
-    for rows, width, columns in ((3, 65_536, 2), (40, 1001, 33), (1, 1, 1)):
-        left_BE = torch.randint(-128, 128, (rows, width), generator=rng, dtype=torch.int8)
-        right_EM = torch.randint(-128, 128, (width, columns), generator=rng, dtype=torch.int8)
-        left_BE[0], right_EM[:, 0] = -128, 127
-        assert torch.equal(integer_product(left_BE, right_EM).long(), left_BE.long() @ right_EM.long())
-    long_BE = torch.full((1, 200_000), -127, dtype=torch.int8)
-    assert sum(int(part) for part in products(long_BE, long_BE.T.contiguous())) == 200_000 * 127**2
-
-
-def test_a_machine_whose_products_saturate_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As kernels that multiply two pairs into 16 bits do."""
-
-    def saturating(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        even, odd = (left[:, i::2].double() @ right[i::2].double() for i in range(2))
-        return (even.clamp(-(2**15), 2**15 - 1) + odd.clamp(-(2**15), 2**15 - 1)).int()
-
-    stream = wide(6)
-    before = flat(gradient_of(stream, weight_of(), torch.zeros(CLASSES), "softmax", PLAN))
-    monkeypatch.setattr(torch, "_int_mm", saturating)
-    module.exact_integer_products.cache_clear()
-    try:
-        assert not module.exact_integer_products()
-        assert np.array_equal(flat(gradient_of(stream, weight_of(), torch.zeros(CLASSES), "softmax", PLAN)), before)
-    finally:
-        module.exact_integer_products.cache_clear()
 
 
 @pytest.mark.parametrize("multi", [False, True])

@@ -119,7 +119,7 @@ PUBLIC = {
     "train/objectives.py": "the public example batch",
     "adapt/descent.py": "random features of a published seed",
     "adapt/select.py": "random records of the rehearsal",
-    "adapt/integer_rows.py": "numbers on which the kernels of integer products are checked",
+    "adapt/integer_products.py": "numbers on which the kernels of integer products are checked",
 }
 OTHER_GENERATORS = re.compile(
     r"np\.random|numpy\.random|torch\.(randn?|randint|randperm|normal|Generator|manual_seed)\b|\.(normal|uniform|random|bernoulli)_\("

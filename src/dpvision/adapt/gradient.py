@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from dpvision.adapt.feature_stream import Block
-from dpvision.adapt.integer_rows import DIGITS, IntegerBlock, largest, products, split
+from dpvision.adapt.integer_products import DIGITS, largest, outer_products, products
+from dpvision.adapt.integer_rows import IntegerBlock
 from dpvision.adapt.release import Contributions
 from dpvision.dp.clip import ClippedSum
 from dpvision.privacy.plan import DPPlan
@@ -66,32 +67,31 @@ def probabilities(logit_BK: Tensor, loss: Loss) -> Tensor:
 
 
 class _Weight:
-    """A head's weight as int8 digits, each class scaled by its largest entry."""
+    """A head's weight as integers, each class scaled by its largest entry."""
 
     def __init__(self, weight_KE: Tensor, bias_K: Tensor) -> None:
         self._weight_KE, self._bias_K = weight_KE.double(), bias_K.double()
-        self._digits: tuple[int, Tensor, Tensor] | None = None
+        self._integers: tuple[Tensor, Tensor] | None = None
 
     def logits(self, block: IntegerBlock) -> Tensor:
         """float64 (B, K)."""
         width = block.digit_BE[0].shape[1]
-        right_EM, scale_K = self._split(width)
+        whole_EK, scale_K = self._whole(width)
         logit_BK = self._weight_KE.new_zeros(len(block.scale_B), len(self._weight_KE))
         for e, digit_BE in enumerate(block.digit_BE):
-            for part_BM in products(digit_BE, right_EM):
-                for d, part_BK in enumerate(part_BM.chunk(DIGITS, dim=1)):
-                    logit_BK.add_(part_BK, alpha=256.0 ** (d + e))
+            for part_BK in products(digit_BE, whole_EK):
+                logit_BK.add_(part_BK, alpha=256.0**e)
         offset_K = self._bias_K + block.constant * self._weight_KE[:, width:].sum(dim=1)
         return logit_BK.mul_(scale_K).mul_(block.scale_B[:, None]).add_(offset_K)
 
-    def _split(self, width: int) -> tuple[Tensor, Tensor]:
-        if self._digits is None:
+    def _whole(self, width: int) -> tuple[Tensor, Tensor]:
+        if self._integers is None:
             weight_KE = self._weight_KE[:, :width]
             peak_K = weight_KE.abs().amax(dim=1)
             scale_K = torch.where(peak_K > 0, peak_K, 1.0) / largest(DIGITS)
             whole_KE = torch.nan_to_num(weight_KE / scale_K[:, None], 0.0, 0.0, 0.0).round().to(torch.int32)
-            self._digits = width, torch.cat(split(whole_KE, DIGITS)).T, scale_K
-        return self._digits[1:]
+            self._integers = whole_KE.T, scale_K
+        return self._integers
 
 
 def _outer(block: IntegerBlock, residual_BK: Tensor, width: int, max_grad_norm: float | None) -> Tensor:
@@ -104,12 +104,10 @@ def _outer(block: IntegerBlock, residual_BK: Tensor, width: int, max_grad_norm: 
         grid = max_grad_norm / (largest(len(block.digit_BE)) * largest(DIGITS))
     most = largest(DIGITS)
     whole_BK = (scaled_BK / grid).trunc_().clamp_(-most, most).to(torch.int32)
-    left_MB = torch.cat(split(whole_BK, DIGITS), dim=1).T
     total_KE = residual_BK.new_zeros(residual_BK.shape[1], width)
     for e, digit_BE in enumerate(block.digit_BE):
-        for part_ME in products(left_MB, digit_BE):
-            for d, part_KE in enumerate(part_ME.chunk(DIGITS)):
-                total_KE[:, : digit_BE.shape[1]].add_(part_KE, alpha=grid * 256.0 ** (d + e))
+        for part_KE in outer_products(whole_BK, digit_BE):
+            total_KE[:, : digit_BE.shape[1]].add_(part_KE, alpha=grid * 256.0**e)
     total_KE[:, block.digit_BE[0].shape[1] :] = block.constant * residual_BK.sum(dim=0)[:, None]
     return total_KE
 

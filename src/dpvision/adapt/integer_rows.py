@@ -4,8 +4,8 @@ A row is scaled by its largest entry, rounded to 8 bits (16 for narrow rows), an
 
     x_i = scale_i (q_i, constant / scale_i),    q_i = sum over d of 256^d digit_id,    every digit an int8
 
-Weights and residuals are rounded to four such digits. Products of int8 matrices with int32 results are exact. So a logit depends only on
-its record and the weights, a record's contribution to a block's sum depends on no other record, and the order of records does not matter
+Weights and residuals are rounded to four such digits, and products are exact (``integer_products``). So a logit depends only on its
+record and the weights, a record's contribution to a block's sum depends on no other record, and the order of records does not matter
 (docs/heads.md, "Rounding"). It is also fast: 8 bits are half as much to read as a float16 feature.
 
 The constant is far larger than the entries of a wide row and is stored separately.
@@ -13,7 +13,6 @@ The constant is far larger than the entries of a wide row and is stored separate
 Legend: N records, B records of a block, E row width, K classes.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -22,17 +21,14 @@ import torch
 from torch import Tensor
 
 from dpvision.adapt.feature_stream import Block, FeatureStream
+from dpvision.adapt.integer_products import DIGITS, largest, split
 
 WIDE = 8192
 """Rows wider than this have 8 bits; others have 16, since features of few dimensions may have outliers."""
-DIGITS = 4
-"""Digits of weights and residuals: 31 bits with the sign."""
-_LARGEST = 127
 _KEEP_BYTES = 2 << 30
 _BLOCK_BYTES = 1 << 26
 _READ_BYTES = 1 << 22
-_MOST_SUMMED = 1 << 16
-"""Products summed in one int32, each up to 255 x 128, since some kernels convert to unsigned."""
+_MOST_RECORDS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ class IntegerStream:
 
     def _step(self) -> int:
         """Return the number of records in a block, whose integers and logits each take at most about 64 MiB."""
-        return min(_MOST_SUMMED, max(1, _BLOCK_BYTES // max(self._stream.width, 16 * DIGITS * self._stream.num_classes)))
+        return min(_MOST_RECORDS, max(1, _BLOCK_BYTES // max(self._stream.width, 16 * DIGITS * self._stream.num_classes)))
 
     def _integers(self, block: Block) -> IntegerBlock:
         digit_BE, scale_B, square_B = to_digits(block.x_BE, self._digits)
@@ -145,54 +141,6 @@ def to_digits(x_BE: Tensor, digits: int) -> tuple[tuple[Tensor, ...], Tensor, Te
         return (q_BE.to(torch.int8),), peak_B / most, square_B
     square_B = torch.linalg.vector_norm(q_BE, dim=1, dtype=torch.float64).square()
     return split(q_BE.to(torch.int32), digits), peak_B / most, square_B
-
-
-def largest(digits: int) -> int:
-    """Return the largest integer of 1 to 4 int8 digits: 127, 32,639, 8,355,711, 2,139,062,143."""
-    return _LARGEST * (256**digits - 1) // 255
-
-
-def split(value: Tensor, digits: int) -> tuple[Tensor, ...]:
-    """Split int32 integers of at most ``largest(digits)`` into signed int8 digits in base 256, the least significant first."""
-    found = []
-    for _ in range(digits):
-        digit = ((value + 128) & 255) - 128
-        found.append(digit.to(torch.int8))
-        value = (value - digit) >> 8
-    return tuple(found)
-
-
-def products(left_BE: Tensor, right_EM: Tensor) -> Iterator[Tensor]:
-    """Yield exact int32 parts (B, M) of the product of int8 matrices, one for every 65,536 columns of ``left_BE``; they sum to it."""
-    for start in range(0, left_BE.shape[1], _MOST_SUMMED):
-        yield integer_product(left_BE[:, start : start + _MOST_SUMMED], right_EM[start : start + _MOST_SUMMED])
-
-
-def integer_product(left_BE: Tensor, right_EM: Tensor) -> Tensor:
-    """Return int8 (B, E) @ int8 (E, M) as int32, exact for E up to 65,536."""
-    if exact_integer_products():
-        return torch._int_mm(left_BE, right_EM)
-    return (left_BE.double() @ right_EM.double()).to(torch.int32)
-
-
-@functools.cache
-def exact_integer_products() -> bool:
-    """Return whether torch's int8 products are exact here: processors without instructions for them may saturate at 16 bits."""
-    rng = torch.Generator().manual_seed(0)
-    extreme = torch.tensor([-128, -127, 127], dtype=torch.int8)
-    for rows, width, columns in ((33, 1031, 29), (8, 4096, 3), (1, 64, 1)):
-        for left_BE, right_EM in (
-            (extreme[torch.randint(3, (rows, width), generator=rng)], extreme[torch.randint(3, (width, columns), generator=rng)]),
-            (torch.full((rows, width), 127, dtype=torch.int8), torch.full((width, columns), 127, dtype=torch.int8)),
-            (torch.full((rows, width), -128, dtype=torch.int8), torch.full((width, columns), 127, dtype=torch.int8)),
-        ):
-            try:
-                found = torch._int_mm(left_BE, right_EM)
-            except RuntimeError:  # this build of torch has no such kernel
-                return False
-            if not torch.equal(found.double(), left_BE.double() @ right_EM.double()):
-                return False
-    return True
 
 
 def _taken(whole: IntegerBlock, index: slice | Tensor) -> IntegerBlock:
