@@ -9,9 +9,9 @@ import torch
 from feature_sets import KEYS, clusters, joined, no_noise, private, releases_of, stream_of
 from torch.nn import functional as F
 
-from dpvision.adapt.descent import MANY_STEPS, ONE_STEP, many_steps, one_step
+from dpvision.adapt.descent import MANY_STEPS, ONE_STEP, Progress, Trained, many_steps, one_step
 from dpvision.adapt.feature_stream import FeatureStream, Head
-from dpvision.adapt.release import full_batch_plan
+from dpvision.adapt.release import Releases, full_batch_plan
 from dpvision.config import OptimConfig, PrivacyConfig
 from dpvision.errors import ConfigError
 from dpvision.optim.schedule import learning_rate
@@ -38,6 +38,28 @@ def test_from_zero_lamb_is_adam_is_the_sign_of_the_released_gradient() -> None:
     torch.testing.assert_close(heads["lamb"], -0.25 * gradient_KD.sign(), rtol=1e-5, atol=0)
     torch.testing.assert_close(heads["adamw"], heads["lamb"], rtol=1e-5, atol=0)
     assert gradient_KD.abs().min() > 0
+
+
+@pytest.mark.parametrize("name", ["lamb", "adamw", "sgd"])
+def test_steps_in_three_starts_are_those_of_one_bit_for_bit(name: str) -> None:
+    """Private steps under one noise key, from a progress that was written as tensors and read again."""
+    stream, plan = stream_of(300, constant=1.0), full_batch_plan(300, 8.0, steps=9)
+    optim = replace(SGD, name=name, ema_decay=0.8, schedule="cosine", learning_rate=0.1)  # type: ignore[arg-type]
+
+    def trained(first: int, stop: int, start: Progress | None) -> Trained:
+        releases = Releases(plan, iter(range(first, 9)).__next__, *KEYS, stop=lambda: releases.left == 9 - stop, _next=first)
+        return many_steps(stream, releases, optim=optim, start=start)
+
+    whole = trained(0, 9, None)
+    part = trained(0, 2, None)
+    for first, stop in ((2, 6), (6, 9)):
+        assert part.progress.done == first
+        part = trained(first, stop, Progress.of(first, {name: x.clone() for name, x in part.progress.tensors().items()}))
+    for a, b in ((whole.last, part.last), (whole.average, part.average), (whole.ema, part.ema)):
+        assert a is not None and b is not None
+        assert torch.equal(a.weight_KD, b.weight_KD) and torch.equal(a.bias_K, b.bias_K)
+    fresh = trained(2, 9, None).last
+    assert not torch.allclose(fresh.weight_KD, whole.last.weight_KD), "without the progress it would be another head"
 
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])

@@ -35,6 +35,7 @@ from dpvision.eval.probes.own_head import score_own_head
 from dpvision.privacy.ledger import set_cap
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.plan import DPPlan
+from dpvision.report.statement import make_statement
 
 from ..eval.labelled import write_store
 from .lineage_runs import untrained_run
@@ -138,6 +139,34 @@ def test_killed_between_charge_and_checkpoint_the_ledger_is_true_and_the_rest_is
     assert score_own_head(tmp_path / "run", public_test, workers=1)[0].value > 0.5
     with resumed_head_session(tmp_path / "run") as session:
         assert session.finished
+
+
+def test_killed_after_a_checkpoint_the_run_goes_on_from_it(private: Store, public_test: Store, tmp_path: Path) -> None:
+    config = head_config(private, "many_steps", epsilon=8.0)
+    config = replace(config, privacy=replace(config.privacy, steps=6), hardware=replace(config.hardware, checkpoint_every_s=0.0))
+    root = tmp_path / "run"
+    _killed(config, root, 4)
+    saved = load_checkpoint(root)
+    assert saved.manifest["updates"] == 3 and saved.optimizer is not None and load_classifier(root)
+    steps: list[int] = []
+    with resumed_head_session(root) as session:
+        assert (session.charged_before, session.updates, session.lost, session.finished) == (4, 3, 1, False)
+        adapt(session, on_step=steps.append)
+        assert session.finished and session.unsaved() == 0
+    assert steps == [5, 6]
+    after = load_checkpoint(root)
+    assert after.manifest["ledger_steps"] == 6 and after.manifest["updates"] == 5 and after.optimizer is None, "one was paid for and lost"
+    assert score_own_head(root, public_test, workers=1)[0].value > 0.5
+    history = make_statement(root)["history"]
+    assert (history["steps_in_weights"], history["steps_wasted"]) == (5, 1)
+
+
+def test_killed_at_the_last_release_the_head_of_those_before_is_kept(private: Store, tmp_path: Path) -> None:
+    config = head_config(private, "many_steps", epsilon=8.0)
+    config = replace(config, privacy=replace(config.privacy, steps=3), hardware=replace(config.hardware, checkpoint_every_s=0.0))
+    _killed(config, tmp_path / "run", 3)
+    with resumed_head_session(tmp_path / "run") as session:
+        assert session.finished and session.lost == 1 and session.updates == 2
 
 
 def test_a_head_whose_only_release_was_charged_and_lost_is_refused_with_what_to_do(

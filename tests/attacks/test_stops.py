@@ -158,7 +158,7 @@ def test_a_head_that_is_interrupted_ends_with_a_step_or_says_what_is_lost(
     assert f"{charged} charged steps were not saved and are lost" in capsys.readouterr().err
 
 
-def test_adapt_stops_after_the_step_it_is_in_and_says_what_was_charged(
+def test_adapt_stops_after_the_step_it_is_in_says_what_was_charged_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Before: it went on for all 60 steps."""
@@ -176,7 +176,12 @@ def test_adapt_stops_after_the_step_it_is_in_and_says_what_was_charged(
     manifest = load_checkpoint(tmp_path / "run").manifest
     assert manifest["ledger_steps"] == manifest["updates"] == 20
     assert manifest["lineage"][-1]["guarantee"]["epsilon"] == pytest.approx(ledger.plan.spent(20).epsilon)
-    assert "100 test records" in said.out
+    assert "100 test records" in said.out and f"dpvision adapt --resume --runs {tmp_path} --name run" in said.out
+    assert main(["adapt", "--resume", "--runs", str(tmp_path), "--name", "run", "--quiet"]) == 0
+    said = capfd.readouterr()
+    assert "Resuming: 20 of 60 releases charged" in said.err and "Finished after 60 of 60 releases" in said.out and "lost" not in said.err
+    manifest = load_checkpoint(tmp_path / "run").manifest
+    assert manifest["ledger_steps"] == manifest["updates"] == 60
 
 
 def _interrupt(monkeypatch: pytest.MonkeyPatch, module: Any, at: int, times: int) -> None:

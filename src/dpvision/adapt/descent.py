@@ -10,8 +10,9 @@ Legend: E row width (``FeatureStream.width``), K classes.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,31 @@ Init = Literal["zero", "lecun"]
 
 
 @dataclass(frozen=True)
+class Progress:
+    """Where a sequence of steps stands. All of it is post-processing of released gradients, so it may be saved and published."""
+
+    done: int
+    """Number of steps in the weights."""
+    last_KE: Tensor
+    """float32."""
+    mean_KE: Tensor
+    """Mean of the weights after each step, float64."""
+    ema_KE: Tensor | None
+    optimizer: dict[str, Tensor]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return everything but ``done`` by name."""
+        ema = {} if self.ema_KE is None else {"ema": self.ema_KE}
+        return {"last": self.last_KE, "mean": self.mean_KE, **ema, **{f"optimizer/{name}": x for name, x in self.optimizer.items()}}
+
+    @classmethod
+    def of(cls, done: int, tensors: dict[str, Tensor]) -> Self:
+        """Return the progress with these ``tensors()``."""
+        optimizer = {name.removeprefix("optimizer/"): x for name, x in tensors.items() if name.startswith("optimizer/")}
+        return cls(done, tensors["last"], tensors["mean"], tensors.get("ema"), optimizer)
+
+
+@dataclass(frozen=True)
 class Trained:
     """The heads that one sequence of steps yields. All are released, so choosing among them by a public rule costs no privacy."""
 
@@ -45,6 +71,11 @@ class Trained:
     """Mean of the weights after each step (algorithm 1)."""
     ema: Head | None
     """Exponential moving average of the weights, or None if ``optim.ema_decay`` is None."""
+    progress: Progress
+    """What ``many_steps`` needs to go on from here."""
+
+
+AfterStep = Callable[[Callable[[], Trained]], None]
 
 
 def one_step(
@@ -75,47 +106,65 @@ def many_steps(
     init: Init = "zero",
     init_scale: float = 1.0,
     seed: int = 0,
+    start: Progress | None = None,
+    after_step: AfterStep = lambda trained: None,
 ) -> Trained:
     """Train a head for all steps left in the plan: DP-SGD with momentum, DP-Adam or DP-LAMB by ``optim.name``.
 
     If ``releases.stop()`` becomes true, return the head after the step in progress.
 
     Args:
-        optim: its schedule spans the steps left. If its learning rate is None, ``rate.steps_rate`` sets it.
+        optim: its schedule spans the steps done and left. If its learning rate is None, ``rate.steps_rate`` sets it.
         bias: fixed, the same for all classes. Set ``stream.constant`` to train a bias.
         init: zero weights, or LeCun's: normal with variance 1 / E, times ``init_scale``.
         seed: of the initial weights; public.
+        start: go on from these steps of an earlier start.
+        after_step: called with a function that returns the heads so far.
 
     Raises:
         ConfigError: no step is left, or the loss does not fit the labels.
     """
     check_loss(stream, loss)
-    steps = releases.left
-    if steps < 1:
+    done = 0 if start is None else start.done
+    # Steps that were charged and lost in a crash shorten the schedule.
+    steps = done + releases.left
+    if not releases.left:
         raise ConfigError("adapt: steps=0; expected at least one step left in the plan. Give more --privacy.steps.")
     optim = with_rate(optim, releases.plan)
-    head = _Weight(_initial(stream, init, init_scale, seed))
+    head = _Weight(_initial(stream, init, init_scale, seed) if start is None else start.last_KE.clone())
     bias_K = torch.full((stream.num_classes,), bias)
     optimizer = Optimizer(optim, head)
     ema = make_ema(head) if optim.ema_decay is not None else None
     mean_KE = torch.zeros(head.weight.shape, dtype=torch.float64)
-    done, rows = 0, IntegerStream(stream)
-    while releases.left and not (done and releases.stop()):
-        # Count from the steps left: steps that were charged and lost in a crash shorten the schedule.
-        at = steps - releases.left
+    if start is not None:
+        optimizer.load(start.optimizer)
+        mean_KE += start.mean_KE
+        if ema is not None and start.ema_KE is not None:
+            ema["weight"].copy_(start.ema_KE)
+
+    def trained() -> Trained:
+        last_KE, ema_KE = head.weight.detach().clone(), None if ema is None else ema["weight"].clone()
+        # Copied: the optimizer goes on in place.
+        state = {name: value.clone() for name, value in optimizer.tensors().items()}
+        heads = (None if weight_KE is None else stream.head(weight_KE, bias_K) for weight_KE in (last_KE, mean_KE, ema_KE))
+        last, average, averaged = heads
+        assert last is not None and average is not None
+        return Trained(last, average, averaged, Progress(done, last_KE, mean_KE.clone(), ema_KE, state))
+
+    rows, first = IntegerStream(stream), done
+    while releases.left and not (done > first and releases.stop()):
         weight_KE = head.weight.detach()
         if steps == 1 and not weight_KE.any():
             _, gradient = releases.release(stream, lambda blocks: sum_at_zero(blocks, stream.width, bias_K, loss, releases.plan))
         else:
             _, gradient = releases.release(rows, lambda blocks: gradient_sum(blocks, weight_KE, bias_K, loss, releases.plan))  # noqa: B023
-        optimizer.step(gradient, learning_rate(optim, at, steps))
-        mean_KE += head.weight.detach()
+        optimizer.step(gradient, learning_rate(optim, done, steps))
+        mean_KE += (head.weight.detach() - mean_KE) / (done + 1)
         if ema is not None and optim.ema_decay is not None:
             update_ema(ema, head, optim.ema_decay, done)
         done += 1
-    heads = [head.weight.detach(), mean_KE / done, *([ema["weight"]] if ema is not None else [])]
-    last, average, *rest = (stream.head(weight_KE, bias_K) for weight_KE in heads)
-    return Trained(last, average, rest[0] if rest else None)
+        after_step(trained)
+    return trained()
 
 
 def check_loss(stream: FeatureStream, loss: Loss) -> None:

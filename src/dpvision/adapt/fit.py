@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dpvision.adapt.descent import Trained, many_steps, one_step
+from dpvision.adapt.descent import AfterStep, Progress, Trained, many_steps, one_step
 from dpvision.adapt.feature_covariance import feature_covariance
 from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.least_squares import least_squares
@@ -24,10 +24,23 @@ class Fitted:
 
     head: Head
     ema: Head | None = None
+    progress: Progress | None = None
+    """What more steps start from; None for heads that cannot go on."""
 
 
-def fit_head(config: RunConfig, stream: FeatureStream, releases: Releases) -> Fitted:
+def fit_head(
+    config: RunConfig,
+    stream: FeatureStream,
+    releases: Releases,
+    *,
+    start: Progress | None = None,
+    after_step: Callable[[Callable[[], Fitted]], None] = lambda fitted: None,
+) -> Fitted:
     """Train the head of ``config.model`` with all releases left. Every setting comes from the config.
+
+    Args:
+        start: many_steps only: go on from these steps.
+        after_step: many_steps only: called after each step with a function that returns the head so far.
 
     Raises:
         ConfigError: too few releases are left for this head.
@@ -41,16 +54,18 @@ def fit_head(config: RunConfig, stream: FeatureStream, releases: Releases) -> Fi
         case "one_step":
             return Fitted(one_step(stream, releases, loss=cfg.loss, optim=config.optim, bias=cfg.bias))
         case "many_steps":
+            after: AfterStep = lambda trained: after_step(lambda: _chosen(cfg, trained()))  # noqa: E731
             return _chosen(
                 cfg,
                 many_steps(
                     stream, releases, loss=cfg.loss, optim=config.optim, bias=cfg.bias, init=cfg.init, init_scale=cfg.init_scale,
-                    seed=config.seed,
+                    seed=config.seed, start=start, after_step=after,
                 ),
             )  # fmt: skip
         case "feature_covariance":
             norm, loss = cfg.feature_norm, cfg.loss
-            return _chosen(cfg, feature_covariance(stream, releases, feature_norm=norm, loss=loss, optim=config.optim, bias=cfg.bias))
+            fitted = _chosen(cfg, feature_covariance(stream, releases, feature_norm=norm, loss=loss, optim=config.optim, bias=cfg.bias))
+            return replace(fitted, progress=None)  # its steps are in coordinates that the progress does not hold
         case "least_squares":
             return Fitted(least_squares(stream, releases, feature_norm=cfg.feature_norm))
         case "prototypes":
@@ -62,7 +77,7 @@ def _chosen(cfg: HeadConfig, trained: Trained) -> Fitted:
     heads = {"last": trained.last, "average": trained.average, "ema": trained.ema}
     head = heads[cfg.iterate]
     assert head is not None, "checked before"
-    return Fitted(head, trained.ema)
+    return Fitted(head, trained.ema, trained.progress)
 
 
 def choose_head(config: RunConfig, stream: FeatureStream, plan: DPPlan, charge: Callable[[], int]) -> tuple[RunConfig, Selected]:

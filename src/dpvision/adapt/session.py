@@ -4,7 +4,8 @@
         adapt(session)
 
 The ledger is correct whenever the process is killed: charged releases stay charged. A resumed run (``resumed_head_session``) has new
-keys and the releases left; if these are too few for its head, it is refused.
+keys and the releases left. A head of many steps is saved on the way and goes on from there; another head starts again with the releases
+left, or is refused if these are too few.
 
 Legend: N records, D feature dimension.
 """
@@ -20,11 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from dpvision.adapt.descent import Progress
 from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.fit import Fitted, choose_head, fit_head
 from dpvision.adapt.frequency import frequency_scale
 from dpvision.adapt.prepare import Prepared, prepare
 from dpvision.adapt.release import Releases
+from dpvision.checkpoint import Checkpoint
 from dpvision.config import RunConfig
 from dpvision.encoders.centre import texture_centre
 from dpvision.encoders.feature_file import feature_array
@@ -38,6 +41,8 @@ from dpvision.runs.stop import StopRequest
 
 ENCODER_FILE = "encoder.json"
 """Description of the encoder at the start of the run; public."""
+_SAVE_EVERY_S = 10.0
+"""Upper bound on ``hardware.checkpoint_every_s``, which is meant for networks: a head's checkpoint is small."""
 _BLOCK = 1 << 16
 
 
@@ -49,16 +54,23 @@ class HeadSession:
     run: Run
     about_encoder: dict[str, Any]
     finished: bool = False
-    """Whether the run has its checkpoint, so that nothing is left to do."""
+    """Whether the run has its head, and nothing is left to do."""
+    progress: Progress | None = None
+    """Steps of an earlier start that this one goes on from."""
+    updates: int = 0
+    """Number of releases that are in the newest checkpoint."""
     charged_before: int = field(init=False)
     """Number of steps charged by earlier starts."""
+    lost: int = field(init=False)
+    """Number of those that are in no checkpoint."""
 
     def __post_init__(self) -> None:
         self.charged_before = self.run.ledger.steps
+        self.lost = self.charged_before - self.updates
 
     def unsaved(self) -> int:
-        """Return the number of charged releases that are in no checkpoint."""
-        return 0 if self.finished else self.run.ledger.steps
+        """Return the number of releases charged by this start that are in no checkpoint yet."""
+        return self.run.ledger.steps - self.lost - self.updates
 
     @property
     def config(self) -> RunConfig:
@@ -101,24 +113,32 @@ def resumed_head_session(root: Path, hardware: dict[str, Any] | None = None) -> 
     stopped.require_store(made.store)
     encoder = read_object(stopped.base / ENCODER_FILE)
     check_same(made.encoder, encoder, str(root), made.device)
-    finished = stopped.checkpoint is not None
+    updates, progress = _read_progress(stopped.checkpoint)
     with stopped.resumed(made.store, made.lineage, num_bytes=_num_bytes(made)) as run:
         charged = run.ledger.steps
-        if not finished and made.plan.steps - charged < made.releases_needed:
+        finished = stopped.checkpoint is not None and (progress is None or charged == made.plan.steps)
+        if not finished and progress is None and made.plan.steps - charged < made.releases_needed:
             raise PrivacyError(
                 f"adapt: {charged} of {made.plan.steps} releases of {root} were charged and lost before the head was saved; expected "
                 f"{made.releases_needed} left for {made.model.head}. Their epsilon stays spent. Start a new run under another --name; its "
                 "epsilon adds to it (`dpvision ledger STORE` prints the total)."
             )
-        yield HeadSession(made, run, encoder, finished)
+        yield HeadSession(made, run, encoder, finished, progress, updates)
 
 
-def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Callable[[int], None] | None = None) -> Path:
+def adapt(
+    session: HeadSession,
+    *,
+    secrets: Secrets | None = None,
+    progress: Callable[[int], None] | None = None,
+    on_step: Callable[[int], None] = lambda steps: None,
+) -> Path:
     """Compute features, make the releases, train the head and save it.
 
     Args:
         secrets: two keys, new for this start; tests inject them.
         progress: called with the number of records whose features are computed.
+        on_step: called with the number of charged steps, after each step of a head of many steps.
 
     Returns:
         The checkpoint's folder.
@@ -126,8 +146,9 @@ def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Cal
     Raises:
         DataError: no record has finite features, or the disk is too full for them. Nothing has been charged.
         CheckpointError: the checkpoint cannot be written.
-        KeyboardInterrupt: SIGINT while features are computed, or a second SIGINT after the first release, which loses the head. The first
-            one ends a head of many steps after the step in progress: the head is saved, and the steps left are not charged.
+        KeyboardInterrupt: SIGINT while features are computed, or a second SIGINT after the first release, which loses the steps since
+            the last checkpoint. The first one ends a head of many steps after the step in progress: the head is saved, and the steps
+            left are not charged until the run is resumed.
     """
     secrets = secrets or Secrets()
     made, start = session.prepared, time.monotonic()
@@ -146,7 +167,9 @@ def adapt(session: HeadSession, *, secrets: Secrets | None = None, progress: Cal
         else:
             keys = secrets.draw, secrets.noise
             releases = Releases(session.plan, _charger(session.run), *keys, stop=lambda: request.asked, _next=session.run.ledger.steps)
-            config, fitted, chosen = session.config, fit_head(session.config, stream, releases), None
+            after_step = _saver(session, on_step)
+            config, chosen = session.config, None
+            fitted = fit_head(config, stream, releases, start=session.progress, after_step=after_step)
             # Not for a selection: its time would reveal the number of runs, which is secret even from this folder.
             about["head_s"] = time.monotonic() - start - features_s
         # Confidential: the number of records left out is a function of private images.
@@ -172,19 +195,45 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
 
 
 def save(session: HeadSession, config: RunConfig, fitted: Fitted, chosen: dict[str, Any] | None) -> Path:
-    """Write the checkpoint: the head, and a manifest that describes its encoder.
+    """Write the checkpoint: the head, what more steps start from if there are any left, and a manifest that describes its encoder.
 
     Args:
         config: the session's, or the chosen candidate's after a selection.
         chosen: the candidate and score that a private selection releases.
     """
     more: dict[str, Any] = {"encoder": session.about_encoder, **({} if chosen is None else {"chosen": chosen})}
+    steps, progress = session.run.ledger.steps, fitted.progress
+    updates = steps - session.charged_before if progress is None else progress.done
+    session.finished = progress is None or steps == session.plan.steps
     path = session.run.save(
-        _tensors(fitted.head), updates=session.run.ledger.steps - session.charged_before,
-        ema=None if fitted.ema is None else _tensors(fitted.ema), config=config, **more,
+        _tensors(fitted.head), updates=updates, ema=None if fitted.ema is None else _tensors(fitted.ema),
+        optimizer=None if progress is None or session.finished else progress.tensors(), config=config, **more,
     )  # fmt: skip
-    session.finished = True
+    session.updates = updates
     return path
+
+
+def _saver(session: HeadSession, on_step: Callable[[int], None]) -> Callable[[Callable[[], Fitted]], None]:
+    """Return a function that saves the head every few seconds, so that a crash loses little."""
+    every = min(session.config.hardware.checkpoint_every_s, _SAVE_EVERY_S)
+    saved = time.monotonic()
+
+    def after_step(fitted: Callable[[], Fitted]) -> None:
+        nonlocal saved
+        on_step(session.run.ledger.steps)
+        if session.run.ledger.steps < session.plan.steps and time.monotonic() - saved >= every:
+            save(session, session.config, fitted(), None)
+            saved = time.monotonic()
+
+    return after_step
+
+
+def _read_progress(checkpoint: Checkpoint | None) -> tuple[int, Progress | None]:
+    """Return the number of releases in a checkpoint, and what more steps start from; None if it is complete."""
+    if checkpoint is None:
+        return 0, None
+    updates = checkpoint.manifest["updates"]
+    return updates, None if checkpoint.optimizer is None else Progress.of(updates, checkpoint.optimizer)
 
 
 def _num_bytes(made: Prepared) -> int:

@@ -190,8 +190,7 @@ def _resume(args: AdaptArgs, config: RunConfig, saved: RunConfig) -> None:
     with resumed_head_session(root, resumed_hardware("adapt", root, config, saved)) as session:
         _check_test(args, session.config)
         args.say(head_text(session.prepared))
-        charged = session.charged_before
-        announce(resume_words(session.plan, charged, charged if session.finished else 0, session.finished, "releases"))
+        announce(resume_words(session.plan, session.charged_before, session.updates, session.updates > 0, "releases"))
         _finish(args, session, root)
 
 
@@ -202,10 +201,9 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
     from dpvision.runs.lineage import runs_on
 
     made, plan = session.prepared, session.plan
-    lost = 0 if session.finished else session.charged_before
     if not session.finished:
-        with _features_line(args, made) as progress:
-            adapt(session, progress=progress)
+        with _progress_line(args, made) as (features, step):
+            adapt(session, progress=features, on_step=step)
     steps, complete = session.run.ledger.steps, session.run.ledger.steps == plan.steps
     behind = runs_on(made.lineage, made.store.store_id)
     cost, said = spent(plan, steps, behind)
@@ -213,10 +211,11 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
     chosen = read_manifest(find_checkpoint(root)).get("chosen")
     lines = [f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} releases: {said}. Run folder: {root}"]
     if not complete:
-        lines.append("The head of these releases is saved; the others were not charged. To use all of them, start a new run.")
+        more = f"dpvision adapt --resume --runs {root.parent} --name {root.name}" if not session.finished else "start a new run"
+        lines.append(f"The head of these releases is saved; the others were not charged. To use them: {more}")
     if chosen is not None:
         lines.append(f"Chosen: {chosen['candidate']}; its noisy score is {chosen['score']:.1%} of the records correct.")
-    lines += lost_words(plan, lost, "releases")
+    lines += lost_words(plan, session.lost, "releases")
     if scores:
         lines.append(_scores_text(args, scores, root))
     lines += ["Next:", *([] if scores else [f"  dpvision evaluate {root} --test STORE"]), f"  dpvision report {root}"]
@@ -242,8 +241,8 @@ def _scores_text(args: AdaptArgs, scores: "list[Score]", root: Path) -> str:
 
 
 @contextlib.contextmanager
-def _features_line(args: AdaptArgs, made: "Prepared") -> Iterator[Callable[[int], None]]:
-    """Progress of the features; where they were begun before, a line that stays says so."""
+def _progress_line(args: AdaptArgs, made: "Prepared") -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """Progress of the features, and of the steps; where the features were begun before, a line that stays says so."""
     console, called, total = Console(stderr=True, quiet=args.quiet), False, len(made.row_N)
     private = made.store.visibility == "private"
     label = OPERATOR_ONLY if private else ""
@@ -258,7 +257,7 @@ def _features_line(args: AdaptArgs, made: "Prepared") -> Iterator[Callable[[int]
             called = True
             status.update(f"{label}features: {done:,} of {total:,} images (once: they are kept)")
 
-        yield show
+        yield show, lambda steps: status.update(f"step {steps} of {made.plan.steps}")
 
 
 def _check_test(args: AdaptArgs, config: RunConfig) -> None:
