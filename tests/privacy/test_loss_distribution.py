@@ -91,8 +91,8 @@ def check_calibration(rate: float, steps: int, target: float) -> None:
     plan = draft_plan(PrivacyConfig(dataset_size=size, expected_batch_size=rate * size, steps=steps, target_epsilon=target))
     assert plan.epsilon is not None
     if plan.noise_multiplier > 0.01:
-        assert plan.epsilon <= target, (rate, steps, target, plan.noise_multiplier, plan.epsilon)
-        unit = 10.0 ** (math.floor(math.log10(plan.noise_multiplier)) - 3)  # of the fourth digit
+        assert 0.999 * target <= plan.epsilon <= target, (rate, steps, target, plan.noise_multiplier, plan.epsilon)
+        unit = 10.0 ** (math.floor(math.log10(plan.noise_multiplier)) - 4)  # of the fifth digit
         less = accountant.epsilon(mechanism.record_event("poisson", size, rate, None, plan.noise_multiplier - unit, steps), plan.delta)
         assert less > target * (1 - 1e-9), (rate, steps, target, plan.noise_multiplier, less)
 

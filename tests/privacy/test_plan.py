@@ -135,8 +135,8 @@ def test_calibration_is_never_over_target_and_one_digit_less_noise_would_be(batc
     cfg = dataclasses.replace(SMALL, expected_batch_size=batch, noise_multiplier=None, target_epsilon=target)
     plan = make_plan(cfg)
     assert plan.epsilon <= target  # type: ignore[operator]
-    digit = 10.0 ** (math.floor(math.log10(plan.noise_multiplier)) - 3)
-    assert float(f"{plan.noise_multiplier:.3e}") == plan.noise_multiplier
+    digit = 10.0 ** (math.floor(math.log10(plan.noise_multiplier)) - 4)
+    assert float(f"{plan.noise_multiplier:.4e}") == plan.noise_multiplier
     less = dataclasses.replace(cfg, target_epsilon=None, noise_multiplier=plan.noise_multiplier - digit)
     assert make_plan(less).epsilon > target  # type: ignore[operator]
 

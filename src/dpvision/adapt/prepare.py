@@ -142,7 +142,7 @@ def _with_decay(model: ModelConfig, encoder: Encoder, plan: DPPlan) -> HeadConfi
 def head_plan(config: RunConfig) -> DPPlan:
     """Return the plan of a head.
 
-    It is ``make_plan``'s, except that full batches get the exact noise (not rounded up to four digits) and candidates get the plan of a
+    It is ``make_plan``'s, except that full batches get the exact noise (not rounded up to five digits) and candidates get the plan of a
     private selection among them.
 
     Raises: as ``make_plan``.

@@ -175,7 +175,7 @@ def full_batch_plan(
     """Return a plan of ``steps`` full-batch releases with the exact noise of the analytic Gaussian mechanism (Balle & Wang 2018).
 
     T releases compose to one Gaussian at noise_multiplier / sqrt(T), so T releases need sqrt(T) times the noise multiplier of one.
-    ``make_plan`` with a target rounds up to four digits; this noise multiplier is within 2e-9 of the smallest that reaches the target.
+    ``make_plan`` with a target rounds up to five digits; this noise multiplier is within 2e-9 of the smallest that reaches the target.
 
     Args:
         target_epsilon: positive; the plan's epsilon is at most this.

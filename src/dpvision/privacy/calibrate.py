@@ -14,7 +14,7 @@ MAX_NOISE = 1e6
 
 
 def calibrate(event_of: Callable[[float], dp_event.DpEvent], target_epsilon: float, delta: float, *, unit: bool = False) -> float:
-    """Smallest noise multiplier of four significant digits whose stated epsilon is at most ``target_epsilon``.
+    """Smallest noise multiplier of five significant digits whose stated epsilon is at most ``target_epsilon``.
 
     A coarse grid, whose epsilon is an upper bound too, finds the neighbourhood; the stated grid decides the last digits. The result is at
     least 0.01.
@@ -63,13 +63,13 @@ def calibrate(event_of: Callable[[float], dp_event.DpEvent], target_epsilon: flo
             raise _unreachable(target_epsilon, reached)
         root = high
     else:
-        root = optimize.brentq(excess, low, high, xtol=1e-4)
+        root = optimize.brentq(excess, low, high, xtol=1e-5)
     return _round_up(math.exp(root), lambda noise: stated(noise) <= target_epsilon)
 
 
 def _round_up(start: float, enough: Callable[[float], bool]) -> float:
-    """Smallest decimal of four significant digits (at ``start``'s scale) that is enough, found by galloping from ``start``."""
-    exponent = math.floor(math.log10(start)) - 3
+    """Smallest decimal of five significant digits (at ``start``'s scale) that is enough, found by galloping from ``start``."""
+    exponent = math.floor(math.log10(start)) - 4
 
     def noise(mantissa: int) -> float:
         return float(f"{mantissa}e{exponent}")

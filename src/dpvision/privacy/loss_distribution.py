@@ -129,45 +129,46 @@ def _one_step(
     *,
     adding: bool,
 ) -> _Pmf:
+    """Masses by connect the dots. They are differences of delta's differences over the interval, and 1 - e^epsilon, a straight line in
+    e^epsilon, has none: of adding's delta = 1 - e^epsilon + e^epsilon delta_removing(-epsilon), only the small second part is differenced.
+    """
     bounds = loss.connect_dots_bounds()
     first, last = math.floor(bounds.epsilon_lower / interval), math.ceil(bounds.epsilon_upper / interval)
-    delta = np.minimum.accumulate(_hockey_stick(np.arange(first, last + 1) * interval, shift_S, weight_S, noise, adding=adding))
+    epsilon_E = np.arange(first, last + 1) * interval
+    if adding:
+        delta = np.exp(epsilon_E) * _hockey_stick(-epsilon_E, shift_S, weight_S, noise)
+        line = -np.expm1(epsilon_E[[0, -1]])
+    else:
+        delta = np.minimum.accumulate(_hockey_stick(epsilon_E, shift_S, weight_S, noise))
+        line = np.zeros(2)
+    infinite = max(0.0, float(line[1] + delta[-1]))
     if len(delta) == 1:
-        return _Pmf(interval, first, 1 - delta, delta[0], True)
-    fall = np.diff(delta)
+        return _Pmf(interval, first, np.array([1 - infinite]), infinite, True)
+    fall, rise = np.diff(delta), math.expm1(interval)
     mass = np.empty(len(delta))
-    mass[0] = 1 - delta[0] + fall[0] / math.expm1(interval)
-    mass[1:-1] = (fall[1:] - fall[:-1] * math.exp(interval)) / math.expm1(interval)
-    mass[-1] = fall[-1] / math.expm1(-interval)
-    return _Pmf(interval, first, np.maximum(0.0, mass), delta[-1], True)
+    mass[0] = (fall[0] / rise - delta[0]) + (0.0 if adding else 1.0)
+    mass[1:-1] = (fall[1:] - fall[:-1] * math.exp(interval)) / rise
+    mass[-1] = fall[-1] / math.expm1(-interval) + (math.exp(epsilon_E[-1]) if adding else 0.0)
+    return _Pmf(interval, first, np.maximum(0.0, mass), infinite, True)
 
 
-def _hockey_stick(epsilon_E: np.ndarray, shift_S: np.ndarray, weight_S: np.ndarray, noise: float, *, adding: bool) -> np.ndarray:
-    """delta at each epsilon of a step that moves the sum by shift_S with chances weight_S, else not at all; for one direction.
+def _hockey_stick(epsilon_E: np.ndarray, shift_S: np.ndarray, weight_S: np.ndarray, noise: float) -> np.ndarray:
+    """delta at each epsilon of removing a record, which moves the sum by shift_S with chances weight_S, else not at all.
 
-    The privacy loss of adding is minus that of removing. Of removing, the loss at t is log(w0 + sum of w exp((s t - s^2 / 2) / noise^2)):
-    above log(w0), and rising in t.
+    The privacy loss at t is log(w0 + sum of w exp((s t - s^2 / 2) / noise^2)): above log(w0), and rising in t. With t where the loss is
+    epsilon, delta = sum of w Phi((s - t) / noise) - (e^epsilon - w0) Phi(-t / noise). The unmoved part has cancelled: it is 1 / weight_S
+    as large, and its rounding would be too.
     """
     drawn = float(weight_S.sum())
-    loss_E = -epsilon_E if adding else epsilon_E
-    occurs = loss_E > math.log1p(-drawn)
-    delta_E = np.zeros(len(epsilon_E)) if adding else -np.expm1(np.minimum(epsilon_E, 0.0))
-    loss, epsilon = loss_E[occurs], epsilon_E[occurs]
+    occurs = epsilon_E > math.log1p(-drawn)
+    delta_E = -np.expm1(np.minimum(epsilon_E, 0.0))
+    epsilon = epsilon_E[occurs]
     with np.errstate(divide="ignore"):
-        near = np.log(np.maximum(np.expm1(np.minimum(loss, 1.0)) + drawn, 0.0))
-        far = loss + np.log1p((drawn - 1) * np.exp(-np.maximum(loss, 1.0)))
-    t = _where(np.where(loss > 1, far, near), shift_S, weight_S, noise)
-    away_ES = (t[:, None] - shift_S) / noise
-    if adding:
-        upper = special.ndtr(t / noise)
-        parts = np.concatenate(
-            [math.log1p(-drawn) + special.log_ndtr(t / noise)[:, None], np.log(weight_S) + special.log_ndtr(away_ES)], axis=1
-        )
-        lower = np.logaddexp.reduce(parts, axis=1)
-    else:
-        upper = (1 - drawn) * special.ndtr(-t / noise) + special.ndtr(-away_ES) @ weight_S
-        lower = special.log_ndtr(-t / noise)
-    delta_E[occurs] = upper - np.exp(epsilon + lower)
+        near = np.log(np.maximum(np.expm1(np.minimum(epsilon, 1.0)) + drawn, 0.0))
+        far = epsilon + np.log1p((drawn - 1) * np.exp(-np.maximum(epsilon, 1.0)))
+    log_sum = np.where(epsilon > 1, far, near)
+    t = _where(log_sum, shift_S, weight_S, noise)
+    delta_E[occurs] = special.ndtr((shift_S - t[:, None]) / noise) @ weight_S - np.exp(log_sum + special.log_ndtr(-t / noise))
     return np.clip(delta_E, 0.0, 1.0)
 
 
