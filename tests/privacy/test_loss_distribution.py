@@ -1,7 +1,9 @@
 """The array code gives dp-accounting's figures; the stated epsilon lies between independent bounds and moves the right way."""
 
+import itertools
 import math
 
+import mpmath
 import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as pld
@@ -39,6 +41,37 @@ def test_sampled_steps_cost_what_dp_accounting_says(rate: float, noise: float, s
     epsilons = np.linspace(0, theirs.get_epsilon_for_delta(1e-6), 9)
     assert ours.get_delta_for_epsilon(epsilons) == pytest.approx(theirs.get_delta_for_epsilon(epsilons), rel=1e-3)
     assert ours.get_delta_for_epsilon(float(epsilons[3])) == pytest.approx(ours.get_delta_for_epsilon(epsilons)[3], rel=1e-6)
+
+
+@pytest.mark.parametrize(("rate", "noise"), [(98304 / N, 0.48), (0.3, 2.0), (1 - 1e-12, 0.5)])
+@pytest.mark.parametrize("adding", [False, True])
+def test_the_masses_of_one_step_are_those_of_forty_digits(rate: float, noise: float, adding: bool) -> None:
+    """Differences of delta magnify its rounding, which is of the size of the part that moves: the rate. At rate 98,304 / N masses had errors
+    of 10^-13 before, with all of delta rounded, and 10^-10 on finer grids."""
+    grid = 0.02
+    made = loss_distribution.sampled_gaussian(rate, noise, grid)
+    found = made._pmf_add if adding else made._pmf_remove
+    mp = mpmath.mp.clone()
+    mp.dps = 40
+    q, sigma, interval = mp.mpf(rate), mp.mpf(noise), mp.mpf(grid)
+
+    def delta_of(epsilon: mpmath.mpf) -> mpmath.mpf:
+        edge = mp.exp(-epsilon if adding else epsilon) - (1 - q)
+        if edge <= 0:
+            return mp.mpf(0) if adding else 1 - mp.exp(epsilon)
+        t = sigma**2 * mp.log(edge / q) + mp.mpf(1) / 2
+        if adding:
+            lower = (1 - q) * mp.ncdf(t / sigma) + q * mp.ncdf((t - 1) / sigma)
+            return mp.ncdf(t / sigma) - mp.exp(epsilon) * lower
+        return (1 - q) * mp.ncdf(-t / sigma) + q * mp.ncdf((1 - t) / sigma) - mp.exp(epsilon) * mp.ncdf(-t / sigma)
+
+    delta = [delta_of((found._lower_loss + i) * interval) for i in range(found.size)]
+    fall, up = [b - a for a, b in itertools.pairwise(delta)], mp.exp(interval)
+    middle = [(after - before * up) / (up - 1) for before, after in itertools.pairwise(fall)]
+    mass = [1 - delta[0] + fall[0] / (up - 1), *middle, fall[-1] / (1 / up - 1)]
+    error = sum(abs(float(m - mp.mpf(ours))) for m, ours in zip(mass, found._probs.tolist(), strict=True))
+    assert error < np.finfo(float).eps * found.size * rate / grid
+    assert found._infinity_mass == pytest.approx(float(delta[-1]), rel=1e-6, abs=1e-30)
 
 
 @pytest.mark.parametrize(

@@ -129,46 +129,56 @@ def _one_step(
     *,
     adding: bool,
 ) -> _Pmf:
-    """Masses by connect the dots. They are differences of delta's differences over the interval, and 1 - e^epsilon, a straight line in
-    e^epsilon, has none: of adding's delta = 1 - e^epsilon + e^epsilon delta_removing(-epsilon), only the small second part is differenced.
+    """Masses by connect the dots: second differences of delta, over the interval.
+
+    By symmetry delta(epsilon) = 1 - e^epsilon + e^epsilon delta_other(-epsilon), delta_other that of the other direction. The first part
+    is a mass of 1 at zero; what remains is small, and so is its rounding, which differences magnify.
     """
     bounds = loss.connect_dots_bounds()
-    first, last = math.floor(bounds.epsilon_lower / interval), math.ceil(bounds.epsilon_upper / interval)
-    epsilon_E = np.arange(first, last + 1) * interval
-    if adding:
-        delta = np.exp(epsilon_E) * _hockey_stick(-epsilon_E, shift_S, weight_S, noise)
-        line = -np.expm1(epsilon_E[[0, -1]])
-    else:
-        delta = np.minimum.accumulate(_hockey_stick(epsilon_E, shift_S, weight_S, noise))
-        line = np.zeros(2)
-    infinite = max(0.0, float(line[1] + delta[-1]))
-    if len(delta) == 1:
-        return _Pmf(interval, first, np.array([1 - infinite]), infinite, True)
-    fall, rise = np.diff(delta), math.expm1(interval)
-    mass = np.empty(len(delta))
-    mass[0] = (fall[0] / rise - delta[0]) + (0.0 if adding else 1.0)
-    mass[1:-1] = (fall[1:] - fall[:-1] * math.exp(interval)) / rise
-    mass[-1] = fall[-1] / math.expm1(-interval) + (math.exp(epsilon_E[-1]) if adding else 0.0)
-    return _Pmf(interval, first, np.maximum(0.0, mass), infinite, True)
+    first, last = min(0, math.floor(bounds.epsilon_lower / interval)), max(0, math.ceil(bounds.epsilon_upper / interval))
+    above, below = np.arange(last + 1) * interval, np.arange(-first, 0, -1) * interval
+    small = np.concatenate(
+        [
+            np.exp(-below) * _hockey_stick(below, shift_S, weight_S, noise, adding=not adding),
+            _hockey_stick(above, shift_S, weight_S, noise, adding=adding),
+        ]
+    )
+    mass = np.zeros(len(small))
+    if len(small) > 1:
+        fall, rise = np.diff(small), math.expm1(interval)
+        mass[0] = fall[0] / rise
+        mass[1:-1] = (fall[1:] - fall[:-1] * math.exp(interval)) / rise
+        mass[-1] = fall[-1] / math.expm1(-interval)
+    mass[0] -= small[0]
+    mass[-first] += 1.0
+    return _Pmf(interval, first, np.maximum(0.0, mass), small[-1], True)
 
 
-def _hockey_stick(epsilon_E: np.ndarray, shift_S: np.ndarray, weight_S: np.ndarray, noise: float) -> np.ndarray:
-    """delta at each epsilon of removing a record, which moves the sum by shift_S with chances weight_S, else not at all.
+def _hockey_stick(epsilon_E: np.ndarray, shift_S: np.ndarray, weight_S: np.ndarray, noise: float, *, adding: bool) -> np.ndarray:
+    """delta at each epsilon, from 0 on, of a step that moves the sum by shift_S with chances weight_S, else not at all; for one direction.
 
-    The privacy loss at t is log(w0 + sum of w exp((s t - s^2 / 2) / noise^2)): above log(w0), and rising in t. With t where the loss is
-    epsilon, delta = sum of w Phi((s - t) / noise) - (e^epsilon - w0) Phi(-t / noise). The unmoved part has cancelled: it is 1 / weight_S
-    as large, and its rounding would be too.
+    The privacy loss of adding is minus that of removing. Of removing, the loss at t is log(w0 + sum of w exp((s t - s^2 / 2) / noise^2)):
+    above log(w0), and rising in t. With t where the loss is epsilon,
+
+        delta = sum of w Phi((s - t) / noise) - (e^epsilon - w0) Phi(-t / noise)
+
+    in which the unmoved part, and its rounding, has cancelled; adding is the mirror image, with t where the loss is -epsilon.
     """
     drawn = float(weight_S.sum())
-    occurs = epsilon_E > math.log1p(-drawn)
-    delta_E = -np.expm1(np.minimum(epsilon_E, 0.0))
-    epsilon = epsilon_E[occurs]
+    loss_E = -epsilon_E if adding else epsilon_E
+    occurs = loss_E > math.log1p(-drawn)
+    loss = loss_E[occurs]
     with np.errstate(divide="ignore"):
-        near = np.log(np.maximum(np.expm1(np.minimum(epsilon, 1.0)) + drawn, 0.0))
-        far = epsilon + np.log1p((drawn - 1) * np.exp(-np.maximum(epsilon, 1.0)))
-    log_sum = np.where(epsilon > 1, far, near)
+        near = np.log(np.maximum(np.expm1(np.minimum(loss, 1.0)) + drawn, 0.0))
+        far = loss + np.log1p((drawn - 1) * np.exp(-np.maximum(loss, 1.0)))
+    log_sum = np.where(loss > 1, far, near)
     t = _where(log_sum, shift_S, weight_S, noise)
-    delta_E[occurs] = special.ndtr((shift_S - t[:, None]) / noise) @ weight_S - np.exp(log_sum + special.log_ndtr(-t / noise))
+    away_ES = (shift_S - t[:, None]) / noise
+    delta_E = np.zeros(len(epsilon_E))
+    if adding:
+        delta_E[occurs] = np.exp(log_sum - loss + special.log_ndtr(t / noise)) - np.exp(-loss) * (special.ndtr(-away_ES) @ weight_S)
+    else:
+        delta_E[occurs] = special.ndtr(away_ES) @ weight_S - np.exp(log_sum + special.log_ndtr(-t / noise))
     return np.clip(delta_E, 0.0, 1.0)
 
 
