@@ -127,7 +127,7 @@ class HardwareConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     physical_batch_size: int = 64
-    """Records in one forward pass, per process."""
+    """Records (with privacy.sampling_unit="person", people) in one forward pass, per process."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Autocast of the forward pass; norms, sums and noise stay in float32. float16 takes its loss scale from a public batch."""
     compile: bool = False
@@ -165,6 +165,11 @@ class RunConfig:
     public_weights: str | None = None
     """For weights without a lineage, from init_from or of a head's encoder: the declaration that they are public, as 'NAME; LICENCE;
     SOURCE'. The statement repeats it as declared."""
+
+    @property
+    def views(self) -> int:
+        """int: images in a step for one clipped gradient: data.views, times max_records_per_unit where people are drawn."""
+        return self.data.views * (self.privacy.max_records_per_unit if self.privacy.sampling_unit == "person" else 1)
 
     def __post_init__(self) -> None:
         require(not self.data.own_sizes, "run", "data.own_sizes", self.data.own_sizes, "none: a frozen encoder sets it", "Leave it out.")
