@@ -39,8 +39,8 @@ class PrivacyConfig:
     """Declared, public number of units (people), for a store imported with --unit-from: the guarantee is then stated for the unit, and
     delta is judged by this number. If None, the unit of privacy is the record."""
     sampling_unit: Literal["record", "person"] = "record"
-    """What one coin of a draw decides. 'record': each record is drawn and clipped on its own; a person's guarantee is a group bound. 'person':
-    people are drawn at rate expected_batch_size / num_units, and the mean gradient of k images of a person is clipped (decision 0034)."""
+    """What one coin of a draw decides. 'record': each record is drawn and clipped on its own, and a person's guarantee is a group bound.
+    'person': people are drawn at rate expected_batch_size / num_units, and a person's mean gradient is clipped (decision 0034)."""
     allow_weak_guarantee: bool = False
     """Train also with epsilon above 20 or delta above 1e-3, which are refused otherwise (docs/privacy.md)."""
     clipping: Literal["hard", "automatic"] = "hard"

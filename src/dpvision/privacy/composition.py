@@ -127,15 +127,15 @@ def check_total(parts: tuple[Part, ...], *, allow_weak: bool = False) -> None:
         allow_weak: ``PrivacyConfig.allow_weak_guarantee`` of the new run.
 
     Raises:
-        PrivacyError: some runs drew people and others records, dataset_size x delta is above 1.5, the total has no finite epsilon, or, unless ``allow_weak``, one above
-            ``plan.MAX_EPSILON`` (a unit's where units are declared).
+        PrivacyError: some runs drew people and others records, dataset_size x delta is above 1.5, the total has no finite epsilon, or,
+            unless ``allow_weak``, one above ``plan.MAX_EPSILON`` (a unit's where units are declared).
     """
     if len(parts) < 2:
         return
     if len({plan.sampling_unit for plan, _ in parts}) > 1:
         raise PrivacyError(
-            "lineage: of the runs behind these weights on this store, some drew people and others records; expected the same in all, because "
-            "their epsilons are for different changes of the data. Use one --privacy.sampling-unit, or start from other weights."
+            "lineage: of the runs behind these weights on this store, some drew people and others records; expected the same in all, "
+            "because their epsilons are for different changes of the data. Use one --privacy.sampling-unit, or start from other weights."
         )
     epsilon, delta, _ = total_epsilon(parts)
     records = max(plan.population for plan, _ in parts)

@@ -140,7 +140,7 @@ class DPPlan:
             raise PrivacyError(f"plan.event: steps={steps}; expected 0 to {self.steps}. Read the number from the ledger of this plan.")
         if steps and self.guarantee != "dp":
             return dp_event.NonPrivateDpEvent()
-        return _event(
+        return mechanism.whole_event(
             self, self.selection, steps, self.noise_multiplier,
             sampling="full_batch" if view == "unamplified" else None,
             records=self.clipped_per_unit if view == "unit" and self.clipped_per_unit > 1 else None,
@@ -274,7 +274,7 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
     if selection is not None and (wrong or selection.steps != cfg.steps):
         raise ConfigError(
             f"privacy: a selection with guarantee={cfg.guarantee}, sampling={cfg.sampling}, steps={cfg.steps} and {selection.steps}; "
-            "expected guarantee=dp, poisson or full_batch draws of records, and one number of steps. Use ask_selection, or leave the selection out."
+            "expected guarantee=dp, poisson or full_batch draws of records, and one number of steps. Use ask_selection, or no selection."
         )
     if cfg.target_unit_epsilon is not None and (
         cfg.num_units is None or (cfg.sampling == "truncated_poisson" and cfg.sampling_unit == "record")
@@ -286,7 +286,7 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
     rate = cfg.expected_batch_size / cfg.sampled_from
     delta = default_delta(cfg.num_units or cfg.dataset_size) if cfg.delta is None else cfg.delta
     steps = cfg.steps if selection is None else 1
-    event_of = partial(_event, cfg, selection, steps)
+    event_of = partial(mechanism.whole_event, cfg, selection, steps)
     noise = cfg.noise_multiplier or 0.0
     interval = eps = eps_rdp = unit_eps = None
     if cfg.guarantee == "dp":
@@ -324,26 +324,6 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
     )
 
 
-def _event(
-    of: PrivacyConfig | DPPlan,
-    selection: Selection | None,
-    steps: int,
-    noise: float,
-    *,
-    sampling: str | None = None,
-    records: int | None = None,
-) -> dp_event.DpEvent:
-    """Event of ``steps`` steps for one that is drawn, or for a unit of ``records`` records; with a selection, the event of the whole."""
-    rate = 1.0 if sampling == "full_batch" else of.expected_batch_size / of.sampled_from
-    sampling = sampling or of.sampling
-    releases = steps if selection is None else min(steps, 1) * selection.steps
-    if records is None:
-        event = mechanism.record_event(sampling, of.sampled_from, rate, of.max_batch_size, noise, releases)
-    else:
-        event = mechanism.unit_event(sampling, rate, noise, releases, records)
-    return event if selection is None or not steps else selection.event(event, noise, records or 1)
-
-
 def _unit_epsilon(
     of: PrivacyConfig | DPPlan, num_units: int | None, selection: Selection | None, steps: int, noise: float, delta: float, epsilon: float
 ) -> float | None:
@@ -352,7 +332,7 @@ def _unit_epsilon(
         return None if num_units is None else epsilon
     if of.sampling == "truncated_poisson" or (selection is not None and of.sampling != "full_batch"):
         return None
-    return accountant.unit_epsilon(_event(of, selection, steps, noise, records=of.clipped_per_unit), delta)
+    return accountant.unit_epsilon(mechanism.whole_event(of, selection, steps, noise, records=of.clipped_per_unit), delta)
 
 
 def refusal(plan: DPPlan, *, allow_weak: bool = False) -> str | None:
