@@ -51,6 +51,8 @@ class StoreAccount:
     left: float | None
     """cap.epsilon - unit_epsilon, or cap.epsilon - epsilon if no units are declared; None without a cap or a total. A further run may have
     a larger epsilon, because PLDs compose to less than the sum."""
+    draws_people: bool = False
+    """Whether a run drew people, so that ``epsilon`` is a person's."""
     moves: int = 0
     """Number of times the owner declared the store moved: a copy left behind would have separate ledgers."""
 
@@ -83,7 +85,8 @@ def store_account(store_dir: Path) -> StoreAccount:
     charged = epsilon if of_unit is None else of_unit
     left = None if cap is None or charged is None else max(0.0, cap.epsilon - charged)
     moves = ledgers.declared_moves()
-    return StoreAccount(ledgers.store_id, runs, unprotected, delta, epsilon, epsilon_filter, of_unit, cap, left, moves)
+    people = any(plan.sampling_unit == "person" for plan, _ in parts)
+    return StoreAccount(ledgers.store_id, runs, unprotected, delta, epsilon, epsilon_filter, of_unit, cap, left, people, moves)
 
 
 def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
