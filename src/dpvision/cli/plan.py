@@ -211,15 +211,11 @@ def _text(r: dict[str, Any]) -> str:
         lines.append("signal (a heuristic: docs/privacy.md)")
         lines.append(pairs({name.replace("_", " "): value for name, value in r["signal"].items()}))
     if r["draws"]:
+        from dpvision.cli.plan_advice import draws_table
+
         lines.append(draws_table(r["draws"]))
     if r["advice"]:
         lines.append(r["advice"])
     if r["refused"]:
         lines.append(f"Training with this plan would be refused: {r['refused']}")
     return "\n".join(lines)
-
-
-def draws_table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows of ``planner.compare_draws`` as text."""
-    columns = ("drawn", "images a step", "noise multiplier", "noise / batch")
-    return table("at this epsilon for a person, and as many steps", columns, [tuple(row.values()) for row in rows])

@@ -3,8 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from dpvision.cli.output import pairs
-from dpvision.cli.plan import draws_table
+from dpvision.cli.output import pairs, table
 from dpvision.cli.recipe import get_recipe
 from dpvision.plan.advice import Advice, Question, advise
 
@@ -34,3 +33,9 @@ def _text(q: Question, a: Advice) -> str:
         "Rules and their limits: docs/plan.md.",
     ]
     return "\n".join(lines)
+
+
+def draws_table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows of ``planner.compare_draws`` as text."""
+    columns = ("drawn", "images a step", "noise multiplier", "noise / batch")
+    return table("at this epsilon for a person, and as many steps", columns, [tuple(row.values()) for row in rows])
