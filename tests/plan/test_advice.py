@@ -148,6 +148,7 @@ def test_more_images_people_and_epsilon_never_lower_the_expected_score() -> None
         ("--images 3000000 --epsilon 8 --gpus 8 --device H100", "private pre-training"),
         ("--images 3000000 --epsilon 8 --gpus 8 --device H100 --public-encoder runs/public", "continual training"),
         ("--images 20000 --people 4000 --labels 10 --epsilon 3", "head on baseline features"),
+        ("--images 3000000 --people 3000000 --epsilon 8 --gpus 8 --device H100", "private pre-training"),
     ],
 )
 def test_the_commands_are_understood_up_to_the_missing_store(
@@ -164,6 +165,13 @@ def test_the_commands_are_understood_up_to_the_missing_store(
     for command in private:
         assert main(shlex.split(command)[1:]) == 2
         assert "dpvision data import SOURCE STORE" in capsys.readouterr().err, command
+
+
+def test_pretraining_on_images_of_people_draws_people_and_compares_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--images", "2500000", "--people", "2500000", "--epsilon", "8", "--gpus", "8", "--device", "H100"]) == 0
+    said = capsys.readouterr().out
+    assert "--privacy.num-units 2500000 --privacy.sampling-unit person" in said and "epsilon 8 at delta 2e-07 for a person" in said
+    assert "people, 1 image of each" in said and "images, one of a person" in said
 
 
 def test_the_recommendation_is_printed_in_words(capsys: pytest.CaptureFixture[str]) -> None:

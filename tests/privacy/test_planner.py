@@ -7,6 +7,7 @@ import pytest
 from dpvision.config import PrivacyConfig
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.planner import what_if
+from dpvision.privacy.second_accountant import epsilon, release
 
 VIP_2M = PrivacyConfig(dataset_size=2338047, expected_batch_size=98304, noise_multiplier=2.5, steps=6000, max_grad_norm=0.1)
 
@@ -56,3 +57,27 @@ def test_few_records_and_weak_signals_get_an_honest_word() -> None:
     assert "noise" in drowned["advice"] and "few" not in drowned["advice"]
     free = PrivacyConfig(dataset_size=50_000, expected_batch_size=5000, steps=200, guarantee="none")
     assert what_if(free)["advice"] is None
+
+
+def test_drawing_people_needs_no_more_noise_than_drawing_images_for_the_same_epsilon_and_compute() -> None:
+    grouped = PrivacyConfig(
+        dataset_size=80_000, num_units=20_000, max_records_per_unit=4, expected_batch_size=1000, steps=50, noise_multiplier=1.2
+    )
+    found = what_if(grouped)
+    images, one, more_images, fewer_people = found["draws"]
+    assert (
+        images["noise_multiplier"] == 1.2 and images["images_per_step"] == one["images_per_step"] == fewer_people["images_per_step"] == 1000
+    )
+    assert one["noise_multiplier"] < 1.2 and more_images["images_per_step"] == 4000
+    assert one["noise_batch_ratio"] == more_images["noise_batch_ratio"] < images["noise_batch_ratio"] < fewer_people["noise_batch_ratio"]
+    for row, rate in ((one, 1000 / 20_000), (fewer_people, 250 / 20_000)):
+        spent = epsilon([release(rate, row["noise_multiplier"], 50)], found["delta"])
+        assert 0.98 * found["unit_epsilon"] < spent <= found["unit_epsilon"] * 1.001, "by the second accountant"
+
+
+def test_only_drawn_images_of_declared_people_are_compared() -> None:
+    assert what_if(dataclasses.replace(VIP_2M, num_units=10**6, sampling_unit="person"))["draws"] is None
+    assert what_if(PrivacyConfig(dataset_size=100, expected_batch_size=10, steps=5, guarantee="none"))["draws"] is None
+    full = PrivacyConfig(dataset_size=600, num_units=300, max_records_per_unit=2, expected_batch_size=600, sampling="full_batch", steps=1,
+                         noise_multiplier=9.0)  # fmt: skip
+    assert what_if(full)["draws"] is None

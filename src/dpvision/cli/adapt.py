@@ -38,6 +38,7 @@ from dpvision.cli.run_args import (
 from dpvision.cli.train import TrainArgs, train
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.head_presets import PRESETS, HeadName, with_candidates, with_head
+from dpvision.config.heads import check_head_draws
 from dpvision.errors import OPERATOR_ONLY, ConfigError
 
 if TYPE_CHECKING:
@@ -345,6 +346,8 @@ def _default(recipe: str, early: _Early, typed: dict[str, str]) -> RunConfig:
     if early.resume and (saved := saved_config("adapt", early.root(recipe), recipe)) is not None:
         return saved
     config = get_recipe(recipe)
+    if isinstance(config.model, HeadConfig):
+        check_head_draws(typed.get("sampling_unit", "record"))
     changes: dict[str, Any] = {}
     if early.privacy.guarantee in ("none", "simulated"):
         changes |= {"guarantee": early.privacy.guarantee, "noise_multiplier": None, "target_epsilon": None}

@@ -295,10 +295,14 @@ def _suggested(store: "Store") -> list[dict[str, int]]:
 
 
 def _unit_lines(store: "Store") -> list[str]:
+    from dpvision.data.declared import rounded_up
+
     field = store.meta["unit_field"]
     lines = [f"{_label(store)}The guarantee will be for a {field} with all its images. Declare one of these (see docs/data.md, persons):"]
     for one in _suggested(store):
         lines.append("  " + " ".join(f"--privacy.{name.replace('_', '-')} {value}" for name, value in one.items()))
+    people = f"--privacy.num-units {_suggested(store)[0]['num_units']} --privacy.dataset-size {rounded_up(store.num_records)}"
+    lines.append(f"  --privacy.sampling-unit person {people}")
     return lines
 
 

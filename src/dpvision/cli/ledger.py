@@ -87,18 +87,20 @@ def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
         )
         for r in account.runs
     ]
+    drawn = account.draws_people
+    whose = "one drawn" if drawn else "an image"
     columns = (
-        "run", "steps", "restarts", "epsilon of an image" if people else "epsilon", "delta",
-        *(("epsilon of a person",) if people else ()), *(("of an image, with the runs its weights come from",) if behind else ()),
+        "run", "steps", "restarts", f"epsilon of {whose}" if people else "epsilon", "delta",
+        *(("epsilon of a person",) if people else ()), *((f"of {whose}, with the runs its weights come from",) if behind else ()),
     )  # fmt: skip
     lines = [table(f"store {account.store_id}", columns, rows)] if rows else ["No run yet."]
     if account.unprotected:
         lines.append(f"NO GUARANTEE: {', '.join(account.unprotected)} trained on this store without privacy; no total holds.")
     elif account.epsilon is not None and account.delta is not None:  # no delta before the first run, without a cap
         chosen = "" if account.epsilon_filter is None else f"; {account.epsilon_filter:.4g} if runs were chosen after seeing others"
-        if account.unit_epsilon is not None:
+        if account.unit_epsilon is not None and not drawn:
             lines.append(f"total for a person with all their images: epsilon {account.unit_epsilon:.4g} at delta {account.delta:.3g}")
-        image = "total" if account.unit_epsilon is None else "total for an image"
+        image = "total" if account.unit_epsilon is None else f"total for {'a person' if drawn else 'an image'}"
         lines.append(f"{image}: epsilon {account.epsilon:.4g} at delta {account.delta:.3g}{chosen}")
     if account.cap is not None:
         left = "" if account.left is None else f"; left: {account.left:.4g}"

@@ -31,6 +31,7 @@ def plan(
     max_batch_size: int | None = None,
     max_records_per_unit: int | None = None,
     num_units: int | None = None,
+    sampling_unit: Literal["record", "person"] | None = None,
     num_parameters: int | None = None,
     images: int | None = None,
     people: int | None = None,
@@ -54,6 +55,7 @@ def plan(
       dpvision plan vip.base
       dpvision plan vip.micro --target-epsilon 2
       dpvision plan --images 20000 --people 4000 --labels 10 --epsilon 3
+      dpvision plan vip.base_2m --num-units 500000 --max-records-per-unit 5
       dpvision plan --images 5000000 --captions --epsilon 8 --gpus 8 --device H100
       dpvision plan --claims
 
@@ -68,8 +70,10 @@ def plan(
         delta: Left out: 1 / (2 N), or 1 / (2 M) where people are declared; at most 0.001.
         sampling: How a logical batch is drawn (left out: poisson).
         max_batch_size: Cap of a truncated Poisson batch.
-        max_records_per_unit: Records of one person that take part, at most; above 1 it needs --num-units.
+        max_records_per_unit: Records of one person that take part, at most; above 1 it needs --num-units. Where people are drawn, those
+            that take part in a step.
         num_units: M, the declared public number of people: epsilon is then given for the person, and delta judged by M.
+        sampling_unit: Draw records, with a group bound for a person, or people, whose mean gradient is clipped (left out: record).
         num_parameters: Trained parameters, for the signal figures.
         images: Ask for a recommendation: the declared number of images; needs --epsilon.
         people: Of how many people the images are; epsilon is then for a person.
@@ -156,7 +160,8 @@ def _claims(json: bool) -> None:
 
 _BUDGETS = ("noise_multiplier", "target_epsilon", "target_unit_epsilon")
 _NAMES = (
-    "dataset_size", "expected_batch_size", "steps", "delta", "sampling", "max_batch_size", "max_records_per_unit", "num_units", *_BUDGETS,
+    "dataset_size", "expected_batch_size", "steps", "delta", "sampling", "max_batch_size", "max_records_per_unit", "num_units",
+    "sampling_unit", *_BUDGETS,
 )  # fmt: skip
 
 
@@ -182,8 +187,9 @@ def _text(r: dict[str, Any]) -> str:
     if r["unit_epsilon"] is not None:
         k = r["max_records_per_unit"]
         beside = f" (at most {k} images), {head} for a single image," if k > 1 else " (one image of each)"
+        beside = f" ({k} image{'s' if k > 1 else ''} in a step)" if r["sampling_unit"] == "person" else beside
         head = f"epsilon {r['unit_epsilon']:.4g} for a person{beside}"
-    image = "" if r["num_units"] is None else ", of an image"
+    image = "" if r["num_units"] is None or r["sampling_unit"] == "person" else ", of an image"
     lines = [
         f"{head} at delta {r['delta']:.3g} after {r['steps']:,} steps",
         pairs(
@@ -204,6 +210,10 @@ def _text(r: dict[str, Any]) -> str:
     if r["signal"]:
         lines.append("signal (a heuristic: docs/privacy.md)")
         lines.append(pairs({name.replace("_", " "): value for name, value in r["signal"].items()}))
+    if r["draws"]:
+        from dpvision.cli.plan_advice import draws_table
+
+        lines.append(draws_table(r["draws"]))
     if r["advice"]:
         lines.append(r["advice"])
     if r["refused"]:

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from dpvision.cli.output import pairs
+from dpvision.cli.output import pairs, table
 from dpvision.cli.recipe import get_recipe
 from dpvision.plan.advice import Advice, Question, advise
 
@@ -15,7 +15,8 @@ def answer(question: Question) -> tuple[dict[str, Any], str]:
 
 
 def _text(q: Question, a: Advice) -> str:
-    whose = "an image" if q.people is None else f"a person ({q.images_of_a_person} images at most)"
+    drawn = a.draws is not None
+    whose = "an image" if q.people is None else "a person" if drawn else f"a person ({q.images_of_a_person} images at most)"
     hours = None if a.hours is None else f"{a.hours:.2g} ({a.hours_how})"
     lines = [
         f"Recommended: {a.way}.",
@@ -23,6 +24,7 @@ def _text(q: Question, a: Advice) -> str:
         pairs({"guarantee": f"epsilon {q.epsilon:g} at delta {q.delta:.3g} for {whose}", "score": a.score, "hours": hours}),
         "Commands (STORE: from `dpvision data import`)",
         *(f"  {command}" for command in a.commands),
+        *([draws_table(a.draws)] if a.draws else []),
         "Evidence",
         *(f"  {line}" for line in a.evidence),
         "What would change it",
@@ -31,3 +33,9 @@ def _text(q: Question, a: Advice) -> str:
         "Rules and their limits: docs/plan.md.",
     ]
     return "\n".join(lines)
+
+
+def draws_table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows of ``planner.compare_draws`` as text."""
+    columns = ("drawn", "images a step", "noise multiplier", "noise / batch")
+    return table("at this epsilon for a person, and as many steps", columns, [tuple(row.values()) for row in rows])

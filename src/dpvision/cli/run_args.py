@@ -113,6 +113,9 @@ def guarantee_words(plan: "DPPlan", epsilon: float, unit_epsilon: float | None, 
     if plan.num_units is None:
         return f"epsilon {epsilon:.4g} at delta {delta:.3g}"
     k = plan.max_records_per_unit
+    if plan.sampling_unit == "person":
+        images = "one image" if k == 1 else f"at most {k} images"
+        return f"epsilon {epsilon:.4g} for a person ({images} in a step) at delta {delta:.3g}"
     if unit_epsilon is None:
         return f"epsilon {epsilon:.4g} for a single image, unknown for a person, at delta {delta:.3g}"
     if k == 1:

@@ -174,17 +174,19 @@ def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Linea
         head = f"NO PRIVACY GUARANTEE (guarantee={plan.guarantee!r})"
     if plan.guarantee == "dp" and (behind := runs_on(lineage, store.store_id)):
         head += f", this run alone\nTotal of these weights on this store: {spent(plan, plan.steps, behind)[1]}"
+    by_person = plan.sampling_unit == "person"
     return head + "\n" + pairs(
         {
             "recipe": config.recipe,
             "store": f"{store.store_id[:8]}, {store.visibility}",
             "declared records": plan.dataset_size,
             "declared people": plan.num_units,
-            "images per person, at most": None if plan.num_units is None else plan.max_records_per_unit,
-            "sampling": plan.sampling,
+            "images per person, at most": None if plan.num_units is None or by_person else plan.max_records_per_unit,
+            "images per person in a step": plan.max_records_per_unit if by_person else None,
+            "sampling": f"{plan.sampling}, of people" if by_person else plan.sampling,
             "expected batch size": plan.expected_batch_size,
             "steps": plan.steps,
-            "sample-gradients": round(plan.steps * plan.expected_batch_size),
+            "sample-gradients": round(plan.steps * plan.expected_batch_size) * (plan.max_records_per_unit if by_person else 1),
             "noise multiplier": plan.noise_multiplier,
             "clip norm": plan.max_grad_norm if plan.max_grad_norm is not None else "none",
         }

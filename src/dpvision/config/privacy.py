@@ -12,13 +12,13 @@ class PrivacyConfig:
     """The requested guarantee; ``privacy.plan.make_plan`` turns it into a plan."""
 
     dataset_size: int
-    """Declared, public number of records N. The sample rate is expected_batch_size / dataset_size, whatever the store holds."""
+    """Declared, public number of records N. The sample rate is expected_batch_size / sampled_from, whatever the store holds."""
     expected_batch_size: float
-    """Mean size of a logical batch; public, and the divisor of the gradient."""
+    """Mean number of records (with sampling_unit="person", of people) in a logical batch; public, and the divisor of the gradient."""
     steps: int
     """Number of logical steps T (releases)."""
     max_grad_norm: float | None = 1.0
-    """Clipping norm C of a record's whole gradient; None only without a guarantee (no clipping)."""
+    """Clipping norm C of a record's (or person's) whole gradient; None only without a guarantee (no clipping)."""
     noise_multiplier: float | None = None
     """Noise standard deviation / max_grad_norm. Give one of this, target_epsilon and target_unit_epsilon."""
     target_epsilon: float | None = None
@@ -33,10 +33,14 @@ class PrivacyConfig:
     max_batch_size: int | None = None
     """Cap of a truncated Poisson batch; required there, forbidden elsewhere."""
     max_records_per_unit: int = 1
-    """Bound k on the records of one unit (person) that are used; above 1 it needs num_units."""
+    """Bound k on the records of one unit (person): of those used in the run, or with sampling_unit="person" of those used in one step.
+    Above 1 it needs num_units."""
     num_units: int | None = None
     """Declared, public number of units (people), for a store imported with --unit-from: the guarantee is then stated for the unit, and
     delta is judged by this number. If None, the unit of privacy is the record."""
+    sampling_unit: Literal["record", "person"] = "record"
+    """What one coin of a draw decides. 'record': each record is drawn and clipped on its own, and a person's guarantee is a group bound.
+    'person': people are drawn at rate expected_batch_size / num_units, and a person's mean gradient is clipped (decision 0034)."""
     allow_weak_guarantee: bool = False
     """Train also with epsilon above 20 or delta above 1e-3, which are refused otherwise (docs/privacy.md)."""
     clipping: Literal["hard", "automatic"] = "hard"
@@ -48,7 +52,6 @@ class PrivacyConfig:
         n, b = self.dataset_size, self.expected_batch_size
         require(n >= 1, w, "dataset_size", n, "at least 1", "Declare the number of records of the store.")
         require(0 < b < math.inf, w, "expected_batch_size", b, "a positive number", "Choose a batch between 1 and dataset_size.")
-        require(b <= n, w, "expected_batch_size", b, f"at most dataset_size={n}", "Use a smaller batch, or sampling=full_batch.")
         require(self.steps >= 1, w, "steps", self.steps, "at least 1", "Plan one step or more.")
         if self.max_grad_norm is not None:
             require(0 < self.max_grad_norm < math.inf, w, "max_grad_norm", self.max_grad_norm, "a positive number", "Use 0.1 to 1.")
@@ -58,17 +61,24 @@ class PrivacyConfig:
             require(0 < self.target_epsilon < math.inf, w, "target_epsilon", self.target_epsilon, "a positive number", "Use 1 to 8.")
         if self.delta is not None:
             require(0 < self.delta < 1, w, "delta", self.delta, "strictly between 0 and 1", "Leave it out for the default.")
-        k, units = self.max_records_per_unit, self.num_units
+        k, units, people = self.max_records_per_unit, self.num_units, self.sampling_unit == "person"
         require(k >= 1, w, "max_records_per_unit", k, "at least 1", "Use 1 for records.")
         require(k == 1 or units is not None, w, "num_units", units, f"a number with max_records_per_unit={k}", "Declare it.")
-        if units is not None:
+        if people:
+            remedy = "Declare the number of people, for a store imported with --unit-from."
+            require(units is not None, w, "num_units", units, "a number with sampling_unit='person'", remedy)
+            rule = f"from 1 to dataset_size={n}"
+            require(units is not None and 1 <= units <= n, w, "num_units", units, rule, "Every person has at least one image.")
+        elif units is not None:
             rule = f"dataset_size={n} between num_units and max_records_per_unit x num_units"
             require(1 <= units <= n <= k * units, w, "num_units", units, rule, f"With max_records_per_unit={k} declare numbers that fit.")
+        of, size = "num_units" if people else "dataset_size", self.sampled_from
+        require(b <= size, w, "expected_batch_size", b, f"at most {of}={size}", "Use a smaller batch, or sampling=full_batch.")
         target = self.target_unit_epsilon
         if target is not None:
             require(0 < target < math.inf, w, "target_unit_epsilon", target, "a positive number", "Use 1 to 8.")
         if self.sampling == "full_batch":
-            require(b == n, w, "expected_batch_size", b, f"dataset_size={n} for sampling=full_batch", "Set it to dataset_size.")
+            require(b == size, w, "expected_batch_size", b, f"{of}={size} for sampling=full_batch", f"Set it to {of}.")
         if self.sampling == "truncated_poisson":
             m = self.max_batch_size
             require(m is not None and m >= 1, w, "max_batch_size", m, "a cap for truncated_poisson", "About mean + 7 standard deviations.")
@@ -95,3 +105,13 @@ class PrivacyConfig:
                 not self.noise_multiplier and given in ([], ["noise_multiplier"]),
                 w, "noise_multiplier", self.noise_multiplier, "no noise and no target with guarantee=none", "Drop it.",
             )  # fmt: skip
+
+    @property
+    def sampled_from(self) -> int:
+        """int: declared number of those that are drawn: people with sampling_unit="person", otherwise records."""
+        return self.dataset_size if self.sampling_unit == "record" or self.num_units is None else self.num_units
+
+    @property
+    def clipped_per_unit(self) -> int:
+        """int: clipped gradients that one unit adds to the sum of a step, at most: k records, or one person."""
+        return self.max_records_per_unit if self.sampling_unit == "record" else 1

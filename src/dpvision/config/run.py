@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dpvision.config.checks import check_choices, require
+from dpvision.config.heads import check_head_draws
 from dpvision.config.models import MAEConfig, ModelConfig
 from dpvision.config.privacy import PrivacyConfig
 
@@ -127,7 +128,7 @@ class HardwareConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     physical_batch_size: int = 64
-    """Records in one forward pass, per process."""
+    """Records (with privacy.sampling_unit="person", people) in one forward pass, per process."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Autocast of the forward pass; norms, sums and noise stay in float32. float16 takes its loss scale from a public batch."""
     compile: bool = False
@@ -166,6 +167,13 @@ class RunConfig:
     """For weights without a lineage, from init_from or of a head's encoder: the declaration that they are public, as 'NAME; LICENCE;
     SOURCE'. The statement repeats it as declared."""
 
+    @property
+    def views(self) -> int:
+        """int: images in a step for one clipped gradient: data.views, times max_records_per_unit where people are drawn."""
+        return self.data.views * (self.privacy.max_records_per_unit if self.privacy.sampling_unit == "person" else 1)
+
     def __post_init__(self) -> None:
+        if self.model.kind == "head":
+            check_head_draws(self.privacy.sampling_unit)
         require(not self.data.own_sizes, "run", "data.own_sizes", self.data.own_sizes, "none: a frozen encoder sets it", "Leave it out.")
         require(0 <= self.seed < 2**31, "run", "seed", self.seed, "between 0 and 2^31 - 1", "Use a small integer.")

@@ -12,7 +12,7 @@ class Batch(NamedTuple):
     """One physical batch. Every tensor has the record as its first dimension; a row with ``valid_B`` False is padding, weight 0."""
 
     record_id_B: Tensor
-    """int64, the records' own immutable ids."""
+    """int64, the records' own immutable ids; where people are drawn, theirs: a row is then one person, whose images are its views."""
     valid_B: Tensor
     """bool; False for padding rows and for records that could not be decoded: they contribute exactly zero."""
     image_BVCHW: Tensor
@@ -22,3 +22,5 @@ class Batch(NamedTuple):
     label_B: Tensor | None = None
     """int64 of shape (B,), -1 if unlabelled. With several labels per record, uint8 (B, K): 1 for each class of the record, 0 elsewhere,
     ``multi_label.NOT_KNOWN`` throughout if unlabelled. None if the store has no labels."""
+    label_BV: Tensor | None = None
+    """The same for each view, (B, V) or (B, V, K), where the views are images of one person; label_B is then None."""

@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from dpvision.data.store import Store
+from dpvision.errors import DataError
 
 TOLERANCE = 0.01
 """Largest relative difference between a store's count and the declared number, which is public and may be rounded."""
@@ -27,6 +28,16 @@ def rounded_up(count: int) -> int:
 def has_units(store: Store) -> bool:
     """Return whether the import recorded units (persons)."""
     return store.meta.get("unit_field") is not None
+
+
+def shared_images(store: Store) -> int:
+    """Number of files of the source with the bytes of an image that was kept for another unit, or for none."""
+    if "shared_images" in store.meta:
+        return int(store.meta["shared_images"])
+    try:  # a store of an older version
+        return int(store.import_summary().get("unit_conflicts", 0))
+    except DataError:
+        return 0
 
 
 def count_units(store: Store, rows: np.ndarray) -> int:

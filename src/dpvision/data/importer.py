@@ -277,6 +277,7 @@ class _Build:
             licence=self._licence,
             metric=self._metric,
             may_be_unlabelled=self._labels.may_be_unlabelled,
+            shared_images=merged["unit_conflicts"],
         )
         summary = {
             "seen": num_seen,

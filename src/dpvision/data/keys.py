@@ -23,10 +23,13 @@ class StepKey:
 
     seed: int
     step: int
+    image: int = 0
+    """Position among the images of a person in this step, where people are drawn: an image that takes several positions gets other crops
+    and captions in each."""
 
     def base(self, stream: str) -> int:
-        """Unsigned 64-bit constant of this (seed, step, stream)."""
-        text = f"dpvision {self.seed} {self.step} {stream}".encode()
+        """Unsigned 64-bit constant of this (seed, step, image, stream)."""
+        text = f"dpvision {self.seed} {self.step} {stream}{f' {self.image}' if self.image else ''}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
     def bits(self, record_id_B: Tensor, stream: str, count: int) -> Tensor:

@@ -5,11 +5,14 @@ the size of the physical batch (docs/privacy.md). Bytes that do not decode give 
 caption if captions are requested; the record is neither replaced nor skipped. A shard that cannot be read is a fault of the machine, not
 of a record, and raises DataError.
 
-Legend: B records, V views, C channels, H height, W width, L tokens.
+Where people are drawn, a row of a batch is one person and the views are those of K of their images (``data.people``).
+
+Legend: B records (people), V views, C channels, H height, W width, L tokens, K images of a person, N classes.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,7 +31,8 @@ _CHUNK = 64
 """Records per task of a thread; larger physical batches are joined from several tasks."""
 _AHEAD_BATCHES = 2
 _Arrays = tuple[np.ndarray, ...]
-"""id or row (B,), valid (B,), normalised pixels; in training batches with captions also tokens (B, V, L)."""
+"""id or row (B,), valid (B,), normalised pixels; in training batches also the rows whose labels apply, (B,) or (B, K), and with captions
+tokens (B, V, L)."""
 
 
 def physical_batches(
@@ -50,16 +54,16 @@ def physical_batches(
     record's id in the streams "crop.V" and "flip.V". A view of a texture is drawn from the stream "look.V" instead.
 
     Args:
-        rows: int64 positions in the store.
+        rows: int64 positions in the store, (B,); or those of K images of each person, (B, K), whose V views each are the views of one row.
         key: seed and step.
-        physical_batch_size: records in a batch, at least 1; or one size per batch, which sum to the number of rows.
+        physical_batch_size: records (people) in a batch, at least 1; or one size per batch, which sum to the number of rows.
         workers: threads, at least 1. Neither this nor ``physical_batch_size`` changes a bit of any record.
         device: where textures are generated; other images are on the CPU in any case.
         captions: reads token_BVL (``caption_reader``); if None, no tokens.
         num_classes: the declared K of a store with several labels per record; if None, such a store yields no labels.
 
     Yields:
-        Batch with image_BVCHW float32 of size ``image_size``, normalised, and label_B (None if the store has none).
+        Batch with image_BVCHW float32 of size ``image_size``, normalised, and label_B, or label_BV for people (None if the store has none).
 
     Raises:
         DataError: a row is not in the store, or a shard or the file of captions cannot be read.
@@ -77,18 +81,22 @@ def physical_batches(
             return None
         if not store.multi_label:
             return torch.from_numpy(store.index["label"][part].astype(np.int64))
-        return None if num_classes is None else torch.from_numpy(store.targets(part, num_classes))
+        return None if num_classes is None else torch.from_numpy(store.targets(part.ravel(), num_classes)).unflatten(0, part.shape)
 
     def augmented(part: np.ndarray) -> _Arrays:
-        return _augment(store, part, key, data, image_size, captions)
+        if part.ndim == 1:
+            return _augment(store, part, key, data, image_size, captions)
+        return _augment_people(store, part, key, data, image_size, captions, labelled=num_classes is not None)
 
-    for part, (record_id, valid, x_BVCHW, *tokens) in _batched(augmented, parts, workers):
+    for _, (record_id, valid, x_BVCHW, used, *tokens) in _batched(augmented, parts, workers):
+        label = labels(used)
         yield Batch(
             record_id_B=torch.from_numpy(record_id),
             valid_B=torch.from_numpy(valid),
             image_BVCHW=torch.from_numpy(x_BVCHW),
             token_BVL=torch.from_numpy(tokens[0]) if tokens else None,
-            label_B=labels(part),
+            label_B=label if used.ndim == 1 else None,
+            label_BV=label.repeat_interleave(data.views, 1) if label is not None and used.ndim == 2 else None,
         )
 
 
@@ -144,7 +152,8 @@ def _sliced(rows: np.ndarray, batch_size: int | Sequence[int]) -> list[np.ndarra
 def _batched(work: Callable[[np.ndarray], _Arrays], parts: list[np.ndarray], workers: int) -> Iterator[tuple[np.ndarray, _Arrays]]:
     """Apply ``work`` to chunks in threads, and yield each part of the rows with its arrays joined."""
     largest = max(map(len, parts), default=1)
-    chunk = min(_CHUNK, -(-largest // workers))
+    images = max((part[0].size for part in parts if len(part)), default=1)
+    chunk = max(1, min(_CHUNK // images, -(-largest // workers)))
     chunks = [[part[i : i + chunk] for i in range(0, len(part), chunk)] for part in parts]
     ahead = workers + _AHEAD_BATCHES * -(-largest // chunk)
     done = ordered_map(work, itertools.chain.from_iterable(chunks), workers=workers, ahead=ahead)
@@ -161,10 +170,30 @@ def _augment(store: Store, rows: np.ndarray, key: StepKey, data: DataConfig, ima
     image_BVCHW, valid_B = store.views(rows, key, data, image_size)
     pixels, valid = image_BVCHW.permute(0, 1, 3, 4, 2).numpy(), valid_B.numpy()
     if captions is None:
-        return record_id, valid, _normalised(pixels, valid, data)
+        return record_id, valid, _normalised(pixels, valid, data), rows
     token_BVL, has_caption = captions.read(store, rows, key, data.views)
     valid &= has_caption
-    return record_id, valid, _normalised(pixels, valid, data), token_BVL
+    return record_id, valid, _normalised(pixels, valid, data), rows, token_BVL
+
+
+def _augment_people(
+    store: Store, row_BK: np.ndarray, key: StepKey, data: DataConfig, image_size: int, captions: CaptionReader | None, *, labelled: bool
+) -> _Arrays:
+    """Views of K images of each person, side by side: (B, K x V, ...). An image that does not decode, or has no caption or (with
+    ``labelled``) no label, counts as one that the person does not have: their other images take its place, in order. A person without any
+    is not valid.
+    """
+    columns = [_augment(store, row_B, replace(key, image=k), data, image_size, captions) for k, row_B in enumerate(row_BK.T)]
+    _, valid_BK, *values = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
+    if labelled:
+        valid_BK &= store.index["label"][row_BK] >= 0
+    count_B = valid_BK.sum(1)
+    good_first_BK = np.argsort(~valid_BK, axis=1, kind="stable")
+    place_BK = np.take_along_axis(good_first_BK, np.arange(row_BK.shape[1]) % np.maximum(count_B, 1)[:, None], axis=1)
+    pixels, used_BK, *tokens = (value[np.arange(len(row_BK))[:, None], place_BK] for value in values)
+    joined = [value.reshape(len(row_BK), -1, *value.shape[3:]) for value in (pixels, *tokens)]
+    person_B = store.index["unit"][row_BK[:, 0]].astype(np.int64)
+    return person_B, count_B > 0, joined[0], used_BK, *joined[1:]
 
 
 def _centre(store: Store, rows: np.ndarray, data: DataConfig, image_size: int) -> _Arrays:

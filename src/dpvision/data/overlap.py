@@ -17,6 +17,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from dpvision.data.declared import shared_images
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.importer import new_store_folder
 from dpvision.data.open import open_store
@@ -209,6 +210,7 @@ def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Sto
             split=public.meta.get("split"),
             metric=public.meta.get("metric"),
             may_be_unlabelled=public.meta.get("may_be_unlabelled", False),
+            shared_images=shared_images(public),
             cleared={"deduplicated": record, "cleared_from": public.meta.get("cleared_from", public.num_records)},
             labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),
         )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dpvision.data.declared import shared_images
 from dpvision.data.importer import new_store_folder
 from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
@@ -72,6 +73,7 @@ def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> 
             split=split,
             metric=store.meta.get("metric"),
             may_be_unlabelled=store.meta.get("may_be_unlabelled", False),
+            shared_images=shared_images(store),
             # Not cleared_from: without the removed records, this half's original number of records is unknown.
             cleared={"deduplicated": store.meta["deduplicated"]} if "deduplicated" in store.meta else None,
             labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),

@@ -320,6 +320,7 @@ def write_description(
     labels: tuple[str, int] | None = None,
     may_be_unlabelled: bool = False,
     cleared: dict[str, Any] | None = None,
+    shared_images: int = 0,
 ) -> None:
     """Write index.npy and store.json, the two files that make a folder a store, and ledger_marks.json.
 
@@ -328,6 +329,7 @@ def write_description(
         labels: path and size of labels.npy, for several labels per record.
         may_be_unlabelled: a record without a label contributes zero in training.
         cleared: the record of images removed from a public store (overlap.py).
+        shared_images: files of the source with the bytes of an image that was kept for another unit.
     """
     np.save(folder / "index.npy", index, allow_pickle=False)
     meta = {
@@ -343,6 +345,7 @@ def write_description(
         "split": split,
         "metric": metric,
         "may_be_unlabelled": may_be_unlabelled,
+        **({} if unit_field is None else {"shared_images": shared_images}),
         **(cleared or {}),
     }
     if labels is not None:

@@ -242,6 +242,7 @@ def _perturbed(batch: Batch) -> Batch:
         image_BVCHW=image + torch.randn(image.shape, generator=generator, dtype=image.dtype),
         token_BVL=None if batch.token_BVL is None else batch.token_BVL.roll(1, 0),
         label_B=None if batch.label_B is None else batch.label_B.roll(1, 0),
+        label_BV=None if batch.label_BV is None else batch.label_BV.roll(1, 0),
     )
 
 

@@ -63,7 +63,7 @@ def init_head(model: Classifier, generator: torch.Generator) -> None:
     weight.mul_(cfg.head_scale)
 
 
-def losses(model: Classifier, x_BVCHW: Tensor, label_B: Tensor) -> Tensor:
+def losses(model: Classifier, x_BVCHW: Tensor, label_B: Tensor | None, label_BV: Tensor | None = None) -> Tensor:
     """Return the cross-entropy of each record by ``loss``, averaged over its views.
 
     A label outside 0 ... K - 1, or a target that is neither 0 nor 1, gives a loss of NaN and a gradient of exactly zero. Nothing is
@@ -71,6 +71,7 @@ def losses(model: Classifier, x_BVCHW: Tensor, label_B: Tensor) -> Tensor:
 
     Args:
         label_B: int64 (B,); for the sigmoid loss also integers (B, K), 1 for each class of a record and 0 elsewhere.
+        label_BV: in place of ``label_B``, one label (or K) for each view.
 
     Returns:
         loss_B, float32 also under autocast (float64 for float64 images).
@@ -78,15 +79,18 @@ def losses(model: Classifier, x_BVCHW: Tensor, label_B: Tensor) -> Tensor:
     views = x_BVCHW.shape[1]
     logits = model(x_BVCHW.flatten(0, 1))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    several = label_B.ndim == 2
-    known_B = ((label_B == 0) | (label_B == 1)).all(1) if several else (label_B >= 0) & (label_B < model.cfg.num_classes)
-    target = torch.where(known_B[:, None] if several else known_B, label_B, 0).repeat_interleave(views, 0)
+    if label_BV is None:
+        assert label_B is not None
+        label_BV = label_B[:, None].expand(-1, views, *label_B.shape[1:])
+    several = label_BV.ndim == 3
+    known_BV = ((label_BV == 0) | (label_BV == 1)).all(2) if several else (label_BV >= 0) & (label_BV < model.cfg.num_classes)
+    target = torch.where(known_BV[..., None] if several else known_BV, label_BV, 0).flatten(0, 1)
     if model.cfg.loss == "softmax":
         loss = F.cross_entropy(logits, target, reduction="none")
     else:
         target = target if several else target[:, None] == torch.arange(model.cfg.num_classes, device=target.device)
         loss = F.binary_cross_entropy_with_logits(logits, target.to(logits.dtype), reduction="none").sum(1)
-    return torch.where(known_B, loss.unflatten(0, (-1, views)).mean(1), torch.nan)
+    return torch.where(known_BV.all(1), loss.unflatten(0, (-1, views)).mean(1), torch.nan)
 
 
 def _make_encoder(cfg: EncoderConfig) -> Encoder:

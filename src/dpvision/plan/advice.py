@@ -3,18 +3,18 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from dp_accounting import gaussian_mechanism
 
-from dpvision.config import RunConfig
+from dpvision.config import PrivacyConfig, RunConfig
 from dpvision.errors import ConfigError
 from dpvision.plan.cost import FEATURE_S, head_hours, pretraining_hours
 from dpvision.plan.evidence import CLASSES, DELTAS, HEADS, NAMES, PRETRAINING, HeadResult, Pretraining
 from dpvision.plan.parameters import count_parameters
 from dpvision.privacy.plan import default_delta, draft_plan
-from dpvision.privacy.planner import signal
+from dpvision.privacy.planner import compare_draws, signal
 
 RecipeOf = Callable[[str], RunConfig]
 """From a recipe's name to its config: recipes belong to the command line, which hands them over."""
@@ -94,6 +94,8 @@ class Advice:
     more: dict[str, str] = field(default_factory=dict)
     """What ten times the data, ten times the compute and twice the epsilon would change."""
     warnings: tuple[str, ...] = ()
+    draws: list[dict[str, Any]] | None = None
+    """Drawing images against drawing people (``planner.compare_draws``), for pre-training on images of declared people."""
 
 
 def advise(q: Question, recipe_of: RecipeOf) -> Advice:
@@ -221,20 +223,26 @@ def _pretraining_recipe(q: Question) -> str:
 def _rho(q: Question, name: str, recipe_of: RecipeOf) -> tuple[float, float, int]:
     """(rho_star at the recipe's settings, the least that any settings reach, sample-gradients)."""
     recipe = recipe_of(name)
-    batch = min(recipe.privacy.expected_batch_size, float(q.images))
-    cfg = replace(
-        recipe.privacy, dataset_size=q.images, expected_batch_size=batch, noise_multiplier=None, delta=None, num_units=q.people,
-        max_records_per_unit=q.images_of_a_person, target_epsilon=q.epsilon if q.people is None else None,
-        target_unit_epsilon=None if q.people is None else q.epsilon,
-    )  # fmt: skip
-    plan = draft_plan(cfg)
+    plan = draft_plan(_draws(q, recipe.privacy, by_person=q.people is not None))
     figures = signal(plan, count_parameters(recipe.model)) or {}
-    return figures.get("rho_star_planned", math.inf), figures.get("rho_star", math.inf), round(plan.steps * batch)
+    return figures.get("rho_star_planned", math.inf), figures.get("rho_star", math.inf), round(plan.steps * plan.expected_batch_size)
+
+
+def _draws(q: Question, recipe: PrivacyConfig, *, by_person: bool) -> PrivacyConfig:
+    """The recipe's settings for this question; with people either people are drawn, one image of each, otherwise images."""
+    return replace(
+        recipe, dataset_size=q.images, noise_multiplier=None, delta=None, num_units=q.people,
+        expected_batch_size=min(recipe.expected_batch_size, float((q.people if by_person else None) or q.images)),
+        sampling_unit="person" if by_person else "record", max_records_per_unit=1 if by_person else q.images_of_a_person,
+        target_epsilon=q.epsilon if q.people is None else None, target_unit_epsilon=None if q.people is None else q.epsilon,
+    )  # fmt: skip
 
 
 def _pretraining(q: Question, recipe_of: RecipeOf) -> Advice:
     name = _pretraining_recipe(q)
     rho, limit, gradients = _rho(q, name, recipe_of)
+    by_image = _draws(q, recipe_of(name).privacy, by_person=False)
+    draws = None if q.people is None else compare_draws(by_image, draft_plan(by_image))
     least = CAPTIONS_PAY_FROM if q.captions else IMAGES_PAY_FROM
     hours, how = pretraining_hours(name, gradients, count_parameters(recipe_of(name).model), q.gpus, q.device)
     figures = {"rho_star_planned": rho, "rho_star_limit": limit, "sample_gradients": float(gradients)}
@@ -256,11 +264,15 @@ def _pretraining(q: Question, recipe_of: RecipeOf) -> Advice:
             "once there are labels.",
             (embed,), "the public features' score: private training added nothing measurable", None, evidence,
             round(q.images * FEATURE_S / 3600, 2), "baseline features, two cores, measured",
-            figures, _more_of_pretraining(q, name, rho, recipe_of), _warnings(q, None),
+            figures, _more_of_pretraining(q, name, rho, recipe_of), _warnings(q, None, bound=False), draws,
         )  # fmt: skip
     size = name.partition(".")[2].partition("_")[0]
     start = f"synthetic.{name.partition('.')[0]}_{size}"
-    units = "" if q.people is None else f" --privacy.num-units {q.people} --privacy.max-records-per-unit {q.images_of_a_person}"
+    units = ""
+    if q.people is not None:  # at least as little noise as drawing images, and all of a person's images take turns (docs/privacy.md)
+        units = f" --privacy.num-units {q.people} --privacy.sampling-unit person"
+        if q.people < recipe_of(name).privacy.expected_batch_size:
+            units += f" --privacy.expected-batch-size {q.people}"
     target = f"--privacy.target-{'' if q.people is None else 'unit-'}epsilon {q.epsilon:g}"
     from_public = f" --init-from {q.public_encoder}" if q.public_encoder else ""
     declared = f"--privacy.dataset-size {q.images} {target}{units} --privacy.delta None"
@@ -281,7 +293,7 @@ def _pretraining(q: Question, recipe_of: RecipeOf) -> Advice:
         "before you use it.",
         (*first, train, "dpvision evaluate runs/private patches+scattering --train PUBLIC_TRAIN --test PUBLIC_TEST"),
         f"{gain}; no score on your images can be promised",
-        None, evidence, hours, how, figures, _more_of_pretraining(q, name, rho, recipe_of), _warnings(q, hours),
+        None, evidence, hours, how, figures, _more_of_pretraining(q, name, rho, recipe_of), _warnings(q, hours, bound=False), draws,
     )  # fmt: skip
 
 
@@ -308,13 +320,14 @@ def _more_of_pretraining(q: Question, name: str, rho: float, recipe_of: RecipeOf
     }
 
 
-def _warnings(q: Question, hours: float | None) -> tuple[str, ...]:
+def _warnings(q: Question, hours: float | None, *, bound: bool = True) -> tuple[str, ...]:
+    """Notes on time and guarantee; ``bound``: a person is covered by a group bound, not drawn."""
     found = []
     if q.hours is not None and hours is not None and hours > q.hours:
         found.append(f"about {hours:.3g} hours are needed and {q.hours:g} are there: use a smaller model, fewer images or more devices")
     if q.epsilon > 10:
         found.append(f"epsilon {q.epsilon:g} is a weak guarantee; above 20 training is refused")
-    if q.images_of_a_person > 1:
+    if bound and q.images_of_a_person > 1:
         k = q.images_of_a_person
         found.append(f"the guarantee is for a person with up to {k} images (if all have equally many), and needs up to {k} times the noise")
     return tuple(found)

@@ -42,7 +42,7 @@ class StoreAccount:
     delta: float | None
     """Delta of the totals: the cap's, else the smallest of the runs'; None if there is neither."""
     epsilon: float | None
-    """PLD of all executed steps: valid if the runs' settings were fixed beforehand."""
+    """PLD of all executed steps: valid if the runs' settings were fixed beforehand. For a record; for a person if a run drew people."""
     epsilon_filter: float | None
     """RDP filter (``filter_epsilon``): valid for settings chosen after seeing earlier runs; None with truncated Poisson."""
     unit_epsilon: float | None
@@ -51,6 +51,8 @@ class StoreAccount:
     left: float | None
     """cap.epsilon - unit_epsilon, or cap.epsilon - epsilon if no units are declared; None without a cap or a total. A further run may have
     a larger epsilon, because PLDs compose to less than the sum."""
+    draws_people: bool = False
+    """Whether a run drew people, so that ``epsilon`` is a person's."""
     moves: int = 0
     """Number of times the owner declared the store moved: a copy left behind would have separate ledgers."""
 
@@ -78,12 +80,13 @@ def store_account(store_dir: Path) -> StoreAccount:
         epsilon = epsilon_filter = 0.0
     elif not unprotected and delta is not None:
         epsilon = _total(parts, delta, "record")
-        epsilon_filter = filter_epsilon([plan.event(steps) for plan, steps in parts], delta)
+        epsilon_filter = filter_epsilon([plan.event(steps, base_view(parts)) for plan, steps in parts], delta)
         of_unit = None if unit_view(parts) is None else _total(parts, delta, "unit")
     charged = epsilon if of_unit is None else of_unit
     left = None if cap is None or charged is None else max(0.0, cap.epsilon - charged)
     moves = ledgers.declared_moves()
-    return StoreAccount(ledgers.store_id, runs, unprotected, delta, epsilon, epsilon_filter, of_unit, cap, left, moves)
+    people = any(plan.sampling_unit == "person" for plan, _ in parts)
+    return StoreAccount(ledgers.store_id, runs, unprotected, delta, epsilon, epsilon_filter, of_unit, cap, left, people, moves)
 
 
 def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
@@ -215,19 +218,28 @@ def filter_bound(events: Iterable[dp_event.DpEvent], delta: float) -> tuple[floa
 def unit_view(parts: Iterable[tuple[DPPlan, int]]) -> View | None:
     """Return the view of the runs' events (``DPPlan.event``) that gives a unit's epsilon; None if no run declared units.
 
-    If no unit has several records, that is the record's view.
+    If no unit adds several gradients to a step, that is the record's view.
     """
     plans = [plan for plan, _ in parts]
     if all(plan.num_units is None for plan in plans):
         return None
-    return "record" if all(plan.max_records_per_unit == 1 for plan in plans) else "unit"
+    return "record" if all(plan.clipped_per_unit == 1 for plan in plans) else "unit"
+
+
+def base_view(parts: Iterable[tuple[DPPlan, int]]) -> View:
+    """Return the view of the runs' events that gives the figure called epsilon: a record's, or a person's if a run drew people.
+
+    Such a run bounds the removal of a person, not that of one of a person's images, which replaces the person's gradient by another.
+    """
+    parts = list(parts)
+    return "record" if all(plan.sampling_unit == "record" for plan, _ in parts) else unit_view(parts) or "record"
 
 
 def _total(parts: list[tuple[DPPlan, int]], delta: float, per: Literal["record", "unit"]) -> float:
     """PLD epsilon of all parts together, for a record on the coarsest of their grids; 0 for none."""
     if not parts:
         return 0.0
-    view = unit_view(parts) or "record" if per == "unit" else "record"
+    view = unit_view(parts) or "record" if per == "unit" else base_view(parts)
     whole = dp_event.ComposedDpEvent(tuple(plan.event(steps, view) for plan, steps in parts))
     if view == "unit":
         return accountant.unit_epsilon(whole, delta)

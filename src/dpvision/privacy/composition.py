@@ -44,6 +44,7 @@ class Total:
     population: int
     """The largest number of units that a run declared, or of records if it declared no units."""
     epsilon: float
+    """Of a record; of a person if the runs drew people (``check_total`` refuses a mixture)."""
     epsilon_rdp: float | None
     epsilon_unamplified: float
     unit_epsilon: float | None
@@ -114,7 +115,7 @@ def _unit(parts: tuple[Part, ...], delta: float, fixed: bool) -> tuple[float, Me
     view = unit_view(parts)
     if view is None:
         return NO_UNIT
-    if any(plan.sampling == "truncated_poisson" and plan.max_records_per_unit > 1 for plan, _ in parts):
+    if any(plan.sampling == "truncated_poisson" and plan.clipped_per_unit > 1 for plan, _ in parts):
         return TRUNCATED_UNIT
     return _composed(parts, delta, view, fixed)
 
@@ -126,11 +127,16 @@ def check_total(parts: tuple[Part, ...], *, allow_weak: bool = False) -> None:
         allow_weak: ``PrivacyConfig.allow_weak_guarantee`` of the new run.
 
     Raises:
-        PrivacyError: dataset_size x delta is above 1.5, the total has no finite epsilon, or, unless ``allow_weak``, one above
-            ``plan.MAX_EPSILON`` (a unit's where units are declared).
+        PrivacyError: some runs drew people and others records, dataset_size x delta is above 1.5, the total has no finite epsilon, or,
+            unless ``allow_weak``, one above ``plan.MAX_EPSILON`` (a unit's where units are declared).
     """
     if len(parts) < 2:
         return
+    if len({plan.sampling_unit for plan, _ in parts}) > 1:
+        raise PrivacyError(
+            "lineage: of the runs behind these weights on this store, some drew people and others records; expected the same in all, "
+            "because their epsilons are for different changes of the data. Use one --privacy.sampling-unit, or start from other weights."
+        )
     epsilon, delta, _ = total_epsilon(parts)
     records = max(plan.population for plan, _ in parts)
     if not records * delta <= MAX_N_TIMES_DELTA:

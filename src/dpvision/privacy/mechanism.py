@@ -1,14 +1,45 @@
 """The releases of the executed steps as dp-accounting events.
 
 One step adds Gaussian noise of standard deviation noise_multiplier x C to the sum of the drawn records' gradients, each
-clipped to norm C. Adjacency is add-or-remove: of one record in ``record_event``, of one unit (person) in ``unit_event``.
+clipped to norm C. Adjacency is add-or-remove: of one record in ``record_event``, of one unit (person) in ``unit_event``. Where people are
+drawn, and a person's mean gradient is clipped, a person is that one record (decision 0034).
 """
 
 import math
+from typing import Protocol
 
 import numpy as np
 from dp_accounting import dp_event
 from scipy import stats
+
+from dpvision.privacy.selection import Selection
+
+
+class Sampled(Protocol):
+    """What decides the law of a draw: a ``PrivacyConfig`` or a ``DPPlan``."""
+
+    @property
+    def sampling(self) -> str: ...
+    @property
+    def expected_batch_size(self) -> float: ...
+    @property
+    def sampled_from(self) -> int: ...
+    @property
+    def max_batch_size(self) -> int | None: ...
+
+
+def whole_event(
+    of: Sampled, selection: Selection | None, steps: int, noise: float, *, sampling: str | None = None, records: int | None = None
+) -> dp_event.DpEvent:
+    """Event of ``steps`` steps for one that is drawn, or for a unit of ``records`` records; with a selection, the event of all of it."""
+    rate = 1.0 if sampling == "full_batch" else of.expected_batch_size / of.sampled_from
+    sampling = sampling or of.sampling
+    releases = steps if selection is None else min(steps, 1) * selection.steps
+    if records is None:
+        event = record_event(sampling, of.sampled_from, rate, of.max_batch_size, noise, releases)
+    else:
+        event = unit_event(sampling, rate, noise, releases, records)
+    return event if selection is None or not steps else selection.event(event, noise, records or 1)
 
 
 def record_event(

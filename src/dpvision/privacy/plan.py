@@ -45,7 +45,7 @@ class DPPlan:
     expected_batch_size: float
     """Divisor of the noisy sum; public."""
     sample_rate: float
-    """expected_batch_size / dataset_size, whatever the number of records in the store."""
+    """expected_batch_size / sampled_from, whatever the number of records in the store."""
     max_batch_size: int | None
     noise_multiplier: float
     max_grad_norm: float | None
@@ -61,16 +61,19 @@ class DPPlan:
     unit_epsilon: float | None
     """Epsilon of all planned steps for a unit with up to max_records_per_unit records; None if no units are declared."""
     clipping: Literal["hard", "automatic"] = "hard"
+    sampling_unit: Literal["record", "person"] = "record"
+    """What one coin of a draw decides (``PrivacyConfig``). With "person" every epsilon is a person's."""
     selection: Selection | None = None
     """If None, the run executes ``steps`` steps. Otherwise its one step is a private selection among runs, and all other fields are those
     of each of these; ``run_plans`` gives their plans."""
 
     def __post_init__(self) -> None:
-        ok = self.sample_rate == self.expected_batch_size / self.dataset_size and 0 < self.sample_rate <= 1
+        ok = self.sample_rate == self.expected_batch_size / self.sampled_from and 0 < self.sample_rate <= 1
         ok = ok and (self.selection is None or (self.steps == 1 and self.guarantee == "dp"))
+        ok = ok and (self.sampling_unit == "record" or (self.num_units is not None and self.selection is None))
         if not ok or (self.guarantee == "dp") != (self.epsilon is not None):
             raise PrivacyError(
-                f"plan: sample_rate={self.sample_rate}, epsilon={self.epsilon}; expected expected_batch_size / dataset_size, and an "
+                f"plan: sample_rate={self.sample_rate}, epsilon={self.epsilon}; expected expected_batch_size / {self.sampled_from}, and an "
                 "epsilon exactly with guarantee=dp. Make plans with make_plan; restore an altered file."
             )
 
@@ -78,6 +81,16 @@ class DPPlan:
     def population(self) -> int:
         """int: declared number of units, or of records if no units are declared."""
         return self.dataset_size if self.num_units is None else self.num_units
+
+    @property
+    def sampled_from(self) -> int:
+        """int: declared number of those that are drawn: people with sampling_unit="person", otherwise records."""
+        return self.population if self.sampling_unit == "person" else self.dataset_size
+
+    @property
+    def clipped_per_unit(self) -> int:
+        """int: clipped gradients that one unit adds to the sum of a step, at most: k records, or one person."""
+        return self.max_records_per_unit if self.sampling_unit == "record" else 1
 
     @property
     def stated_epsilon(self) -> float | None:
@@ -90,11 +103,12 @@ class DPPlan:
         return self.noise_multiplier * (self.max_grad_norm or 0.0)
 
     def draw(self, step: int, num_records: int, rng: Stream) -> np.ndarray:
-        """Draw the logical batch of ``step``: sorted int64 indices of shape (batch,), possibly empty; secret.
+        """Draw the logical batch of ``step``, of records or with sampling_unit="person" of people: sorted int64 indices of shape (batch,),
+        possibly empty; secret.
 
         Args:
             step: number charged in the ledger, in [0, steps).
-            num_records: records that the store holds now; does not change the sample rate.
+            num_records: records (people) that the store holds now; does not change the sample rate.
             rng: secret stream of this step (``sampling.derive_rng``).
 
         Raises:
@@ -104,9 +118,9 @@ class DPPlan:
             raise PrivacyError(f"plan.draw: step={step}; expected 0 to {self.steps - 1}. The plan is used up: stop.")
         if self.sampling == "full_batch":
             return np.arange(num_records, dtype=np.int64)
-        if self.max_batch_size is not None and num_records > self.dataset_size:
+        if self.max_batch_size is not None and num_records > self.sampled_from:
             raise PrivacyError(
-                f"plan.draw: num_records={num_records}; expected at most dataset_size={self.dataset_size} with truncated_poisson, whose "
+                f"plan.draw: num_records={num_records}; expected at most {self.sampled_from} as declared with truncated_poisson, whose "
                 "cost depends on it. Make a plan for the larger store."
             )
         index = sampling.draw_poisson(num_records, self.sample_rate, rng)
@@ -116,8 +130,8 @@ class DPPlan:
         """dp-accounting event of the first ``steps`` steps; the non-private event without a guarantee.
 
         Args:
-            view: "record": for one record. "unamplified": for one record, if the attacker knows every batch. "unit": for a unit of
-                max_records_per_unit records, which truncated draws support for one record only.
+            view: "record": for one record, or with sampling_unit="person" for one person with all their records. "unamplified": the same if
+                the attacker knows every batch. "unit": for a unit of clipped_per_unit records, which truncated draws support for one only.
 
         Raises:
             PrivacyError: more steps than planned, or a negative number.
@@ -126,10 +140,10 @@ class DPPlan:
             raise PrivacyError(f"plan.event: steps={steps}; expected 0 to {self.steps}. Read the number from the ledger of this plan.")
         if steps and self.guarantee != "dp":
             return dp_event.NonPrivateDpEvent()
-        return _event(
+        return mechanism.whole_event(
             self, self.selection, steps, self.noise_multiplier,
             sampling="full_batch" if view == "unamplified" else None,
-            records=self.max_records_per_unit if view == "unit" and self.max_records_per_unit > 1 else None,
+            records=self.clipped_per_unit if view == "unit" and self.clipped_per_unit > 1 else None,
         )  # fmt: skip
 
     def spent(self, steps: int) -> PrivacySpent:
@@ -158,7 +172,7 @@ class DPPlan:
         Raises:
             PrivacyError: as ``event``; or no guarantee.
         """
-        unit = None if self.max_records_per_unit == 1 else self.spent(steps).unit_epsilon
+        unit = None if self.clipped_per_unit == 1 else self.spent(steps).unit_epsilon
         if unit is None:
             return accountant.attack_tpr(self.event(steps), fpr)
         return accountant.attack_tpr(self.event(steps, "unit"), fpr, accountant.unit_interval(unit))
@@ -188,9 +202,9 @@ class DPPlan:
         return all(mine[name] == theirs[name] for name in mine.keys() - _COMPUTED)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dict, ready for JSON; the inverse of ``from_dict``. Without a selection that key is left out, because ledger headers, also
-        those of older versions, are compared byte by byte."""
-        return {name: value for name, value in asdict(self).items() if name != "selection" or value is not None}
+        """Plain dict, ready for JSON; the inverse of ``from_dict``. Newer fields are left out at their defaults, because ledger headers,
+        also those of older versions, are compared byte by byte."""
+        return {name: value for name, value in asdict(self).items() if name not in _NEWER or value != _NEWER[name]}
 
     @classmethod
     def from_dict(cls, values: Any) -> "DPPlan":
@@ -203,6 +217,7 @@ class DPPlan:
         return from_dict(cls, values, where="plan")
 
 
+_NEWER = {"selection": None, "sampling_unit": "record"}
 _COMPUTED = {"epsilon", "epsilon_rdp", "unit_epsilon", "value_discretization_interval"}
 
 
@@ -255,28 +270,30 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
             f"privacy: noise_multiplier={cfg.noise_multiplier}, max_grad_norm={cfg.max_grad_norm}; expected both with guarantee=simulated. "
             "Plan the real run, then divide its batch and noise by the same factor."
         )
-    if selection is not None and (cfg.guarantee != "dp" or cfg.sampling == "truncated_poisson" or selection.steps != cfg.steps):
+    wrong = cfg.guarantee != "dp" or cfg.sampling == "truncated_poisson" or cfg.sampling_unit == "person"
+    if selection is not None and (wrong or selection.steps != cfg.steps):
         raise ConfigError(
             f"privacy: a selection with guarantee={cfg.guarantee}, sampling={cfg.sampling}, steps={cfg.steps} and {selection.steps}; "
-            "expected guarantee=dp, poisson or full_batch, and one number of steps. Use ask_selection, or leave the selection out."
+            "expected guarantee=dp, poisson or full_batch draws of records, and one number of steps. Use ask_selection, or no selection."
         )
-    if cfg.target_unit_epsilon is not None and (cfg.num_units is None or cfg.sampling == "truncated_poisson"):
+    if cfg.target_unit_epsilon is not None and (
+        cfg.num_units is None or (cfg.sampling == "truncated_poisson" and cfg.sampling_unit == "record")
+    ):
         raise ConfigError(
             f"privacy: target_unit_epsilon={cfg.target_unit_epsilon} with num_units={cfg.num_units}, sampling={cfg.sampling}; expected the "
             "declared number of people, and poisson or full_batch. Pass --privacy.num-units M, or --privacy.target-epsilon for records."
         )
-    n = cfg.dataset_size
-    rate = cfg.expected_batch_size / n
-    delta = default_delta(cfg.num_units or n) if cfg.delta is None else cfg.delta
+    rate = cfg.expected_batch_size / cfg.sampled_from
+    delta = default_delta(cfg.num_units or cfg.dataset_size) if cfg.delta is None else cfg.delta
     steps = cfg.steps if selection is None else 1
-    event_of = partial(_event, cfg, selection, steps)
+    event_of = partial(mechanism.whole_event, cfg, selection, steps)
     noise = cfg.noise_multiplier or 0.0
     interval = eps = eps_rdp = unit_eps = None
     if cfg.guarantee == "dp":
         if cfg.target_epsilon is not None:
             noise = calibrate(event_of, cfg.target_epsilon, delta)
         elif cfg.target_unit_epsilon is not None:
-            k = cfg.max_records_per_unit
+            k = cfg.clipped_per_unit
             noise = calibrate(partial(event_of, records=k if k > 1 else None), cfg.target_unit_epsilon, delta, unit=k > 1)
         event = event_of(noise)
         interval = None if selection is not None else accountant.discretization_interval(event, delta)
@@ -287,7 +304,7 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
     return DPPlan(
         guarantee=cfg.guarantee,
         sampling=cfg.sampling,
-        dataset_size=n,
+        dataset_size=cfg.dataset_size,
         expected_batch_size=float(cfg.expected_batch_size),
         sample_rate=rate,
         max_batch_size=cfg.max_batch_size,
@@ -302,39 +319,20 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
         epsilon_rdp=eps_rdp,
         unit_epsilon=unit_eps,
         clipping=cfg.clipping,
+        sampling_unit=cfg.sampling_unit,
         selection=selection,
     )
-
-
-def _event(
-    of: PrivacyConfig | DPPlan,
-    selection: Selection | None,
-    steps: int,
-    noise: float,
-    *,
-    sampling: str | None = None,
-    records: int | None = None,
-) -> dp_event.DpEvent:
-    """Event of ``steps`` steps for one record, or for a unit of ``records`` records; with a selection, the event of the whole of it."""
-    rate = 1.0 if sampling == "full_batch" else of.expected_batch_size / of.dataset_size
-    sampling = sampling or of.sampling
-    releases = steps if selection is None else min(steps, 1) * selection.steps
-    if records is None:
-        event = mechanism.record_event(sampling, of.dataset_size, rate, of.max_batch_size, noise, releases)
-    else:
-        event = mechanism.unit_event(sampling, rate, noise, releases, records)
-    return event if selection is None or not steps else selection.event(event, noise, records or 1)
 
 
 def _unit_epsilon(
     of: PrivacyConfig | DPPlan, num_units: int | None, selection: Selection | None, steps: int, noise: float, delta: float, epsilon: float
 ) -> float | None:
     """Epsilon of a unit, given the record's; None if no units are declared, or if there is no accounting for them (refused)."""
-    if num_units is None or of.max_records_per_unit == 1:
+    if num_units is None or of.clipped_per_unit == 1:
         return None if num_units is None else epsilon
     if of.sampling == "truncated_poisson" or (selection is not None and of.sampling != "full_batch"):
         return None
-    return accountant.unit_epsilon(_event(of, selection, steps, noise, records=of.max_records_per_unit), delta)
+    return accountant.unit_epsilon(mechanism.whole_event(of, selection, steps, noise, records=of.clipped_per_unit), delta)
 
 
 def refusal(plan: DPPlan, *, allow_weak: bool = False) -> str | None:
@@ -361,7 +359,8 @@ def weakness(plan: DPPlan) -> str | None:
         return f"privacy: delta={plan.delta}; expected at most {MAX_DELTA}. Pass --privacy.delta {MAX_DELTA:g}. {remedy}"
     stated = plan.stated_epsilon
     if stated is None or not stated <= MAX_EPSILON:
-        whose = "one record" if plan.num_units is None else f"one person ({plan.max_records_per_unit} records)"
+        whose = "one record" if plan.num_units is None else f"one person ({plan.clipped_per_unit} records)"
+        whose = whose if plan.sampling_unit == "record" else "one person"
         got = "unknown" if stated is None else f"{stated:.4g}"
         return (
             f"privacy: epsilon={got} for {whose}; expected at most {MAX_EPSILON:g}, above which a guarantee says next to nothing. Plan "
@@ -372,20 +371,20 @@ def weakness(plan: DPPlan) -> str | None:
 
 def _unaccounted(plan: DPPlan) -> str | None:
     """Why ``plan`` has no valid accounting, or costs much more than plain Poisson; None otherwise."""
-    if plan.selection is not None and plan.max_records_per_unit > 1 and plan.sampling != "full_batch":
+    if plan.selection is not None and plan.clipped_per_unit > 1 and plan.sampling != "full_batch":
         return (
             f"privacy: max_records_per_unit={plan.max_records_per_unit}; expected 1 in a selection with sampling={plan.sampling}, which "
             "has no accounting for units. Use sampling=full_batch, or max_records_per_unit=1."
         )
     if plan.sampling == "truncated_poisson":
-        if plan.max_records_per_unit > 1:
+        if plan.clipped_per_unit > 1:
             return (
                 f"privacy: max_records_per_unit={plan.max_records_per_unit}; expected 1 with sampling=truncated_poisson, which has no "
                 "accounting for units. Use sampling=poisson."
             )
         assert plan.epsilon is not None
         plain = accountant.epsilon(
-            mechanism.record_event("poisson", plan.dataset_size, plan.sample_rate, None, plan.noise_multiplier, plan.steps),
+            mechanism.record_event("poisson", plan.sampled_from, plan.sample_rate, None, plan.noise_multiplier, plan.steps),
             plan.delta,
             plan.value_discretization_interval,
         )

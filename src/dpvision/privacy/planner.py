@@ -1,6 +1,7 @@
 """What can this data set afford? Noise, batch, steps, cost and expected signal, before a GPU starts."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from dp_accounting import gaussian_mechanism
@@ -25,9 +26,9 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
 
     Returns:
         A dict ready for JSON: the settings; epsilon (PLD) and its companions, None without a guarantee; n_times_delta;
-        "sample_gradients" = steps x expected_batch_size; "noise_batch_ratio" = noise_multiplier / expected_batch_size, the noise
-        on the mean gradient in units of max_grad_norm; "signal" (see ``signal``); "advice" (see ``advice``); "privacy_profile" of a record,
-        and "attack_tpr" on those whom the guarantee is for: units where they are declared.
+        "sample_gradients" = steps x images in a step; "noise_batch_ratio" = noise_multiplier / expected_batch_size, the noise
+        on the mean gradient in units of max_grad_norm; "draws" (see ``compare_draws``); "signal" (see ``signal``); "advice" (see
+        ``advice``); "privacy_profile" of a record, and "attack_tpr" on those whom the guarantee is for: units where they are declared.
 
     Raises:
         PrivacyError: the target cannot be reached, or delta is below what the accountant resolves.
@@ -54,9 +55,11 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "epsilon_unamplified": spent.epsilon_unamplified,
         "max_records_per_unit": plan.max_records_per_unit,
         "num_units": plan.num_units,
+        "sampling_unit": plan.sampling_unit,
         "unit_epsilon": spent.unit_epsilon,
+        "draws": compare_draws(cfg, plan),
         "value_discretization_interval": plan.value_discretization_interval,
-        "sample_gradients": plan.steps * plan.expected_batch_size,
+        "sample_gradients": plan.steps * _images_per_step(plan),
         "noise_batch_ratio": plan.noise_multiplier / plan.expected_batch_size,
         "signal": strength,
         "advice": advice(plan, strength) if private else None,
@@ -64,6 +67,44 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "attack_tpr": {str(f): plan.attack_tpr(plan.steps, f) for f in ATTACK_FPRS} if private else None,
         "refused": refusal(plan, allow_weak=cfg.allow_weak_guarantee),
     }
+
+
+def compare_draws(cfg: PrivacyConfig, plan: DPPlan) -> list[dict[str, Any]] | None:
+    """Compare drawing images, with the group bound for a person, to drawing people: at the same epsilon of a person and as many steps.
+
+    Args:
+        plan: ``draft_plan(cfg)``.
+
+    Returns:
+        A row for ``plan``, then rows for people with one image in a step, and with k images for as many people and as many images: images
+        in a step, noise_multiplier, and noise_batch_ratio, the noise on the mean gradient. None unless ``plan`` draws images of declared
+        people by Poisson sampling under a guarantee.
+    """
+    epsilon, people = plan.unit_epsilon, plan.num_units
+    if epsilon is None or people is None or plan.sampling != "poisson" or plan.sampling_unit == "person":
+        return None
+    k, batch = plan.max_records_per_unit, min(plan.expected_batch_size, float(people))
+    rows = [_row(f"images, {k} of a person at most" if k > 1 else "images, one of a person", plan)]
+    for count, drawn in dict.fromkeys([(1, batch), (k, batch), (k, batch / k)]):
+        asked = replace(
+            cfg, sampling_unit="person", expected_batch_size=drawn, max_records_per_unit=count, noise_multiplier=None,
+            target_epsilon=None, target_unit_epsilon=epsilon,
+        )  # fmt: skip
+        rows.append(_row(f"people, {count} image{'s' if count > 1 else ''} of each", draft_plan(asked)))
+    return rows
+
+
+def _row(way: str, plan: DPPlan) -> dict[str, Any]:
+    return {
+        "draws": way,
+        "images_per_step": _images_per_step(plan),
+        "noise_multiplier": plan.noise_multiplier,
+        "noise_batch_ratio": plan.noise_multiplier / plan.expected_batch_size,
+    }
+
+
+def _images_per_step(plan: DPPlan) -> float:
+    return plan.expected_batch_size * (plan.max_records_per_unit if plan.sampling_unit == "person" else 1)
 
 
 def advice(plan: DPPlan, strength: dict[str, float] | None) -> str | None:
@@ -90,7 +131,7 @@ def signal(plan: DPPlan, num_parameters: int | None) -> dict[str, float] | None:
 
     A direction that lasts a fifth of the steps is recoverable when the mean clipped gradient has a norm, in units of the clip
     norm, above about rho* = sqrt(5 d) / s for d trained parameters. "planned" s is sqrt(steps) x expected_batch_size /
-    noise_multiplier; no batch and no number of steps brings it above "limit" = dataset_size x mu, with mu the Gaussian
+    noise_multiplier; no batch and no number of steps brings it above "limit" = sampled_from x mu, with mu the Gaussian
     privacy parameter of (epsilon, delta).
 
     Returns:
@@ -100,7 +141,7 @@ def signal(plan: DPPlan, num_parameters: int | None) -> dict[str, float] | None:
     if plan.epsilon is None or plan.epsilon <= 0:
         return None
     planned = math.sqrt(plan.steps) * plan.expected_batch_size / plan.noise_multiplier
-    limit = plan.dataset_size / float(gaussian_mechanism.get_sigma_gaussian(plan.epsilon, plan.delta))
+    limit = plan.sampled_from / float(gaussian_mechanism.get_sigma_gaussian(plan.epsilon, plan.delta))
     figures = {"signal_planned": planned, "signal_limit": limit}
     if num_parameters is not None:
         figures["num_parameters"] = num_parameters

@@ -129,7 +129,7 @@ def _loss_figures(runs: Sequence[ComparedRun], colors: Sequence[int]) -> dict[st
     if not with_loss:
         return {}
     drawn = {"steps": [Curve(r.label, c, r.start, r.step_N, r.loss_N) for r, c in with_loss]}
-    if len({run.config.privacy.expected_batch_size * run.config.data.views for run, _ in with_loss}) > 1:
+    if len({run.config.privacy.expected_batch_size * run.config.views for run, _ in with_loss}) > 1:
         drawn["sample-gradients"] = [Curve(r.label, c, r.start, r.gradient_N, r.loss_N) for r, c in with_loss]
     return {name: Markup(curves_figure(curves, xlabel=name)) for name, curves in drawn.items()}
 

@@ -57,7 +57,7 @@ class ComparedRun:
     @property
     def gradient_N(self) -> np.ndarray:
         """Expected number of sample-gradients up to each step, float64 (N,). Realised batch sizes are secret."""
-        return self.step_N * self.config.privacy.expected_batch_size * self.config.data.views
+        return self.step_N * self.config.privacy.expected_batch_size * self.config.views
 
     @property
     def cost(self) -> str:

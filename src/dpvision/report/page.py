@@ -89,7 +89,7 @@ def recompute_code(plan: DPPlan, statement: dict[str, Any]) -> str | None:
         lines += [f"epsilon = dp.get_epsilon_gaussian(noise, {plan.delta!r})"]
     else:
         step = (
-            f"dp.TruncatedSubsampledGaussianDpEvent({plan.dataset_size}, {plan.sample_rate!r}, {plan.max_batch_size}, "
+            f"dp.TruncatedSubsampledGaussianDpEvent({plan.sampled_from}, {plan.sample_rate!r}, {plan.max_batch_size}, "
             f"{plan.noise_multiplier!r})"
             if plan.sampling == "truncated_poisson"
             else f"dp.PoissonSampledDpEvent({plan.sample_rate!r}, {gaussian})"

@@ -16,6 +16,7 @@ TRUST_MODEL = (
     "has drawn."
 )
 ADJACENCY = "Add or remove one: two sets of images are neighbours if one has one image more than the other and they are otherwise equal."
+RECORD = "One record: an image with all its captions and labels. Files with identical image bytes are one record."
 DATASET_SIZE = (
     "The number of images is a declared, public constant of the plan. The sampling rate and the divisor follow from it, never from the "
     "number of images in the store, which may differ by up to 1% (in full batches: be up to 1% smaller)."
@@ -151,11 +152,10 @@ def not_covered(plan: DPPlan) -> list[str]:
 def unit(plan: DPPlan) -> str:
     """Return the unit of the guarantee."""
     k = plan.max_records_per_unit
-    record = "One record: an image with all its captions and labels. Files with identical image bytes are one record."
     if plan.num_units is None:
-        return record
+        return RECORD
     return (
-        f"One person, with all their images: {plan.num_units:,} people are declared, a public number. {record} At most {k} of a person "
+        f"One person, with all their images: {plan.num_units:,} people are declared, a public number. {RECORD} At most {k} of a person "
         "take part. epsilon is for one record; for a person with more images than that only unit_epsilon applies, because removing one "
         "image lets another take part."
     )
@@ -259,11 +259,11 @@ def accountant_method(plan: DPPlan) -> str:
 
 def sampling_assumed(plan: DPPlan) -> str:
     """Return the sampling scheme that the accountant assumes."""
-    q = f"probability {plan.sample_rate:.6g}"
+    q, one = f"probability {plan.sample_rate:.6g}", plan.sampling_unit
     return {
-        "poisson": f"Poisson: in each step each record is sampled independently, with {q}.",
-        "truncated_poisson": f"Truncated Poisson: each record sampled independently, with {q}; a random {plan.max_batch_size} at most.",
-        "full_batch": "Full batch: every record in every step.",
+        "poisson": f"Poisson: in each step each {one} is sampled independently, with {q}.",
+        "truncated_poisson": f"Truncated Poisson: each {one} sampled independently, with {q}; a random {plan.max_batch_size} at most.",
+        "full_batch": f"Full batch: every {one} in every step.",
     }[plan.sampling]
 
 
@@ -271,11 +271,12 @@ def sampling_executed(plan: DPPlan) -> str:
     """Return the sampling scheme that was executed."""
     if plan.guarantee != "dp":
         return sampling_assumed(plan)
+    several = "records" if plan.sampling_unit == "record" else "people"
     drawn = {
-        "poisson": "drawn by geometric gaps between chosen records, which is exactly the assumed law; batches vary in size and may be "
+        "poisson": f"drawn by geometric gaps between chosen {several}, which is exactly the assumed law; batches vary in size and may be "
         "empty",
         "truncated_poisson": "drawn by geometric gaps, then cut to a uniformly random subset where the cap was exceeded",
-        "full_batch": "all records of the store",
+        "full_batch": f"all {several} of the store",
     }[plan.sampling]
     return f"The object that draws the batches is the one accounted for: {drawn}. Keys are new from the operating system at every start."
 
@@ -306,7 +307,7 @@ def sensitivity(plan: DPPlan, config: dict[str, Any]) -> str:
     """Return how far one record can move a step's sum as computed, and whether that is proven (docs/clipping.md)."""
     if plan.max_grad_norm is None:
         return "Unbounded."
-    moved = f"One record moves the sum of a step by at most {plan.max_grad_norm:g} in Euclidean norm"
+    moved = f"One {plan.sampling_unit} moves the sum of a step by at most {plan.max_grad_norm:g} in Euclidean norm"
     if config["model"].get("kind") == "head":
         return f"{moved}, including rounding: contributions are clipped to 4 millionths less and summed in float64."
     kept = f"gradients are clipped to {100 * RESERVE:g}% less"
@@ -352,6 +353,7 @@ def preprocessing(config: dict[str, Any]) -> list[str]:
     """Return what was derived from the data before training."""
     data = config["data"]
     told = config["model"].get("kind") == "captioner"
+    own = "person's own ids" if config["privacy"].get("sampling_unit") == "person" else "record's own id"
     public = tuple(data["mean"]) == IMAGENET_MEAN and tuple(data["std"]) == IMAGENET_STD
     return [
         "Normalisation constants: "
@@ -359,7 +361,7 @@ def preprocessing(config: dict[str, Any]) -> list[str]:
         "Unreadable and oversized files were left out at import, each independently of the others. Identical files were merged into one "
         "record.",
         *([TOKENIZER] if told else []),
-        f"Crops, flips{', the choice among captions' if told else ''} and masks depend on the seed, the step and the record's own id only.",
+        f"Crops, flips{', the choice among captions' if told else ''} and masks depend on the seed, the step and the {own} only.",
     ]
 
 
@@ -375,9 +377,9 @@ def other_runs(account: StoreAccount, run_id: str) -> str:
     if not others:
         return f"None is known: this is the only run in the store's ledgers. {unknown}"
     of_unit = account.unit_epsilon
-    person = "" if of_unit is None else f"epsilon {round_up(of_unit, 2)} for a person with all their images, and "
-    image = "" if of_unit is None else " for an image,"
-    total = f"{person}epsilon {round_up(account.epsilon or 0.0, 2)}{image}"
+    person = "" if of_unit is None else f"epsilon {round_up(of_unit, 2)} for a person with all their images"
+    image = f"epsilon {round_up(account.epsilon or 0.0, 2)}"
+    total = f"{person}," if account.draws_people else image if of_unit is None else f"{person}, and {image} for an image,"
     return (
         f"{count(others, 'other run')} used the same images. Together they cost {total} at delta {short(account.delta or 0.0)} if their "
         f"settings were fixed beforehand; epsilon_filter also allows settings chosen after seeing earlier runs. {unknown}"

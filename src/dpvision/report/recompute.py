@@ -62,10 +62,10 @@ def check_figures(statement: dict[str, Any]) -> Check:
     """Check that the figures are consistent with one another and with the headline."""
     mechanism, history, guarantee = statement["mechanism"], statement["history"], statement["guarantee"]
     own = history["lineage"][-1]
-    size = statement["scope"]["dataset_size"]["value"]
+    size, unit = statement["scope"]["dataset_size"]["value"], statement["scope"]["unit"]
     pairs: list[tuple[str, Any, Any]] = [
         ("guaranteed", statement["guaranteed"], guarantee is not None),
-        ("divisor", mechanism["divisor"], mechanism["sample_rate"] * size),
+        ("divisor", mechanism["divisor"], mechanism["sample_rate"] * (unit["num_units"] if _draws_people(unit) else size)),
         ("noise_std", mechanism["noise_std"], mechanism["noise_multiplier"] * (mechanism["max_grad_norm"] or 0.0)),
         ("steps_wasted", history["steps_wasted"], mechanism["steps_executed"] - history["steps_in_weights"]),
         ("run_id of the last entry of lineage", own["run_id"], statement["run_id"]),
@@ -150,8 +150,13 @@ def _recomputed(name: str, stated: float, parts: list[tuple[dict[str, Any], int]
 
 def _release(plan: dict[str, Any], steps: int, view: str) -> Release:
     rate = 1.0 if view == "unamplified" or plan["sampling"] == "full_batch" else plan["sample_rate"]
-    records = plan["max_records_per_unit"] if view == "unit" else 1
+    records = plan["max_records_per_unit"] if view == "unit" and not _draws_people(plan) else 1
     return release(rate, plan["noise_multiplier"], steps, records)
+
+
+def _draws_people(plan: dict[str, Any]) -> bool:
+    """Whether a plan, or a statement's unit, draws people; older ones draw records and do not say so."""
+    return plan.get("sampling_unit", "record") == "person"
 
 
 def _check_profile(profile: list[list[float]] | None, parts: list[tuple[dict[str, Any], int]], method: str) -> Check:

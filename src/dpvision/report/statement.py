@@ -78,7 +78,7 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
     of_unit = guarantee is not None and guarantee["unit_epsilon"] is not None
     headline, in_words = unit_phrases.summary(plan, guarantee) if guarantee and of_unit else phrases.summary(plan, guarantee)
     head = head_phrases.is_head(manifest["config"])
-    lineage = _lineage(evidence, guarantee)
+    lineage, of_people = _lineage(evidence, guarantee), plan.sampling_unit == "person"
     return {
         "format": FORMAT,
         "guaranteed": evidence.guaranteed,
@@ -90,9 +90,18 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
             "released": head_phrases.released(plan) if head else phrases.released(plan),
             "not_covered": phrases.not_covered(plan) + (phrases.not_covered_of(lineage) if guarantee else []),
             "trust_model": phrases.trust_model(plan),
-            "adjacency": phrases.ADJACENCY,
-            "unit": {"max_records_per_unit": plan.max_records_per_unit, "num_units": plan.num_units, "text": phrases.unit(plan)},
-            "dataset_size": {"value": plan.dataset_size, "public": True, "text": phrases.DATASET_SIZE},
+            "adjacency": unit_phrases.ADJACENCY_OF_PEOPLE if of_people else phrases.ADJACENCY,
+            "unit": {
+                "max_records_per_unit": plan.max_records_per_unit,
+                "num_units": plan.num_units,
+                "sampling_unit": plan.sampling_unit,
+                "text": unit_phrases.unit(plan) if of_people else phrases.unit(plan),
+            },
+            "dataset_size": {
+                "value": plan.dataset_size,
+                "public": True,
+                "text": unit_phrases.NUMBER_OF_PEOPLE if of_people else phrases.DATASET_SIZE,
+            },
         },
         "guarantee": guarantee,
         "other_stores": other_stores(inherited, store_id if guarantee else None, fixed=fixed),
@@ -107,10 +116,10 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
             "max_batch_size": plan.max_batch_size,
             "steps_planned": plan.steps,
             "steps_executed": steps,
-            "clipping": head_phrases.clipping(plan) if head else phrases.clipping(plan),
+            "clipping": (head_phrases if head else unit_phrases if of_people else phrases).clipping(plan),
             "sensitivity": phrases.sensitivity(plan, manifest["config"]),
             "noise_generator": phrases.noise_generator(plan),
-            "bad_records": phrases.BAD_RECORDS,
+            "bad_records": unit_phrases.BAD_IMAGES if of_people else phrases.BAD_RECORDS,
             "selection": phrases.selection(plan),
         },
         "history": {

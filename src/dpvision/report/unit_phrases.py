@@ -1,10 +1,25 @@
-"""The statement's sentences for a guarantee per person, if the import recorded the unit (person) of each record."""
+"""The statement's sentences for a guarantee per person: if people are declared, and if the plan draws them (``sampling_unit``)."""
 
 from typing import Any
 
 from dpvision.privacy.plan import DPPlan
 from dpvision.report.numbers import factor, one_in, percent_up, round_up, short
-from dpvision.report.phrases import tier
+from dpvision.report.phrases import CLIPPED, RECORD, tier
+
+ADJACENCY_OF_PEOPLE = (
+    "Add or remove one person: two sets of images are neighbours if one has one person more than the other, with all their images, however "
+    "many, and they are otherwise equal."
+)
+NUMBER_OF_PEOPLE = (
+    "The numbers of people and of images are declared, public constants of the plan. The sampling rate and the divisor follow from the "
+    "declared number of people, never from the numbers in the store, which may differ by up to 1% (in full batches there may be up to 1% "
+    "fewer people). How many images a person has is secret."
+)
+BAD_IMAGES = (
+    "An image that cannot be decoded, or that has no caption or label where one is needed, counts as one that the person does not have. A "
+    "person without any other image, or whose gradient is not finite, contributes exactly zero to the step. Nobody is replaced by another, "
+    "and no step is skipped or stopped because of it."
+)
 
 
 def summary(plan: DPPlan, guarantee: dict[str, Any]) -> tuple[str, list[str]]:
@@ -15,9 +30,10 @@ def summary(plan: DPPlan, guarantee: dict[str, Any]) -> tuple[str, list[str]]:
     """
     epsilon, delta, attack, k = guarantee["unit_epsilon"], guarantee["delta"], guarantee["unit_attack"], plan.max_records_per_unit
     seen = "the model after every step" if plan.selection is None else "the model that was chosen, with its score,"
-    images = "one image" if k == 1 else f"at most {k} images"
+    drawn = plan.sampling_unit == "person"
+    images = ("one image" if k == 1 else f"at most {k} images") + (" in each step" if drawn else "")
     headline = f"Differential privacy with epsilon {round_up(epsilon, 2)} and delta {short(delta)} for each person, with all their images."
-    single = f" For a single image of a person epsilon is {round_up(guarantee['epsilon'], 2)}." if k > 1 else ""
+    single = f" For a single image of a person epsilon is {round_up(guarantee['epsilon'], 2)}." if k > 1 and not drawn else ""
     return headline, [
         f"Remove any one of the {plan.population:,} people, with all their images, of which {images} took part. Any result of this "
         "training could have occurred without them as well: its probability changes by a factor of at most "
@@ -31,3 +47,22 @@ def summary(plan: DPPlan, guarantee: dict[str, Any]) -> tuple[str, list[str]]:
         f"These are proven worst-case limits, not measurements; real attackers know less. {tier(epsilon)} What many people have in common "
         "is learned on purpose and is not protected: the guarantee is for each single person.",
     ]
+
+
+def unit(plan: DPPlan) -> str:
+    """Return the unit of the guarantee of a plan that draws people."""
+    return (
+        f"One person, with all their images: {plan.num_units:,} people are declared, a public number. {RECORD} People are drawn: "
+        f"at most {plan.max_records_per_unit} of a person's images take part in a step, chosen from the seed, the step and those images' "
+        "ids. Every epsilon is for a person. There is none for a single image of a person: without it, the person still takes part."
+    )
+
+
+def clipping(plan: DPPlan) -> str:
+    """Return what bounds the influence of a person who is drawn."""
+    if plan.max_grad_norm is None:
+        return "None."
+    return (
+        f"Each person's whole gradient, all trained parameters together, is {CLIPPED[plan.clipping]} (norms in float32 or wider): the "
+        f"mean over {plan.max_records_per_unit} of the person's images and their augmented views; where there are fewer, images repeat."
+    )

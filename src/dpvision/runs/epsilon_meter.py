@@ -43,7 +43,8 @@ class EpsilonMeter:
             return "no guarantee"
         said = f"epsilon <= {self.at_most(steps):.2f}"
         if (unit := self.unit_at_most(steps)) is not None:
-            said = f"epsilon <= {unit:.2f} for a person ({self.at_most(steps):.2f} for an image)"
+            image = "" if self._plan.sampling_unit == "person" else f" ({self.at_most(steps):.2f} for an image)"
+            said = f"epsilon <= {unit:.2f} for a person{image}"
         return said + (f" with the runs before (this run {self.this_run_at_most(steps):.2f})" if self._behind else "")
 
     def _bound(self, steps: int, *, alone: bool = False) -> tuple[float | None, float | None]:

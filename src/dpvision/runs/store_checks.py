@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dpvision.data.declared import count_units, fits, has_units, rounded_up
+from dpvision.data.declared import count_units, fits, has_units, rounded_up, shared_images
 from dpvision.data.store import Store
 from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.privacy.plan import DPPlan
@@ -35,19 +35,41 @@ def check_store(plan: DPPlan, store: Store, rows: np.ndarray) -> None:
         )
     # How many images were removed from a cleared store is private: its original number is the public one.
     num_records = len(rows) if has_units(store) else store.meta.get("cleared_from", len(rows))
-    counts = [("dataset_size", num_records, plan.dataset_size, plan.sampling != "poisson", "records")]
+    at_most, by_person = plan.sampling != "poisson", plan.sampling_unit == "person"
+    counts = [("dataset_size", num_records, plan.dataset_size, at_most and not by_person, "records")]
     if plan.num_units is not None:
-        counts.append(("num_units", count_units(store, rows), plan.num_units, False, "units"))
+        counts.append(("num_units", count_units(store, rows), plan.num_units, at_most and by_person, "units"))
     if all(fits(count, declared, at_most=at_most) for _, count, declared, at_most, _ in counts):
         return
     found = " and ".join(f"{count} {noun}" for _, count, _, _, noun in counts)
     rule = " and ".join(f"{name}={declared} ({'at most that, ' if at_most else ''}within 1%)" for name, _, declared, at_most, _ in counts)
     say = " ".join(f"--privacy.{name.replace('_', '-')} {rounded_up(count)}" for name, count, *_ in counts)
-    among = f" with max_records_per_unit={k}" if plan.num_units is not None else ""
+    among = f" with max_records_per_unit={k}" if plan.num_units is not None and not by_person else ""
     raise DataError(
         f"{where}: {OPERATOR_ONLY}{found} can take part{among}; expected the declared {rule}. Pass {say} (these become public) for a new "
         "plan, and check the batch size if batches are sampled."
     )
+
+
+def check_people(store: Store) -> None:
+    """Refuse a store in which some record does not belong to exactly one person: a plan that draws people could not remove one of them.
+
+    The message holds private counts: it is for the operator's terminal, and goes into no file of the run.
+
+    Raises:
+        DataError: a record has no person, or an image was found under two.
+    """
+    where = f"store: {store.store_id[:8]}: {OPERATOR_ONLY}"
+    if missing := int((store.index["unit"] < 0).sum()):
+        raise DataError(
+            f"{where}{missing} of {store.num_records} records have no {store.meta['unit_field']}; expected one each with "
+            "sampling_unit='person'. Give every image its person in the source and import again, or leave those images out."
+        )
+    if shared := shared_images(store):
+        raise DataError(
+            f"{where}{shared} files have the bytes of an image of another person; expected one person for each image with "
+            "sampling_unit='person'. Remove such files from all but one person in the source, and import again."
+        )
 
 
 def check_labels(store: Store, rows: np.ndarray, num_classes: int, *, multi_label: bool = False) -> None:

@@ -60,8 +60,8 @@ def classification_losses(model: nn.Module, batch: Batch, key: StepKey) -> Tenso
     Returns:
         losses_B, float32.
     """
-    assert isinstance(model, classifier.Classifier) and batch.label_B is not None
-    return classifier.losses(model, batch.image_BVCHW, batch.label_B)
+    assert isinstance(model, classifier.Classifier)
+    return classifier.losses(model, batch.image_BVCHW, batch.label_B, batch.label_BV)
 
 
 def loss_function(config: RunConfig) -> LossFn:
@@ -72,10 +72,12 @@ def loss_function(config: RunConfig) -> LossFn:
 
 def example_batch(config: RunConfig, num_records: int = 4) -> Batch:
     """Make a public batch of random images in the shapes of a run, with labels or captions if the model needs them; for the gates."""
-    size, views, cfg = config.model.encoder.image_size, config.data.views, config.model
+    size, views, cfg = config.model.encoder.image_size, config.views, config.model
     generator = torch.Generator().manual_seed(config.seed)
     number_B = torch.arange(1, num_records + 1)
     image_BVCHW = torch.randn(num_records, views, 3, size, size, generator=generator)
+    labels = _random_labels(cfg, number_B, generator) if isinstance(cfg, ClassifierConfig) else None
+    by_view = labels is not None and config.privacy.sampling_unit == "person"
     return Batch(
         record_id_B=number_B,
         valid_B=torch.ones(num_records, dtype=torch.bool),
@@ -83,7 +85,9 @@ def example_batch(config: RunConfig, num_records: int = 4) -> Batch:
         token_BVL=_random_captions(cfg, num_records * views, generator).unflatten(0, (-1, views))
         if isinstance(cfg, CaptionerConfig)
         else None,
-        label_B=_random_labels(cfg, number_B, generator) if isinstance(cfg, ClassifierConfig) else None,
+        label_B=None if by_view else labels,
+        # A person's images may differ in their labels.
+        label_BV=torch.stack([labels.roll(v, 0) for v in range(views)], dim=1) if by_view and labels is not None else None,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -13,6 +14,7 @@ from dpvision.checkpoint import Checkpoint, load_checkpoint, state_tensors
 from dpvision.config import CaptionerConfig, ClassifierConfig, RunConfig
 from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
+from dpvision.data.people import People
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn
 from dpvision.dp.compiled import CompiledBlocks, compile_blocks
@@ -25,7 +27,7 @@ from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.runs.folder import read_run
 from dpvision.runs.lineage import inherit, shaped_in_confidence
 from dpvision.runs.run import Stopped, new_run
-from dpvision.runs.store_checks import check_labels, check_store
+from dpvision.runs.store_checks import check_labels, check_people, check_store
 from dpvision.train import distributed
 from dpvision.train.distributed import together
 from dpvision.train.loop import Session
@@ -143,8 +145,11 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
     """Make store, model, optimizer and lineage on this process's device. No collective call: any rank may fail here."""
     assert config.data.store is not None, "_check_paths refused that"
     store = open_store(Path(config.data.store))
-    rows = store.eligible_rows(plan.max_records_per_unit, config.seed)
+    by_person = plan.sampling_unit == "person"
+    rows = np.arange(store.num_records) if by_person else store.eligible_rows(plan.max_records_per_unit, config.seed)
     check_store(plan, store, rows)
+    if by_person:
+        check_people(store)
     if isinstance(config.model, ClassifierConfig):
         check_labels(store, rows, config.model.num_classes, multi_label=config.model.multi_label)
     model = make_model(config.model, config.seed)
@@ -178,7 +183,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
             ema = {name: value.to(group.device) for name, value in checkpoint.ema.items()}
     updates, saved = (0, None) if checkpoint is None else (checkpoint.manifest["updates"], checkpoint.manifest["ledger_steps"])
     return Session(
-        config, plan, store, rows, words, model, loss_fn, group, blocks,
+        config, plan, store, rows, words, model, loss_fn, group, blocks, People.of(store) if by_person else None,
         optimizer=optimizer, ema=ema, lineage=lineage, updates=updates, saved_steps=saved, start=start,
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from dpvision.data.batch import Batch
 from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
+from dpvision.data.people import People
 from dpvision.data.store import Store
 from dpvision.dp.buckets import num_buckets, passes
 from dpvision.dp.clip import ClippedSum, LossFn, clipped_sum
@@ -43,7 +44,7 @@ class Training:
     plan: DPPlan
     store: Store
     rows: np.ndarray
-    """int64 rows of the store that this run may draw (contribution bound applied)."""
+    """int64 rows of the store that this run may draw (contribution bound applied; where people are drawn, all)."""
     words: CaptionReader | None
     """Reads captions as tokens; None for a model without captions."""
     model: nn.Module
@@ -51,6 +52,8 @@ class Training:
     group: Group
     blocks: CompiledBlocks | None = None
     """The model's compiled blocks; None without hardware.compile."""
+    people: People | None = None
+    """The people of the store, where they are drawn; None where records are."""
 
 
 def step_sum(step: int, t: Training, draw_key: bytes) -> tuple[ClippedSum, StepMetrics]:
@@ -64,7 +67,7 @@ def step_sum(step: int, t: Training, draw_key: bytes) -> tuple[ClippedSum, StepM
         The sum (secret; the same on all ranks) and the metrics (confidential).
     """
     start, plan, key = time.monotonic(), t.plan, StepKey(t.config.seed, step)
-    drawn = t.rows[plan.draw(step, len(t.rows), derive_rng(draw_key, step))]
+    drawn_B = plan.draw(step, len(t.rows if t.people is None else t.people), derive_rng(draw_key, step))
     with autocast(t.config.hardware.precision, t.group.device):
         scale = _loss_scale(t, key)
         total = ClippedSum.add_up(t.model, plan.max_grad_norm, (
@@ -72,18 +75,23 @@ def step_sum(step: int, t: Training, draw_key: bytes) -> tuple[ClippedSum, StepM
                 t.loss_fn, t.model, batch, key,
                 max_grad_norm=plan.max_grad_norm, rule=plan.clipping, loss_scale=scale, blocks=t.blocks,
             )
-            for batch in _batches(t, drawn, key)
+            for batch in _batches(t, drawn_B, key)
         ))  # fmt: skip
     metrics = _metrics(total, plan, t.group, start)
     return all_reduce_sum(total, t.group), metrics
 
 
-def _batches(t: Training, drawn: np.ndarray, key: StepKey) -> Iterator[Batch]:
+def _batches(t: Training, drawn_B: np.ndarray, key: StepKey) -> Iterator[Batch]:
     """Yield the physical batches of this rank's buckets, on its device."""
     hardware, model, group = t.config.hardware, t.config.model, t.group
     most = hardware.physical_batch_size
     count = num_buckets(t.plan.expected_batch_size, most, group.world_size)
-    mine = [drawn[part] for part in passes(key, t.store.index["id"][drawn], count, most, group.rank, group.world_size)]
+    if t.people is None:
+        drawn = t.rows[drawn_B]
+        id_B = t.store.index["id"][drawn]
+    else:
+        drawn, id_B = t.people.images(drawn_B, key, t.plan.max_records_per_unit), t.people.id_P[drawn_B]
+    mine = [drawn[part] for part in passes(key, id_B, count, most, group.rank, group.world_size)]
     batches = physical_batches(
         t.store, np.concatenate([drawn[:0], *mine]), key, t.config.data, model.encoder.image_size,
         physical_batch_size=[len(part) for part in mine], workers=hardware.workers, device=group.device, captions=t.words,
