@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -41,6 +42,8 @@ def plan(
     gpus: int | None = None,
     device: str | None = None,
     hours: float | None = None,
+    page: Path | None = None,
+    csv: Path | None = None,
     claims: bool = False,
     json: bool = False,
 ) -> None:
@@ -53,6 +56,7 @@ def plan(
       dpvision plan --dataset-size 50000 --expected-batch-size 5000 --steps 300 --target-epsilon 8
       dpvision plan vip.base
       dpvision plan vip.micro --target-epsilon 2
+      dpvision plan vip.base --page plan.html
       dpvision plan --images 20000 --people 4000 --labels 10 --epsilon 3
       dpvision plan --images 5000000 --captions --epsilon 8 --gpus 8 --device H100
       dpvision plan --claims
@@ -80,6 +84,8 @@ def plan(
         gpus: Number of GPUs (left out: none).
         device: Their name: A100, H100, H200, V100, L4, ...
         hours: Hours that may be used; the recommendation says if they do not suffice.
+        page: Write a page with sliders and figures to this .html file, in about twenty seconds (docs/plan.md).
+        csv: Write the tables behind these figures to this folder, a .csv file each.
         claims: Recompute every privacy claim of the papers instead, which takes half a minute (docs/claims.md).
         json: Print JSON.
     """
@@ -91,8 +97,12 @@ def plan(
         return
     asked = {name: value for name, value in locals().items() if name in _QUESTION and value is not None and value is not False}
     if asked:
-        _advise(asked, {name: value for name, value in locals().items() if name in (*_NAMES, "recipe", "num_parameters")}, json)
+        _advise(asked, {name: value for name, value in locals().items() if name in (*_NAMES, "recipe", "num_parameters", "page", "csv")}, json)
         return
+    if page is not None and (page.suffix != ".html" or page.is_dir() or not page.absolute().parent.is_dir()):
+        raise ConfigError(f"plan: page={str(page)!r}; expected a file whose name ends in .html, in a folder that exists. Rename it.")
+    if csv is not None and csv.exists() and not csv.is_dir():
+        raise ConfigError(f"plan: csv={str(csv)!r}; expected a folder, which is made if it does not exist. Choose another name.")
     from dpvision.privacy.planner import what_if
 
     if recipe is not None and num_parameters is None:
@@ -104,7 +114,13 @@ def plan(
     result = what_if(config, num_parameters=num_parameters)
     if recipe is not None:
         result["refused"] = result["refused"] or untyped_delta(get_recipe(recipe).privacy, config, given)
-    emit(result, json, _text(result))
+    text = _text(result)
+    if page is not None or csv is not None:
+        from dpvision.cli.plan_tables import write_tables
+
+        tables, said = write_tables(page, csv, recipe, config, result)
+        result, text = result | {"tables": tables}, f"{text}\n{said}"
+    emit(result, json, text)
 
 
 _QUESTION = ("images", "people", "labels", "captions", "epsilon", "public_encoder", "gpus", "device", "hours")
