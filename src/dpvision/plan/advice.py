@@ -236,7 +236,10 @@ def _pretraining(q: Question, recipe_of: RecipeOf) -> Advice:
     name = _pretraining_recipe(q)
     rho, limit, gradients = _rho(q, name, recipe_of)
     least = CAPTIONS_PAY_FROM if q.captions else IMAGES_PAY_FROM
-    hours, how = pretraining_hours(name, gradients, count_parameters(recipe_of(name).model), q.gpus, q.device)
+    recipe = recipe_of(name)
+    batch = min(recipe.privacy.expected_batch_size, float(q.images))
+    sized = replace(recipe, privacy=replace(recipe.privacy, dataset_size=q.images, expected_batch_size=batch))
+    hours, how = pretraining_hours(sized, q.gpus, q.device)
     figures = {"rho_star_planned": rho, "rho_star_limit": limit, "sample_gradients": float(gradients)}
     ours = sorted(
         (row for row in PRETRAINING if row.captions == q.captions),

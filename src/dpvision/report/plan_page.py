@@ -113,7 +113,7 @@ def _figures(plan: DPPlan, tables: Mapping[str, Table]) -> dict[str, Markup | No
             "order", "Renyi divergence", log="xy",
         ),
         "accountants": lines_figure(
-            [("PLD", profile.column("epsilon"), profile.column("delta")), ("Renyi", profile.column("epsilon"), profile.column("delta_rdp"))],
+            [(label, profile.column("epsilon"), profile.column(name)) for label, name in (("PLD", "delta"), ("Renyi", "delta_rdp"))],
             "epsilon", "delta", log="y", mark=(plan.epsilon, plan.delta),
         ),
         "tradeoff": lines_figure(
@@ -188,4 +188,3 @@ def _compute_row(row: tuple[float | None, ...]) -> list[str]:
 
 def _at(roc: Table, rate: float) -> float:
     return float(np.interp(math.log(rate), np.log(roc.column("false_positive_rate")), roc.column("true_positive_rate")))
-
