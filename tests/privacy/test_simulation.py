@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +63,19 @@ def test_the_planners_output_says_that_nothing_is_guaranteed(capsys: pytest.Capt
     assert main(["plan", "vip.micro", "--simulate", "10", "--page", "plan.html"]) == 2
     assert main(["train", "vip.micro", "--simulate", "10", "--resume"]) == 2
     assert "Drop --simulate" in capsys.readouterr().err
+
+
+def test_training_executes_the_simulation_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "scenes", "scenes", "--num", "60", "--size-px", "32"]) == 0
+    line = ["train", "vip.micro_random_start", "--data", "scenes", "--privacy.dataset-size", "60", "--privacy.expected-batch-size", "12"]
+    line += ["--privacy.delta", "1e-3", "--privacy.steps", "2", "--optim.warmup-steps", "1", "--hardware.workers", "1", "--simulate", "3"]
+    capsys.readouterr()
+    assert main(line) == 0
+    assert "NO PRIVACY GUARANTEE (guarantee='simulated')" in capsys.readouterr().out
+    ran = json.loads((tmp_path / "runs/vip.micro_random_start/confidential/config.json").read_text())["privacy"]
+    assert (ran["guarantee"], ran["expected_batch_size"], ran["steps"], ran["target_epsilon"]) == ("simulated", 4.0, 2, None)
+    assert main(["report", "runs/vip.micro_random_start"]) == 2
+    assert "expected" in capsys.readouterr().err

@@ -107,4 +107,4 @@ def _speed(gpus: int, device: str | None) -> float:
 
 
 def _arithmetic(device: str | None) -> str:
-    return f"arithmetic, not measured: {device or 'A100'} at {UTILISATION:.0%} of its peak"
+    return f"arithmetic, not measured: {device or 'A100'} at {UTILISATION:.0%} of its peak in half precision"

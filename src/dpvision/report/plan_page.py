@@ -57,7 +57,7 @@ def make_plan_page(path: Path, name: str | None, plan: DPPlan, facts: Mapping[st
 
 def grid_of(name: str | None, plan: DPPlan, table: Table, parameters: int | None) -> dict[str, Any]:
     """Return what the page's script reads: the values of the sliders, and epsilon by (batch, noise, steps)."""
-    axes = {"batch": batches_near(plan), "noise": noises_near(plan), "steps": steps_near(plan)}
+    axes: dict[str, Sequence[float]] = {"batch": batches_near(plan), "noise": noises_near(plan), "steps": steps_near(plan)}
     shape = tuple(len(values) for values in axes.values())
     epsilon = table.column("epsilon").reshape(shape)
     return {
@@ -84,12 +84,12 @@ def _command(name: str | None, plan: DPPlan) -> str:
 
 def _sliders(plan: DPPlan) -> list[tuple[str, str, int, int]]:
     """Id, label, largest index and starting index of each slider that can move."""
-    grid = (
+    grid: tuple[tuple[str, str, Sequence[float], float], ...] = (
         ("batch", "expected batch size", batches_near(plan), plan.expected_batch_size),
         ("noise", "noise multiplier", noises_near(plan), plan.noise_multiplier),
         ("steps", "steps", steps_near(plan), plan.steps),
     )
-    return [(key, label, len(values) - 1, values.index(start)) for key, label, values, start in grid]  # type: ignore[attr-defined]
+    return [(key, label, len(values) - 1, values.index(start)) for key, label, values, start in grid]
 
 
 def _figures(plan: DPPlan, tables: Mapping[str, Table]) -> dict[str, Markup | None]:
