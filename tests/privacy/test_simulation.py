@@ -10,6 +10,7 @@ from dpvision.cli import main
 from dpvision.cli.recipe import get_recipe
 from dpvision.config import PrivacyConfig
 from dpvision.errors import ConfigError
+from dpvision.plan.cost import step_cost
 from dpvision.privacy.plan import draft_plan
 from dpvision.privacy.simulation import simulated
 
@@ -60,6 +61,9 @@ def test_the_planners_output_says_that_nothing_is_guaranteed(capsys: pytest.Capt
     assert main(["plan", "vip.micro", "--simulate", "10", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["guarantee"] == "simulated" and told["epsilon"] is None and told["simulates"]["epsilon"] <= 8
+    assert main(["plan", "vip.micro", "--simulate", "10", "--gpus", "1", "--json"]) == 0
+    simulated_cost, full_cost = json.loads(capsys.readouterr().out)["cost"], step_cost(get_recipe("vip.micro"), 1, None)
+    assert simulated_cost["compute_s"] == pytest.approx(full_cost.compute_s / 10)
     assert main(["plan", "vip.micro", "--simulate", "10", "--page", "plan.html"]) == 2
     assert main(["train", "vip.micro", "--simulate", "10", "--resume"]) == 2
     assert "Drop --simulate" in capsys.readouterr().err

@@ -116,26 +116,22 @@ def plan(
         num_parameters = count_parameters(get_recipe(recipe).model) or None  # a head's depend on its encoder
     given = {name: value for name, value in locals().items() if value is not None}
     config = _config(recipe, given)
-    cost = None
-    if priced:
-        from dpvision.plan.cost import step_cost
-
-        cost = step_cost(replace(get_recipe(recipe or ""), privacy=config), 1 if gpus is None else gpus, device)
     if simulate is not None:
         if page is not None or csv is not None:
             raise ConfigError("plan: --simulate with --page or --csv; expected one of them: a simulation has no epsilon to plot. Drop one.")
         from dpvision.cli.plan_simulation import simulation
 
-        result, text = simulation(recipe, config, simulate, {name: given[name] for name in _NAMES if name in given})
-        emit(result, json, text)
-        return
-    result = what_if(config, num_parameters=num_parameters)
-    if recipe is not None:
-        result["refused"] = result["refused"] or untyped_delta(get_recipe(recipe).privacy, config, given)
-    text = _text(result)
-    if cost is not None:
+        config, result, text = simulation(recipe, config, simulate, {name: given[name] for name in _NAMES if name in given})
+    else:
+        result = what_if(config, num_parameters=num_parameters)
+        if recipe is not None:
+            result["refused"] = result["refused"] or untyped_delta(get_recipe(recipe).privacy, config, given)
+        text = _text(result)
+    if priced:
         from dpvision.cli.plan_cost import cost_text
+        from dpvision.plan.cost import step_cost
 
+        cost = step_cost(replace(get_recipe(recipe or ""), privacy=config), 1 if gpus is None else gpus, device)
         result, text = result | {"cost": asdict(cost)}, f"{text}\n{cost_text(cost, hours)}"
     if page is not None or csv is not None:
         from dpvision.cli.plan_tables import write_tables

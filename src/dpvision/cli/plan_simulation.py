@@ -9,8 +9,8 @@ from dpvision.privacy.planner import what_if
 from dpvision.privacy.simulation import NO_GUARANTEE, simulated
 
 
-def simulation(recipe: str | None, full: PrivacyConfig, factor: float, typed: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the simulation's settings ready for JSON, and the text.
+def simulation(recipe: str | None, full: PrivacyConfig, factor: float, typed: dict[str, Any]) -> tuple[PrivacyConfig, dict[str, Any], str]:
+    """Return the simulation's settings, what follows from them ready for JSON, and the text.
 
     Args:
         typed: privacy settings of the command line, for the command to paste.
@@ -46,4 +46,4 @@ def simulation(recipe: str | None, full: PrivacyConfig, factor: float, typed: di
     if recipe is not None:
         settings = "".join(f" --privacy.{name.replace('_', '-')} {value}" for name, value in typed.items())
         text.append(f"  dpvision train {recipe} --simulate {factor:g} --data STORE{settings}")
-    return found, "\n".join(text)
+    return small, found, "\n".join(text)
