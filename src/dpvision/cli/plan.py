@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -42,6 +43,9 @@ def plan(
     gpus: int | None = None,
     device: str | None = None,
     hours: float | None = None,
+    simulate: Annotated[float | None, tyro.conf.arg(metavar="K")] = None,
+    page: Path | None = None,
+    csv: Path | None = None,
     claims: bool = False,
     json: bool = False,
 ) -> None:
@@ -54,6 +58,9 @@ def plan(
       dpvision plan --dataset-size 50000 --expected-batch-size 5000 --steps 300 --target-epsilon 8
       dpvision plan vip.base
       dpvision plan vip.micro --target-epsilon 2
+      dpvision plan vip.base --page plan.html
+      dpvision plan dpcap.base --simulate 32
+      dpvision plan vip.base --gpus 8 --device h200
       dpvision plan --images 20000 --people 4000 --labels 10 --epsilon 3
       dpvision plan vip.base_2m --num-units 500000 --max-records-per-unit 5
       dpvision plan --images 5000000 --captions --epsilon 8 --gpus 8 --device H100
@@ -81,9 +88,12 @@ def plan(
         captions: The images have captions.
         epsilon: The epsilon that may be spent.
         public_encoder: An encoder of public images that is at hand, as `dpvision adapt --encoder` takes it.
-        gpus: Number of GPUs (left out: none).
-        device: Their name: A100, H100, H200, V100, L4, ...
-        hours: Hours that may be used; the recommendation says if they do not suffice.
+        gpus: Number of GPUs (left out: none; with a recipe and --device: 1). With a recipe: predict step time, hours and memory.
+        device: Their name: A100, H100, H200, V100, L4, ...; with a recipe also cpu, one core.
+        hours: Hours that may be used; the answer says if they do not suffice.
+        simulate: Plan a simulation of these settings with a K-th of the batch and of the noise (TAN); it guarantees nothing.
+        page: Write a page with sliders and figures to this .html file, in about twenty seconds (docs/plan.md).
+        csv: Write the tables behind these figures to this folder, a .csv file each.
         claims: Recompute every privacy claim of the papers instead, which takes half a minute (docs/claims.md).
         json: Print JSON.
     """
@@ -94,9 +104,14 @@ def plan(
         _claims(json)
         return
     asked = {name: value for name, value in locals().items() if name in _QUESTION and value is not None and value is not False}
-    if asked:
-        _advise(asked, {name: value for name, value in locals().items() if name in (*_NAMES, "recipe", "num_parameters")}, json)
+    priced = recipe is not None and (gpus is not None or device is not None) and asked.keys() <= {"gpus", "device", "hours"}
+    if asked and not priced:
+        _advise(asked, {name: value for name, value in locals().items() if name in _SETTINGS}, json)
         return
+    if page is not None and (page.suffix != ".html" or page.is_dir() or not page.absolute().parent.is_dir()):
+        raise ConfigError(f"plan: page={str(page)!r}; expected a file whose name ends in .html, in a folder that exists. Rename it.")
+    if csv is not None and csv.exists() and not csv.is_dir():
+        raise ConfigError(f"plan: csv={str(csv)!r}; expected a folder, which is made if it does not exist. Choose another name.")
     from dpvision.privacy.planner import what_if
 
     if recipe is not None and num_parameters is None:
@@ -105,10 +120,29 @@ def plan(
         num_parameters = count_parameters(get_recipe(recipe).model) or None  # a head's depend on its encoder
     given = {name: value for name, value in locals().items() if value is not None}
     config = _config(recipe, given)
-    result = what_if(config, num_parameters=num_parameters)
-    if recipe is not None:
-        result["refused"] = result["refused"] or untyped_delta(get_recipe(recipe).privacy, config, given)
-    emit(result, json, _text(result))
+    if simulate is not None:
+        if page is not None or csv is not None:
+            raise ConfigError("plan: --simulate with --page or --csv; expected one of them: a simulation has no epsilon to plot. Drop one.")
+        from dpvision.cli.plan_simulation import simulation
+
+        config, result, text = simulation(recipe, config, simulate, {name: given[name] for name in _NAMES if name in given})
+    else:
+        result = what_if(config, num_parameters=num_parameters)
+        if recipe is not None:
+            result["refused"] = result["refused"] or untyped_delta(get_recipe(recipe).privacy, config, given)
+        text = _text(result)
+    if priced:
+        from dpvision.cli.plan_cost import cost_text
+        from dpvision.plan.cost import step_cost
+
+        cost = step_cost(replace(get_recipe(recipe or ""), privacy=config), 1 if gpus is None else gpus, device)
+        result, text = result | {"cost": asdict(cost)}, f"{text}\n{cost_text(cost, hours)}"
+    if page is not None or csv is not None:
+        from dpvision.cli.plan_tables import write_tables
+
+        tables, said = write_tables(page, csv, recipe, config, result)
+        result, text = result | {"tables": tables}, f"{text}\n{said}"
+    emit(result, json, text)
 
 
 _QUESTION = ("images", "people", "labels", "captions", "epsilon", "public_encoder", "gpus", "device", "hours")
@@ -163,6 +197,8 @@ _NAMES = (
     "dataset_size", "expected_batch_size", "steps", "delta", "sampling", "max_batch_size", "max_records_per_unit", "num_units",
     "sampling_unit", *_BUDGETS,
 )  # fmt: skip
+
+_SETTINGS = (*_NAMES, "recipe", "num_parameters", "simulate", "page", "csv")
 
 
 def _config(recipe: str | None, given: dict[str, Any]) -> PrivacyConfig:

@@ -244,7 +244,10 @@ def _pretraining(q: Question, recipe_of: RecipeOf) -> Advice:
     by_image = _draws(q, recipe_of(name).privacy, by_person=False)
     draws = None if q.people is None else compare_draws(by_image, draft_plan(by_image))
     least = CAPTIONS_PAY_FROM if q.captions else IMAGES_PAY_FROM
-    hours, how = pretraining_hours(name, gradients, count_parameters(recipe_of(name).model), q.gpus, q.device)
+    recipe = recipe_of(name)
+    batch = min(recipe.privacy.expected_batch_size, float(q.images))
+    sized = replace(recipe, privacy=replace(recipe.privacy, dataset_size=q.images, expected_batch_size=batch))
+    hours, how = pretraining_hours(sized, q.gpus, q.device)
     figures = {"rho_star_planned": rho, "rho_star_limit": limit, "sample_gradients": float(gradients)}
     ours = sorted(
         (row for row in PRETRAINING if row.captions == q.captions),

@@ -1,6 +1,13 @@
 """Hours of a recommendation: from measured parts where there are some, else by arithmetic, which the answer states."""
 
+import math
+from dataclasses import dataclass
+
+from dpvision.config import RunConfig
 from dpvision.errors import ConfigError
+from dpvision.plan.devices import GPUS_OF_A_NODE, UTILISATION, find_device
+from dpvision.plan.parameters import count_parameters
+from dpvision.plan.work import CLIPPING, work_of
 
 FEATURE_S = 0.0055
 """Seconds an image of 64 px for patches+scattering on two cores (benchmarks/results/2026-11-22-patch_speed.json)."""
@@ -8,12 +15,6 @@ HEAD_S = 59.0
 """CPU seconds of a head on 50,000 records and 10 classes (docs/heads.md)."""
 ENCODER_S = 1 / 4.47
 """Seconds an image of 384 px through ViT-B/16 on two cores (benchmarks/results/2026-11-21-transfer_speed-paper.json)."""
-MICRO_S = 2899 / 1_300_000
-"""Seconds a sample-gradient of dpcap.micro on one core (docs/log.md, 2026-11-22)."""
-PEAK_TFLOPS = {"v100": 125, "a100": 312, "h100": 989, "h200": 989, "l4": 121, "l40s": 362, "a10": 125, "t4": 65, "rtx4090": 165}
-"""Half-precision matrix products, dense, as the makers state them."""
-UTILISATION = 0.3
-TOKENS = 197
 ENCODER_FLOPS = 1.1e11
 """Of an image of 384 px through ViT-B/16: two for each of 86 million weights and 577 tokens, and attention."""
 
@@ -28,19 +29,82 @@ def head_hours(images: int, classes: int, public_encoder: bool, gpus: int, devic
     return (images * ENCODER_FLOPS / _speed(gpus, device) + head) / 3600, _arithmetic(device) + "; ViT-B/16 at 384 px"
 
 
-def pretraining_hours(recipe: str, gradients: int, parameters: int, gpus: int, device: str | None) -> tuple[float, str]:
+def pretraining_hours(config: RunConfig, gpus: int, device: str | None) -> tuple[float, str]:
     """Hours of a private pre-training, and how they were found."""
+    cost = step_cost(config, gpus or 1, device if gpus else "cpu")
     if gpus == 0:
-        return gradients * MICRO_S / 3600, "one core, from dpcap.micro's measured speed"
-    return gradients * 6 * parameters * TOKENS / _speed(gpus, device) / 3600, _arithmetic(device)
+        return cost.hours, "one core, by the processor's measured speed"
+    return cost.hours, _arithmetic(device)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run takes on some devices; times in seconds a step."""
+
+    device: str
+    gpus: int
+    compute_s: float
+    load_s: float
+    all_reduce_s: float
+    noise_s: float
+    optimizer_s: float
+    step_s: float
+    hours: float
+    records_per_s: float
+    """Records that each device has to be handed a second."""
+    memory_gb: float
+    """Peak of each rank: weights, totals, optimizer, and the activations of a physical batch."""
+    physical_batch_size: int
+    measured: bool
+    how: str
+
+
+def step_cost(config: RunConfig, gpus: int, device: str | None) -> Cost:
+    """Predict time and memory of a recipe's steps.
+
+    A step takes its records' forward and backward passes with clipping (``work.work_of``), then adds float64 totals over the ranks, draws
+    the noise on every rank and updates the weights; nothing overlaps.
+
+    Args:
+        gpus: number of devices, 1 or more.
+        device: name of a row of ``devices.DEVICES``; None: A100.
+
+    Raises:
+        ConfigError: the device is unknown, or the network has no formula.
+    """
+    row, work, parameters = find_device(device), work_of(config.model), count_parameters(config.model)
+    if work is None:
+        raise ConfigError(
+            f"plan: --gpus with {config.recipe}, whose network has no cost formula; expected a transformer trained whole (vip.*, dpcap.*). "
+            "Drop --gpus and --device, or measure it: `dpvision doctor RECIPE --measure`."
+        )
+    if not gpus >= 1:
+        raise ConfigError(f"plan: gpus={gpus}; expected 1 or more with a recipe. For a processor core pass --gpus 1 --device cpu.")
+    private = config.privacy.max_grad_norm is not None
+    views = config.privacy.expected_batch_size * config.data.views / gpus
+    compute = views * 3 * work.forward_flops * (CLIPPING if private else 1.0) / row.flops
+    load = views * row.record_s
+    slowest = row.link if gpus <= GPUS_OF_A_NODE else row.network
+    total_bytes = 8.0 * parameters
+    all_reduce = 0.0 if gpus == 1 else 2 * (gpus - 1) / gpus * total_bytes / slowest
+    noise = 0.0 if config.privacy.guarantee == "none" else parameters * (row.noise_s or 6 * 8 / row.bandwidth)
+    update = 10 * 4 * parameters / row.bandwidth
+    step = compute + load + all_reduce + noise + update
+    physical = min(config.hardware.physical_batch_size, math.ceil(views / config.data.views)) * config.data.views
+    activations = physical * work.activation_bytes / (2 if row.half else 1)
+    weights = 4.0 * parameters
+    kept = (3 if config.optim.ema_decay is None else 4) * weights + total_bytes
+    return Cost(
+        device=row.name, gpus=gpus, compute_s=compute, load_s=load, all_reduce_s=all_reduce, noise_s=noise, optimizer_s=update, step_s=step,
+        hours=step * config.privacy.steps / 3600, records_per_s=views / config.data.views / step,
+        memory_gb=(kept + max(weights, activations)) / 1e9, physical_batch_size=physical, measured=row.measured,
+        how="by the processor's measured speed" if row.measured else _arithmetic(device),
+    )  # fmt: skip
 
 
 def _speed(gpus: int, device: str | None) -> float:
-    name = (device or "a100").lower().replace(" ", "").replace("nvidia", "").replace("-", "")
-    if name not in PEAK_TFLOPS:
-        raise ConfigError(f"plan: device={device!r}; expected one of {', '.join(PEAK_TFLOPS)}. Name the nearest one.")
-    return gpus * PEAK_TFLOPS[name] * 1e12 * UTILISATION
+    return gpus * find_device(device).flops
 
 
 def _arithmetic(device: str | None) -> str:
-    return f"arithmetic, not measured: {device or 'A100'} at {UTILISATION:.0%} of its peak"
+    return f"arithmetic, not measured: {device or 'A100'} at {UTILISATION:.0%} of its peak in half precision"

@@ -8,6 +8,7 @@ Legend: N points of a grid, E epsilons, S shifts.
 """
 
 import math
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ class _Pmf(pld_pmf.DensePLDPmf):
     def get_epsilon_for_delta(self, delta: float) -> float:
         if self._infinity_mass > delta:
             return math.inf
-        loss, upper, lower = self._from_the_top()
+        loss, upper, lower = self._from_the_top
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             bound = np.log((upper - delta) / lower)  # epsilon, if only the losses above count
             found = (upper[:-1] > delta) & (lower[:-1] > 0) & (bound[:-1] >= loss)
@@ -104,10 +105,11 @@ class _Pmf(pld_pmf.DensePLDPmf):
     def get_delta_for_epsilon(self, epsilon: Any) -> Any:
         if np.ndim(epsilon) == 0:
             return super().get_delta_for_epsilon(float(epsilon))
-        loss, upper, lower = self._from_the_top()
+        loss, upper, lower = self._from_the_top
         above = len(loss) - np.searchsorted(loss[::-1], epsilon, side="right")
         return upper[above] - np.exp(epsilon) * lower[above]
 
+    @cached_property
     def _from_the_top(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Losses in falling order; and with none, one, two, ... of them, their mass under the first data set and under the second."""
         loss, mass = self._loss_N[::-1], self._probs[::-1]

@@ -61,17 +61,22 @@ def _integrals(q: float, noise: float) -> np.ndarray:
 def _sums(q: float, noise: float) -> np.ndarray:
     """The same at the integer orders, by the binomial theorem."""
     logs = []
-    for order in _INTEGER.tolist():
+    for order in _INTEGER.astype(int).tolist():
         k = np.arange(order + 1)
         logs.append(_log_sum(_log_choose(order) + (order - k) * math.log1p(-q) + k * math.log(q) + k * (k - 1) / (2 * noise**2)))
     return np.array(logs)
 
 
-@cache
 def _log_choose(order: int) -> np.ndarray:
-    """Logarithms of the binomial coefficients of ``order``: half of the time of a curve, and the same for all of them (6 MB)."""
-    k = np.arange(order + 1)
-    return special.gammaln(order + 1) - special.gammaln(k + 1) - special.gammaln(order - k + 1)
+    """Logarithms of the binomial coefficients of ``order``."""
+    log = _log_factorials()[: order + 1]
+    return log[order] - log - log[::-1]
+
+
+@cache
+def _log_factorials() -> np.ndarray:
+    """Logarithms of 0!, 1!, ... up to the largest order: one table for all orders."""
+    return special.gammaln(np.arange(_INTEGER[-1] + 1) + 1)
 
 
 def _log_sum(log_terms: np.ndarray) -> float:
