@@ -127,9 +127,9 @@ class _Release:
     def run(self, shares: list[_Share]) -> None:
         """Fill the shares' gradients, block by block in float64."""
         for share in shares:
-            for piece in share.pieces(_GPU_PIECE) if share.summed.is_cuda else ():
+            for piece in share.pieces(_GPU_PIECE) if share.summed.device.type != "cpu" else ():
                 self._on_gpu(piece)
-        tasks = deque(piece for share in shares if not share.summed.is_cuda for piece in share.pieces(_CPU_TASK))
+        tasks = deque(piece for share in shares if share.summed.device.type == "cpu" for piece in share.pieces(_CPU_TASK))
         num_threads = min(torch.get_num_threads(), len(tasks))
         if num_threads <= 1:  # one thread needs no pool
             self._on_cpu(tasks)
