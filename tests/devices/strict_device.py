@@ -1,10 +1,9 @@
 """A device of its own on a machine that has none, as strict as a GPU: tensors that claim to be on "strict:0" and compute on the CPU.
 
-It is torch's PrivateUse1 device, named "strict", with a tensor subclass that holds a CPU tensor. Every operation that has such a tensor
-among its arguments is refused where a GPU would refuse it, or silently wait: a CPU tensor beside one of the device (a mask, an index; numbers
-of no dimension may stay), a generator of another device, ``.numpy()``, and, if asked, float64. What makes the host wait, or copies between
-host and device, is recorded with the function of dpvision that did it. ``data_ptr`` is the held tensor's, so views and shared inputs keep
-their identity.
+It is torch's PrivateUse1 device, named "strict", with a tensor subclass that holds a CPU tensor. What a GPU would refuse is refused: a
+CPU tensor beside one of the device (numbers of no dimension may stay), a generator of another device, ``.numpy()``; so are CPU indices and
+masks, for which a GPU would wait, and, if asked, float64. What makes the host wait, and every copy between host and device, is recorded
+with the function of dpvision that did it. ``data_ptr`` is the held tensor's, so views and shared inputs keep their identity.
 
 What it cannot show: kernels, their rounding and their speed, half precision, autocast, memory, streams and pinning.
 """
