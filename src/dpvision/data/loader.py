@@ -58,7 +58,6 @@ def physical_batches(
         device: where textures are generated; other images are on the CPU in any case.
         captions: reads token_BVL (``caption_reader``); if None, no tokens.
         num_classes: the declared K of a store with several labels per record; if None, such a store yields no labels.
-
         normalised: if False, images are yielded as uint8, for ``transform.normalise_tensor`` on the device: a quarter of the bytes to copy.
 
     Yields:

@@ -124,7 +124,7 @@ def clipped_sum(
         chunk_size: largest number of records whose gradients are held at once, under "vmap" and for parameters without a rule; if None,
             as many as fit 256 MiB. Changes the order of float sums only.
         blocks: compiled programs of the model's blocks (``compiled.compile_blocks``), for "one_pass".
-        host: ids and validity of the batch's rows on the CPU. If None, they are copied from the batch, and the host waits for a GPU.
+        host: the ids and validity of this batch on the CPU. If None, they are copied from it, and the host waits for a GPU.
 
     Returns:
         The sum, in the parameters' precision (float32).
