@@ -181,7 +181,7 @@ def end_to_end(device: torch.device) -> list[Check]:
             run(f"{name}: stopped", *train, expected=_STOPPED)
             run(f"{name}: resumed", "train", recipe, "--name", name, "--resume")
             if name == "mae":
-                run("evaluate", "evaluate", "runs/mae", "--train", "stores/public", "--protocols", "knn", "--device", device.type)
+                run("evaluate", "evaluate", "runs/mae", "--train", "stores/public", "--protocols", "knn")
             else:
                 run("caption", "caption", "runs/cap", "stores/public")
             run(f"{name}: report", "report", f"runs/{name}")

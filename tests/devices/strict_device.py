@@ -26,7 +26,7 @@ _PACKAGE = str(Path(dpvision.__file__).parent) + "/"
 _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"}
 """Operations whose result, or its shape, the host must know."""
 _COPIES = {"_to_copy", "copy_", "_copy_from"}
-_BLAMED_ON_CALLER = ("take", "to_device")
+_BLAMED_ON_CALLER = ("take", "to_device", "send")
 """Functions that only do what their caller asks."""
 
 

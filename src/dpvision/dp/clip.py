@@ -155,8 +155,8 @@ def clipped_sum(
         valid_B = host.valid_B[order]
         batch = take(batch, send(source, device))._replace(valid_B=send(valid_B, device))
         grads, norms, losses = one_pass(loss_fn, model, batch, bits, key, factors, max_grad_norm, loss_scale, chunk_size, blocks)
-        place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))[rows]
-        norms_B, losses_B = (value[send(place, device)] for value in (norms, losses))
+        place_B = send(torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))[rows], device)
+        norms_B, losses_B = norms[place_B], losses[place_B]
     return ClippedSum(grads, len(losses_B), norms_B.float(), losses_B.float(), max_grad_norm)
 
 
