@@ -127,11 +127,16 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "_to_copy" and here and not ours:
         _record(f"copy to the device{'' if kwargs.get('non_blocking') else ', blocking'}")
     known = {id(t.held): t for t in ours}
+    # A view of an ordinary tensor stays ordinary in inference mode.
+    ordinary = func.is_view and bool(ours) and not ours[0].is_inference()
 
     def put(value: Any) -> Any:
         if not (isinstance(value, Tensor) and here):
             return value
-        return known[id(value)] if id(value) in known else StrictTensor(value)
+        if id(value) in known:
+            return known[id(value)]
+        with torch.inference_mode(False) if ordinary else contextlib.nullcontext():
+            return StrictTensor(value)
 
     return tree_map(put, out)
 
