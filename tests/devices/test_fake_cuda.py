@@ -21,7 +21,7 @@ from dpvision.recipes import RECIPES
 from dpvision.train.feed import to_device
 from dpvision.train.objectives import example_batch, loss_function
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 
 
 def distinct() -> dict[str, RunConfig]:
@@ -43,7 +43,7 @@ def losses(config: RunConfig, loss_fn: Any, *, left_behind: str = "") -> Tensor:
         model = make_model(config.model, config.seed)
         tensors = {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
         assert not left_behind or left_behind in tensors
-        moved = {name: t if name == left_behind else t.to(CUDA) for name, t in tensors.items()}
+        moved = {name: t if name == left_behind else torch.empty_like(t, device=CUDA) for name, t in tensors.items()}
         batch = Batch._make(None if t is None else torch.empty_like(t, device=CUDA) for t in example_batch(config, 2))
         return functional_call(LossModule(loss_fn, model), prefixed(moved), (batch, StepKey(0, 0)))
 

@@ -25,6 +25,7 @@ from dpvision.encoders import collect as collect_module
 from dpvision.encoders.open import open_encoder
 from dpvision.eval.captions import caption_images, choice
 from dpvision.eval.captions.open_captioner import open_captioner
+from dpvision.eval.probes import cache
 from dpvision.eval.probes.protocols import make_protocols
 from dpvision.eval.probes.settings import FineTuneSettings, LarsSettings
 from dpvision.eval.probes.suite import evaluate
@@ -210,13 +211,7 @@ def edited(module: ModuleType, name: str, cut: str) -> Any:
 
 def test_evaluation_that_forgets_the_device_is_refused(stores: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(small(RECIPES["vip.nano"](), *stores), tmp_path / "run", "cpu", train)
-    from dpvision.encoders import feature_file
-    from dpvision.eval.probes import cache
-
-    forgetful = edited(collect_module, "collect", ".to(device)")
-    for module in (collect_module, cache, feature_file):
-        if hasattr(module, "collect"):
-            monkeypatch.setattr(module, "collect", forgetful)
+    monkeypatch.setattr(cache, "collect_features", edited(collect_module, "collect_features", ".to(device)"))
     with pytest.raises(StrictDeviceError, match="same device"):
         scores(tmp_path / "run", stores[0], DEVICE)
 
