@@ -28,14 +28,15 @@ from dpvision.data.keys import StepKey
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.compiled import compile_blocks
 from dpvision.dp.noise import grid_of, privatize
-from dpvision.dp.normals import box_muller, normals
+from dpvision.dp.normals import box_muller, key_words, normals
 from dpvision.dp.scale import public_loss_scale
 from dpvision.models import make_model
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.stream import Keystream
 from dpvision.recipes import RECIPES
+from dpvision.train.feed import to_device
 from dpvision.train.objectives import example_batch, loss_function
-from dpvision.train.step import autocast, to_device
+from dpvision.train.step import autocast
 
 SMALL = ("vip.micro_random_start", "dpcap.micro_random_start")
 KEY, STEP_KEY = bytes(range(32)), StepKey(0, 0)
@@ -115,7 +116,7 @@ def noise(device: torch.device) -> list[Check]:
     if device.type == "cuda":
         from dpvision.dp.chacha_triton import chacha_words
 
-        made = chacha_words(KEY, 5, num // 8, device)
+        made = chacha_words(key_words([KEY])[0].to(device), 5, num // 8)
     else:
         made = torch.from_numpy(word_W.copy())
     ours, theirs = normals(KEY, 40, 40 + num), box_muller(made).cpu().numpy()
@@ -180,7 +181,7 @@ def end_to_end(device: torch.device) -> list[Check]:
             run(f"{name}: stopped", *train, expected=_STOPPED)
             run(f"{name}: resumed", "train", recipe, "--name", name, "--resume")
             if name == "mae":
-                run("evaluate", "evaluate", "runs/mae", "--train", "stores/public", "--protocols", "knn", "--device", device.type)
+                run("evaluate", "evaluate", "runs/mae", "--train", "stores/public", "--protocols", "knn")
             else:
                 run("caption", "caption", "runs/cap", "stores/public")
             run(f"{name}: report", "report", f"runs/{name}")

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from dpvision.config import PrivacyConfig
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import _GPU_PIECE, privatize
-from dpvision.dp.normals import Normals, box_muller
+from dpvision.dp.normals import Normals, box_muller, key_words
 from dpvision.models import make_model
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.stream import Keystream, new_key
@@ -48,7 +48,7 @@ def on_gpu(count: int) -> Callable[[], object]:
 
     def draw() -> None:
         for at in range(0, count, _GPU_PIECE):
-            box_muller(chacha_words(new_key(), at // 8, min(_GPU_PIECE, count - at) // 8, device))
+            box_muller(chacha_words(key_words([new_key()])[0].to(device), at // 8, min(_GPU_PIECE, count - at) // 8))
         torch.cuda.synchronize()
 
     return draw

@@ -34,8 +34,9 @@ from dpvision.models import make_model
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.train import step as step_module
 from dpvision.train.distributed import Group
+from dpvision.train.feed import padded
 from dpvision.train.objectives import loss_function
-from dpvision.train.step import Training, padded, step_sum
+from dpvision.train.step import Training, step_sum
 
 MOST = (1 - RESERVE) * (1 + LOOSE) * (1 + MARGIN_EPS * torch.finfo(torch.float32).eps)
 """Proven bound on one contribution, in units of C."""

@@ -19,6 +19,7 @@ from dpvision.data.texture_store import write_texture_store
 from dpvision.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from dpvision.data.transform import CROP_NUMBERS, crop_box, preprocess
 from dpvision.errors import DataError
+from dpvision.train.feed import on_device
 
 from .pictures import encode, noise, spoil
 
@@ -106,6 +107,20 @@ def test_a_record_that_does_not_decode_is_zero_and_nothing_else_moves(store):
         assert torch.equal(batch.image_BVCHW[row], before[int(batch.record_id_B[row])])
     seen = [int(r) for _, row_B, _ in pictures(store, np.arange(12), 16, DATA, batch_size=5, workers=2) for r in row_B]
     assert seen == [row for row in range(12) if row != 4]
+
+
+def test_bytes_for_a_device_are_the_same_images(store):
+    """uint8 batches, normalised afterwards, are the normalised batches, bit for bit; images that do not decode are zeros in both."""
+    spoil(store, 4)
+    how = {"physical_batch_size": 5, "workers": 2}
+    floats = list(physical_batches(store, np.arange(12), KEY, DATA, 16, **how))
+    sent = physical_batches(store, np.arange(12), KEY, DATA, 16, normalised=False, **how)
+    assert len(floats) == 3
+    for x, (made, rows) in zip(floats, on_device(sent, torch.device("cpu"), DATA, least=8), strict=True):
+        num = len(x.valid_B)
+        assert len(made.valid_B) == 8 and not made.valid_B[num:].any() and torch.equal(rows.valid_B, made.valid_B)
+        assert torch.equal(made.image_BVCHW[:num], x.image_BVCHW) and torch.equal(made.valid_B[:num], x.valid_B)
+        assert torch.equal(rows.record_id_B[:num], x.record_id_B) and (rows.record_id_B[num:] == x.record_id_B[0]).all()
 
 
 def test_batches_cover_the_rows_once_with_labels(store):

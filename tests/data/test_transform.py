@@ -17,6 +17,7 @@ from dpvision.data.transform import (
     cut,
     evaluation_box,
     normalise,
+    normalise_tensor,
     preprocess,
     preprocess_of,
     to_uint8,
@@ -138,3 +139,12 @@ def test_evaluation_sees_the_whole_image_where_training_crops_a_resized_one():
     assert evaluation_box(300, 200, 400, DataConfig(resize=384, crop="centre")) == (0, 0, 300, 200), "never beyond the image"
     pixels = noise(5, 20, 30)
     assert np.array_equal(preprocess_of(8, DataConfig())(pixels), preprocess(8, DataConfig().mean, DataConfig().std)(pixels))
+
+
+def test_normalising_on_a_device_gives_the_same_bits() -> None:
+    """uint8 in any memory layout, every value of a byte: torch's two operations are numpy's."""
+    pixels = torch.arange(256, dtype=torch.uint8).repeat(3 * 8).view(2, 8, 16, 8, 3).permute(0, 1, 4, 2, 3)
+    expected = np.empty(pixels.shape, dtype=np.float32)
+    normalise(pixels.permute(0, 1, 3, 4, 2).numpy(), MEAN, STD, expected)
+    made = normalise_tensor(pixels, MEAN, STD)
+    assert made.is_contiguous() and np.array_equal(made.numpy(), expected)

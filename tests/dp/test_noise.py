@@ -15,7 +15,7 @@ from dpvision.config import PrivacyConfig
 from dpvision.dp import noise as noise_module
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient, grid_of, privatize
-from dpvision.dp.normals import box_muller, normals
+from dpvision.dp.normals import box_muller, key_words, normals
 from dpvision.errors import PrivacyError
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.stream import Keystream, new_key, subkey
@@ -142,9 +142,9 @@ def test_what_a_gpu_computes_is_the_release_of_a_cpu(monkeypatch):
     """The GPU's way with words from the CPU: numbers on the grid, all but a few in a million the same ones."""
     made = {}
 
-    def chacha_words(key, block, num_blocks, device):
+    def chacha_words(key_8, block, num_blocks):
         word_W = np.empty(8 * num_blocks, dtype="<i8")
-        Keystream(key, block).fill(word_W)
+        Keystream(key_8.numpy().astype("<u4").tobytes(), block).fill(word_W)
         return torch.from_numpy(word_W)
 
     monkeypatch.setitem(__import__("sys").modules, "dpvision.dp.chacha_triton", SimpleNamespace(chacha_words=chacha_words))
@@ -154,7 +154,7 @@ def test_what_a_gpu_computes_is_the_release_of_a_cpu(monkeypatch):
         share = noise_module._Share(total, made[way], subkey(KEY, "noise"), 3, 100_003)
         release = noise_module._Release(STD, 64.0)
         for piece in share.pieces(9_999):
-            release._on_cpu(noise_module.deque([piece])) if way == "_on_cpu" else release._on_gpu(piece)
+            release._on_cpu(noise_module.deque([piece])) if way == "_on_cpu" else release._on_gpu(piece, key_words([share.key])[0])
     cpu, gpu = (value[3:].numpy() * 64 / grid_of(STD) for value in made.values())
     assert np.array_equal(gpu, np.rint(gpu)) and np.abs(cpu - gpu).max() <= 1 and (cpu != gpu).mean() < 1e-4
     assert box_muller.__module__ == "dpvision.dp.normals"

@@ -12,7 +12,7 @@ import torch
 from mpmath import mp
 
 from dpvision.dp import normals as normals_module
-from dpvision.dp.normals import Normals, box_muller, normals
+from dpvision.dp.normals import Normals, box_muller, key_words, normals
 from dpvision.privacy.stream import Keystream, subkey
 
 KEY = subkey(bytes(range(32)), "noise", step=3, parameter="a")
@@ -134,13 +134,14 @@ def test_torch_and_numpy_agree_within_4_ulp() -> None:
 INTERPRETED = """
 import numpy as np, torch
 from dpvision.dp.chacha_triton import chacha_words
+from dpvision.dp.normals import key_words
 from dpvision.privacy.stream import Keystream
 
 for block, num in ((0, 1), (5, 300), (2**31 - 3, 10), (2**32 - 130, 130)):
     key = bytes(range(num % 7, num % 7 + 32))
     expected = np.empty(8 * num, dtype="<i8")
     Keystream(key, block).fill(expected)
-    assert torch.equal(chacha_words(key, block, num, torch.device("cpu")), torch.from_numpy(expected)), (block, num)
+    assert torch.equal(chacha_words(key_words([bytes(32), key])[1], block, num), torch.from_numpy(expected)), (block, num)
 print("equal")
 """
 
@@ -157,8 +158,7 @@ def test_the_gpu_kernel_makes_the_same_words_bit_for_bit() -> None:
 def test_a_gpu_makes_the_same_normals() -> None:
     from dpvision.dp.chacha_triton import chacha_words
 
-    device = torch.device("cuda")
-    made = chacha_words(KEY, 0, 2**17, device)
+    made = chacha_words(key_words([KEY])[0].to("cuda"), 0, 2**17)
     assert np.array_equal(made.cpu().numpy(), words(2**20))
     ours, theirs = normals(KEY, 0, 2**20), box_muller(made).cpu().numpy()
     assert (np.abs(ours - theirs) <= 4 * np.spacing(np.abs(ours))).all()

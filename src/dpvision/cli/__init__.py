@@ -65,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             return 2
         raise
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
+            raise
+        print(f"error: hardware: {error}\nUse a smaller --batch-size, or free the GPU of other processes.", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\nstopped; --resume continues a run from its last checkpoint.", file=sys.stderr)
         return 130

@@ -20,12 +20,14 @@ from dpvision.cli.doctor_look import KEY, told_by_us
 from dpvision.cli.doctor_model import Built, records
 from dpvision.config import HardwareConfig
 from dpvision.data.batch import Batch
+from dpvision.devices import require_precision
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.support import check_exact, check_separable
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.train.distributed import join
+from dpvision.train.feed import to_device
 from dpvision.train.heap import keep_freed_memory
-from dpvision.train.step import autocast, to_device
+from dpvision.train.step import autocast
 
 TOLERANCE = 1e-5
 """Largest relative difference of the float32 sum, and of a norm, from the oracle's."""
@@ -95,9 +97,10 @@ def measure(
 
     Raises:
         PrivacyError: a gate refuses the model, or the clipped sum differs from the oracle's.
-        ConfigError: the device does not exist, or one record does not fit.
+        ConfigError: the device does not exist or lacks the precision, or one record does not fit.
     """
     device = join(hardware.device).device
+    require_precision(hardware.precision, device)
     keep_freed_memory()  # as training does
     _stir(built.model)
     end = time.monotonic() + 60 * max_minutes

@@ -8,6 +8,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class HostRows(NamedTuple):
+    """Ids and validity of a batch's rows on the CPU, so that a pass need not ask the device for them."""
+
+    record_id_B: Tensor
+    valid_B: Tensor
+
+
 class Batch(NamedTuple):
     """One physical batch. Every tensor has the record as its first dimension; a row with ``valid_B`` False is padding, weight 0."""
 
@@ -16,7 +23,7 @@ class Batch(NamedTuple):
     valid_B: Tensor
     """bool; False for padding rows and for records that could not be decoded: they contribute exactly zero."""
     image_BVCHW: Tensor
-    """float32, normalised."""
+    """float32, normalised; uint8 on the way to a device (``train.feed``)."""
     token_BVL: Tensor | None = None
     """int64 token ids, None without captions."""
     label_B: Tensor | None = None

@@ -24,15 +24,15 @@ from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.keys import StepKey
 from dpvision.data.ordered import ordered_map
 from dpvision.data.store import Store
-from dpvision.data.transform import decoded, evaluation_view, normalise, normalised_canvas
+from dpvision.data.transform import decoded, evaluation_view, normalise, normalise_tensor, normalised_canvas
 from dpvision.errors import DataError
 
 _CHUNK = 64
 """Records per task of a thread; larger physical batches are joined from several tasks."""
 _AHEAD_BATCHES = 2
 _Arrays = tuple[np.ndarray, ...]
-"""id or row (B,), valid (B,), normalised pixels; in training batches also the rows whose labels apply, (B,) or (B, K), and with captions
-tokens (B, V, L)."""
+"""id or row (B,), valid (B,), pixels; in training batches also the rows whose labels apply, (B,) or (B, K), and with captions tokens
+(B, V, L)."""
 
 
 def physical_batches(
@@ -47,6 +47,7 @@ def physical_batches(
     device: str | torch.device = "cpu",
     captions: CaptionReader | None = None,
     num_classes: int | None = None,
+    normalised: bool = True,
 ) -> Iterator[Batch]:
     """Yield augmented batches of the given rows in order; the last one may be smaller, and no rows yield no batch.
 
@@ -61,9 +62,11 @@ def physical_batches(
         device: where textures are generated; other images are on the CPU in any case.
         captions: reads token_BVL (``caption_reader``); if None, no tokens.
         num_classes: the declared K of a store with several labels per record; if None, such a store yields no labels.
+        normalised: if False, images are yielded as uint8, for ``transform.normalise_tensor`` on the device: a quarter of the bytes to copy.
 
     Yields:
         Batch with image_BVCHW float32 of size ``image_size``, normalised, and label_B, or label_BV for people (None if the store has none).
+        On the CPU, except generated images.
 
     Raises:
         DataError: a row is not in the store, or a shard or the file of captions cannot be read.
@@ -72,7 +75,7 @@ def physical_batches(
     parts = _sliced(rows, physical_batch_size)
     device = torch.device(device)
     if store.generated and device.type != "cpu" and captions is None:
-        yield from _texture_batches(store, parts, key, data, image_size, device)
+        yield from _texture_batches(store, parts, key, data, image_size, device, normalised=normalised)
         return
     has_labels = bool(store.labelled.any()) if len(rows) else False
 
@@ -85,8 +88,8 @@ def physical_batches(
 
     def augmented(part: np.ndarray) -> _Arrays:
         if part.ndim == 1:
-            return _augment(store, part, key, data, image_size, captions)
-        return _augment_people(store, part, key, data, image_size, captions, labelled=num_classes is not None)
+            return _augment(store, part, key, data, image_size, captions, normalised)
+        return _augment_people(store, part, key, data, image_size, captions, normalised, labelled=num_classes is not None)
 
     for _, (record_id, valid, x_BVCHW, used, *tokens) in _batched(augmented, parts, workers):
         label = labels(used)
@@ -126,14 +129,14 @@ def pictures(
 
 
 def _texture_batches(
-    store: Store, parts: list[np.ndarray], key: StepKey, data: DataConfig, image_size: int, device: torch.device
+    store: Store, parts: list[np.ndarray], key: StepKey, data: DataConfig, image_size: int, device: torch.device, *, normalised: bool = True
 ) -> Iterator[Batch]:
     """Yield views of textures generated on ``device``: a GPU generates them faster than threads could copy them."""
-    mean, std = (torch.tensor(v, device=device)[:, None, None] for v in (data.mean, data.std))
     for part in parts:
         x_BVCHW, valid_B = store.views(part, key, data, image_size, device)
-        record_id_B = torch.from_numpy(store.index["id"][part].astype(np.int64)).to(device)
-        yield Batch(record_id_B=record_id_B, valid_B=valid_B, image_BVCHW=(x_BVCHW.float() / 255 - mean) / std)
+        record_id_B = torch.from_numpy(store.index["id"][part].astype(np.int64))
+        x_BVCHW = normalise_tensor(x_BVCHW, data.mean, data.std) if normalised else x_BVCHW
+        yield Batch(record_id_B=record_id_B, valid_B=valid_B, image_BVCHW=x_BVCHW)
 
 
 def _checked_rows(store: Store, rows: np.ndarray) -> np.ndarray:
@@ -165,25 +168,29 @@ def _batched(work: Callable[[np.ndarray], _Arrays], parts: list[np.ndarray], wor
             yield part, tuple(map(np.concatenate, zip(*pieces, strict=True)))
 
 
-def _augment(store: Store, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, captions: CaptionReader | None) -> _Arrays:
+def _augment(
+    store: Store, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, captions: CaptionReader | None, normalised: bool
+) -> _Arrays:
     record_id = store.index["id"][rows].astype(np.int64)
     image_BVCHW, valid_B = store.views(rows, key, data, image_size)
     pixels, valid = image_BVCHW.permute(0, 1, 3, 4, 2).numpy(), valid_B.numpy()
-    if captions is None:
-        return record_id, valid, _normalised(pixels, valid, data), rows
-    token_BVL, has_caption = captions.read(store, rows, key, data.views)
-    valid &= has_caption
-    return record_id, valid, _normalised(pixels, valid, data), rows, token_BVL
+    tokens: _Arrays = ()
+    if captions is not None:
+        token_BVL, has_caption = captions.read(store, rows, key, data.views)
+        valid &= has_caption
+        tokens = (token_BVL,)
+    return record_id, valid, _normalised(pixels, valid, data) if normalised else image_BVCHW.numpy(), rows, *tokens
 
 
 def _augment_people(
-    store: Store, row_BK: np.ndarray, key: StepKey, data: DataConfig, image_size: int, captions: CaptionReader | None, *, labelled: bool
+    store: Store, row_BK: np.ndarray, key: StepKey, data: DataConfig, image_size: int, captions: CaptionReader | None,
+    normalised: bool, *, labelled: bool,
 ) -> _Arrays:
     """Views of K images of each person, side by side: (B, K x V, ...). An image that does not decode, or has no caption or (with
     ``labelled``) no label, counts as one that the person does not have: their other images take its place, in order. A person without any
     is not valid.
     """
-    columns = [_augment(store, row_B, replace(key, image=k), data, image_size, captions) for k, row_B in enumerate(row_BK.T)]
+    columns = [_augment(store, row_B, replace(key, image=k), data, image_size, captions, normalised) for k, row_B in enumerate(row_BK.T)]
     _, valid_BK, *values = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
     if labelled:
         valid_BK &= store.index["label"][row_BK] >= 0

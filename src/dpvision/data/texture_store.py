@@ -59,12 +59,12 @@ class TextureStore(Store):
     def views(
         self, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, device: str | torch.device = "cpu"
     ) -> tuple[Tensor, Tensor]:
-        """This step's views of the textures of ``rows``, functions of (seed, step, view, number): image_BVCHW uint8 and valid_B, all True,
-        both on ``device``. Each replaces a crop, so only the number of views is taken from ``data``."""
+        """This step's views of the textures of ``rows``, functions of (seed, step, view, number): image_BVCHW uint8 on ``device``, and
+        valid_B, all True, on the CPU. Each replaces a crop, so only the number of views is taken from ``data``."""
         number_B = torch.from_numpy(self.index["id"][rows])
         looks = [key.bits(number_B, f"look.{v}", 1)[:, 0] for v in range(data.views)]
         image_BVCHW = torch.stack([textures(number_B, image_size, instance_N=look_B, device=device) for look_B in looks], dim=1)
-        return image_BVCHW, torch.ones(len(rows), dtype=torch.bool, device=device)
+        return image_BVCHW, torch.ones(len(rows), dtype=torch.bool)
 
     def captions(self, row: int) -> tuple[str, ...]:
         """Return no captions."""

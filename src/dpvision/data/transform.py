@@ -11,12 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
 from dpvision.config import DataConfig
 from dpvision.data.decode import BadImage, decode, upright_rgb
 from dpvision.data.keys import StepKey
+from dpvision.devices import send
 from dpvision.errors import DataError
 
 CROP_RATIO = (3 / 4, 4 / 3)
@@ -138,10 +140,21 @@ def normalise(pixels_HWC: np.ndarray, mean: Sequence[float], std: Sequence[float
     One multiplication and one addition per value, in separate calls so that they are not fused: a record's bits do not depend on how
     many others are converted with it.
     """
-    scale = (1 / (255 * np.asarray(std, dtype=np.float64))).astype(np.float32)[:, None, None]
-    shift = (-np.asarray(mean, dtype=np.float64) / np.asarray(std, dtype=np.float64)).astype(np.float32)[:, None, None]
+    scale, shift = _scale_and_shift(mean, std)
     np.multiply(np.moveaxis(pixels_HWC, -1, -3), scale, out=out_CHW)
     np.add(out_CHW, shift, out=out_CHW)
+
+
+def normalise_tensor(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """``normalise`` of uint8 (..., 3, H, W) on the tensor's device, the same float32 numbers bit for bit."""
+    scale, shift = (send(torch.from_numpy(constant), pixels.device) for constant in _scale_and_shift(mean, std))
+    return pixels.to(torch.float32, memory_format=torch.contiguous_format).mul_(scale).add_(shift)
+
+
+def _scale_and_shift(mean: Sequence[float], std: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """1 / (255 std) and -mean / std, float32 (3, 1, 1)."""
+    centre, spread = np.asarray(mean, dtype=np.float64), np.asarray(std, dtype=np.float64)
+    return (1 / (255 * spread)).astype(np.float32)[:, None, None], (-centre / spread).astype(np.float32)[:, None, None]
 
 
 def to_uint8(x_CHW: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:

@@ -82,9 +82,11 @@ class DenseHardware:
         """Return the context of a forward pass.
 
         Raises:
-            ConfigError: float16 without a GPU.
+            ConfigError: float16 without a GPU, or bfloat16 on one that does not have it.
         """
         import torch
+
+        from dpvision.devices import require_precision
 
         if self.precision == "float32":
             return nullcontext()
@@ -92,4 +94,5 @@ class DenseHardware:
             raise ConfigError(
                 "hardware: precision='float16'; expected float32 or bfloat16 without a GPU. Use --hardware.precision bfloat16."
             )
+        require_precision(self.precision, device)
         return torch.autocast(device.type, dtype=getattr(torch, self.precision))

@@ -1,9 +1,8 @@
 """ChaCha20 words on a GPU, bit for bit those of ``privacy.stream.Keystream`` (RFC 8439, section 2.3): additions, rotations, xors.
 
-The key is copied to the GPU; words and gradients stay there. One GPU thread computes one block of 64 bytes.
+Words and gradients stay on the GPU. One GPU thread computes one block of 64 bytes.
 """
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -69,15 +68,14 @@ def _words(out_W, key_8, first_block, num_blocks, PROGRAM_BLOCKS: tl.constexpr):
     _store(out_W, block_P, 7, x14, x15, inside_P)
 
 
-def chacha_words(key: bytes, block: int, num_blocks: int, device: torch.device) -> Tensor:
-    """Return the words of blocks ``block`` to ``block + num_blocks`` - 1: int64 of shape (8 num_blocks,) on ``device``.
+def chacha_words(key_8: Tensor, block: int, num_blocks: int) -> Tensor:
+    """Return the words of blocks ``block`` to ``block + num_blocks`` - 1: int64 of shape (8 num_blocks,) on the key's device.
 
     Args:
-        key: 32 bytes, from ``stream.subkey``.
+        key_8: a row of ``normals.key_words``, on the GPU.
         block: ``block + num_blocks`` is at most 2^32.
     """
     assert 0 <= block <= block + num_blocks <= 2**32
-    key_8 = torch.from_numpy(np.frombuffer(key, dtype="<u4").astype(np.int64)).to(device)
-    out_W = torch.empty(WORDS_PER_BLOCK * num_blocks, dtype=torch.int64, device=device)
+    out_W = torch.empty(WORDS_PER_BLOCK * num_blocks, dtype=torch.int64, device=key_8.device)
     _words[(triton.cdiv(num_blocks, _PROGRAM_BLOCKS),)](out_W, key_8, block, num_blocks, PROGRAM_BLOCKS=_PROGRAM_BLOCKS)
     return out_W

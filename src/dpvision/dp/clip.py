@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpvision.data.batch import Batch
+from dpvision.data.batch import Batch, HostRows
 from dpvision.data.keys import StepKey
+from dpvision.devices import send
 from dpvision.dp.buckets import hashes
 from dpvision.dp.compiled import CompiledBlocks
 from dpvision.dp.one_pass import one_pass
@@ -103,6 +105,7 @@ def clipped_sum(
     loss_scale: float = 1.0,
     chunk_size: int | None = None,
     blocks: CompiledBlocks | None = None,
+    host: HostRows | None = None,
 ) -> ClippedSum:
     """Return the sum of the clipped gradients of the valid records of one physical batch; runs the forward pass.
 
@@ -121,6 +124,7 @@ def clipped_sum(
         chunk_size: largest number of records whose gradients are held at once, under "vmap" and for parameters without a rule; if None,
             as many as fit 256 MiB. Changes the order of float sums only.
         blocks: compiled programs of the model's blocks (``compiled.compile_blocks``), for "one_pass".
+        host: the ids and validity of this batch on the CPU. If None, they are copied from it, and the host waits for a GPU.
 
     Returns:
         The sum, in the parameters' precision (float32).
@@ -133,33 +137,39 @@ def clipped_sum(
     params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     if not params:
         raise ConfigError("clip: model has no parameter with requires_grad; expected at least one. Unfreeze the parameters to train.")
-    rows = batch.valid_B.nonzero()[:, 0]
+    host = host or HostRows(batch.record_id_B.cpu(), batch.valid_B.cpu())
+    device = batch.record_id_B.device
+    rows = host.valid_B.nonzero()[:, 0]
     if len(rows) == 0:
         return ClippedSum.zeros(model, max_grad_norm)
+    whole = len(rows) == len(host.valid_B)
     if max_grad_norm is None:
-        return _plain_sum(loss_fn, model, params, take(batch, rows) if len(rows) < len(batch.valid_B) else batch, key)
+        return _plain_sum(loss_fn, model, params, batch if whole else take(batch, send(rows, device)), key)
     dtype = next(iter(params.values())).dtype
     factors = partial(_factors, max_grad_norm=max_grad_norm, rule=rule, dtype=dtype)
     if method == "vmap":
-        batch = take(batch, rows) if len(rows) < len(batch.valid_B) else batch
+        batch = batch if whole else take(batch, send(rows, device))
         grads, norms_B, losses_B = _by_vmap(loss_fn, model, params, batch, key, factors, loss_scale, chunk_size)
     else:
-        batch, order = _by_hash(batch, key)
-        grads, norms, losses = one_pass(loss_fn, model, batch, key, factors, max_grad_norm, loss_scale, chunk_size, blocks)
-        norms_B, losses_B = (torch.empty_like(value).index_copy_(0, order, value)[rows] for value in (norms, losses))
+        order, source, bits = _by_hash(host, key)
+        valid_B = host.valid_B[order]
+        batch = take(batch, send(source, device))._replace(valid_B=send(valid_B, device))
+        grads, norms, losses = one_pass(loss_fn, model, batch, bits, key, factors, max_grad_norm, loss_scale, chunk_size, blocks)
+        place_B = send(torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))[rows], device)
+        norms_B, losses_B = norms[place_B], losses[place_B]
     return ClippedSum(grads, len(losses_B), norms_B.float(), losses_B.float(), max_grad_norm)
 
 
-def _by_hash(batch: Batch, key: StepKey) -> tuple[Batch, Tensor]:
-    """Sort the batch by the records' hashes, with invalid rows last, filled with a copy of a valid one; also return the order.
+def _by_hash(host: HostRows, key: StepKey) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Order of the rows by the records' hashes, with invalid rows last; the row to take at each place; the valid records' hashes.
 
-    The filled rows keep the shape of the forward pass independent of the records, and get the factor zero.
+    In the place of invalid rows a valid one is taken: it keeps the shape of the forward pass independent of the records, and gets the
+    factor zero. All three are on the CPU.
     """
-    hash_B = hashes(key, batch.record_id_B).where(batch.valid_B, torch.iinfo(torch.int64).max)
+    hash_B = hashes(key, host.record_id_B).where(host.valid_B, torch.iinfo(torch.int64).max)
     order = hash_B.argsort(stable=True)
-    valid_B = batch.valid_B[order]
-    filled = take(batch, order.where(valid_B, order[0]))
-    return filled._replace(valid_B=valid_B), order
+    valid_B = host.valid_B[order]
+    return order, order.where(valid_B, order[0]), hash_B[order][valid_B].numpy()
 
 
 def _by_vmap(

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpvision.devices import send
 from dpvision.dp.clip import ClippedSum
-from dpvision.dp.normals import Normals, box_muller
+from dpvision.dp.normals import Normals, box_muller, key_words
 from dpvision.errors import PrivacyError
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.stream import WORDS_PER_BLOCK, subkey
@@ -126,10 +127,13 @@ class _Release:
 
     def run(self, shares: list[_Share]) -> None:
         """Fill the shares' gradients, block by block in float64."""
-        for share in shares:
-            for piece in share.pieces(_GPU_PIECE) if share.summed.is_cuda else ():
-                self._on_gpu(piece)
-        tasks = deque(piece for share in shares if not share.summed.is_cuda for piece in share.pieces(_CPU_TASK))
+        away = [share for share in shares if share.summed.device.type != "cpu"]
+        if away:
+            keys = send(key_words([share.key for share in away]), away[0].summed.device)
+            for key_8, share in zip(keys, away, strict=True):
+                for piece in share.pieces(_GPU_PIECE):
+                    self._on_gpu(piece, key_8)
+        tasks = deque(piece for share in shares if share.summed.device.type == "cpu" for piece in share.pieces(_CPU_TASK))
         num_threads = min(torch.get_num_threads(), len(tasks))
         if num_threads <= 1:  # one thread needs no pool
             self._on_cpu(tasks)
@@ -155,11 +159,11 @@ class _Release:
                 normal /= self._divisor
                 out[at:end] = normal
 
-    def _on_gpu(self, piece: _Share) -> None:
+    def _on_gpu(self, piece: _Share, key_8: Tensor) -> None:
         from dpvision.dp.chacha_triton import chacha_words  # Triton is not installed everywhere
 
         block = piece.first // WORDS_PER_BLOCK
-        words = chacha_words(piece.key, block, -(-piece.stop // WORDS_PER_BLOCK) - block, piece.summed.device)
+        words = chacha_words(key_8, block, -(-piece.stop // WORDS_PER_BLOCK) - block)
         skipped = piece.first - block * WORDS_PER_BLOCK
         normal = box_muller(words, self._std)[skipped : skipped + piece.stop - piece.first]
         noisy = normal.add_(piece.summed[piece.first : piece.stop]).mul_(1 / self._grid).round_().div_(self._divisor)

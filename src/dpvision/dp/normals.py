@@ -11,7 +11,7 @@ Legend: W words (two for two normals), H half of them.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -100,6 +100,11 @@ class _Views(NamedTuple):
 def normals(key: bytes, first: int, stop: int) -> np.ndarray:
     """Return the normals of coordinates ``first`` to ``stop`` - 1: float64 of shape (stop - first,)."""
     return np.concatenate([np.empty(0), *(block.copy() for _, block in Normals().blocks(key, first, stop))])
+
+
+def key_words(keys: Sequence[bytes]) -> Tensor:
+    """Keys of 32 bytes for ``chacha_triton.chacha_words``: int64 (number of keys, 8) on the CPU, the 32-bit words of each."""
+    return torch.from_numpy(np.frombuffer(b"".join(keys), dtype="<u4").astype(np.int64)).view(-1, 8)
 
 
 def box_muller(word_W: Tensor, std: float = 1.0) -> Tensor:

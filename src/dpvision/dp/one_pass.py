@@ -17,14 +17,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
+from dpvision.devices import send
 from dpvision.dp.batch_dims import NUM_RECORDS, Call, find_batch_dims
-from dpvision.dp.buckets import blocks, hashes
+from dpvision.dp.buckets import blocks
 from dpvision.dp.compiled import CompiledBlocks, Pending
 from dpvision.dp.gram import SquareNorms
 from dpvision.dp.interception import CHECKPOINTED, GraphChanged, InterceptedPass
@@ -181,6 +183,7 @@ def one_pass(
     loss_fn: Any,
     model: nn.Module,
     batch: Batch,
+    bits: np.ndarray,
     key: StepKey,
     factors: Callable[[Tensor, Tensor], Tensor],
     max_grad_norm: float,
@@ -192,6 +195,7 @@ def one_pass(
 
     Args:
         batch: one record or more in the order of their hashes, rows that are not valid after all others.
+        bits: hashes of the valid records.
         factors: (norms_B float64, finite_B bool) -> factor_B.
         max_grad_norm: C.
         loss_scale: factor of the losses in the backward pass, undone before the norm.
@@ -223,7 +227,8 @@ def one_pass(
         slow = {**route.slow, **dict.fromkeys(leaked, _UNSEEN)}
         _check_slow(loss_fn, model, params, slow, batch, key)
         _ROUTES[model][_route_key(loss_fn, model, batch)] = replace(route, slow=slow)
-    return (*_gather(loss_fn, model, params, route, run, batch, key, factors, max_grad_norm, loss_scale, chunk_size), losses_B.detach())
+    total, norms_B = _gather(loss_fn, model, params, route, run, batch, bits, key, factors, max_grad_norm, loss_scale, chunk_size)
+    return total, norms_B, losses_B.detach()
 
 
 def _forward(
@@ -275,6 +280,7 @@ def _gather(
     route: Route,
     run: InterceptedPass,
     batch: Batch,
+    bits: np.ndarray,
     key: StepKey,
     factors: Callable[[Tensor, Tensor], Tensor],
     max_grad_norm: float,
@@ -308,7 +314,11 @@ def _gather(
         low_B = factor_B < _LOWERED * factors(norms_B + slack_B, finite_B)
         heavy_B = 1.02 * gamma(2) * factor_B * lengths_B > BUDGET * max_grad_norm
         unknown_B = ~finite_B & torch.isfinite(norms_B)
-        cancelling = ((low_B | heavy_B | unknown_B) & batch.valid_B).nonzero()[:, 0].tolist()
+        wanted_B = (low_B | heavy_B | unknown_B) & batch.valid_B
+        cost_B = _cost(factor_B, lengths_B, finite_B, batch)
+        # The host has to know these: a pass waits for the device here, and nowhere else unless a record is written out.
+        wanted, finite, cost = torch.stack([wanted_B.double(), finite_B.double(), cost_B]).cpu()
+        cancelling = wanted.nonzero()[:, 0].tolist()
         for i in cancelling:
             own = [written_out(group, params, slice(i, i + 1)) for group in groups]
             norms_B[i] = (slow_B[i] + sum(sum_of_squares(grad)[0] for grads in own for grad in grads.values())).sqrt() / loss_scale
@@ -316,22 +326,21 @@ def _gather(
             finite_B = torch.isfinite(norms_B)
             highest_B[cancelling], slack_B[cancelling], lengths_B[cancelling] = norms_B[cancelling], 0.0, 0.0
             factor_B = factors(torch.maximum(norms_B, highest_B) + slack_B, finite_B)
+            finite, cost = torch.stack([finite_B.double(), _cost(factor_B, lengths_B, finite_B, batch)]).cpu()
         factor_B = factor_B.where(batch.valid_B, 0.0)
-        cost_B = (factor_B * lengths_B).where(finite_B, 0.0)
         # In half precision on a GPU the bound is not proven (docs/clipping.md), and blocks would double the price of the products.
-        parts = [slice(0, num)] if rounded else _blocks(batch, key, cost_B, max_grad_norm)
+        parts = [slice(0, num)] if rounded else _blocks(bits, cost, max_grad_norm)
         factor_B = factor_B / loss_scale
-        keep_B = finite_B.clone()
-        keep_B[cancelling] = False
-        kept = None if bool(keep_B.all()) else keep_B
+        apart = [i for i in cancelling if finite[i]]
+        finite[cancelling] = 0
+        kept = None if bool(finite.all()) else send(finite.bool(), device)
         total: dict[str, Tensor] = {}
         for group in groups:
             sums = [slot.weighted_sum(factor_B, kept, parts) for slot in group]
             part = pull_back(group, sums, params, batched=False)
-            for i in cancelling:
-                if finite_B[i]:
-                    for name, grad in written_out(group, params, slice(i, i + 1)).items():
-                        part[name] = part[name].double().add_(grad[0].double() * factor_B[i].double())
+            for i in apart:
+                for name, grad in written_out(group, params, slice(i, i + 1)).items():
+                    part[name] = part[name].double().add_(grad[0].double() * factor_B[i].double())
             for slot in group:
                 slot.release()
             total |= {name: _rounded(value, params[name], num) for name, value in part.items()}  # a parameter is in one group only
@@ -344,11 +353,15 @@ def _gather(
     return {name: _rounded(either[name], p, num) for name, p in params.items()}, norms_B
 
 
-def _blocks(batch: Batch, key: StepKey, cost_B: Tensor, max_grad_norm: float) -> list[slice]:
+def _cost(factor_B: Tensor, lengths_B: Tensor, finite_B: Tensor, batch: Batch) -> Tensor:
+    """``buckets.blocks``'s cost of every record, float64."""
+    return (factor_B.where(batch.valid_B, 0.0) * lengths_B).where(finite_B, 0.0).double()
+
+
+def _blocks(bits: np.ndarray, cost: Tensor, max_grad_norm: float) -> list[slice]:
     """``buckets.blocks`` of the valid rows; those after them have the factor zero and belong to the last block."""
-    num = int(batch.valid_B.sum())
-    found = blocks(hashes(key, batch.record_id_B[:num]).cpu().numpy(), cost_B[:num].double().cpu().numpy(), max_grad_norm)
-    return [*found[:-1], slice(found[-1].start, len(batch.record_id_B))]
+    found = blocks(bits, cost[: len(bits)].numpy(), max_grad_norm)
+    return [*found[:-1], slice(found[-1].start, len(cost))]
 
 
 def _rounded(value: Tensor, param: Tensor, num_records: int) -> Tensor:

@@ -122,7 +122,9 @@ def _minus_target(probability_NLV: Tensor, target_NL: Tensor) -> Tensor:
     index_NL1 = target_NL.clamp(min=0)[..., None]
     probability_NLV.scatter_add_(2, index_NL1, torch.full_like(index_NL1, -1, dtype=probability_NLV.dtype))
     ignored_NL = target_NL == IGNORED
-    return probability_NLV.masked_fill_(ignored_NL[..., None], 0.0) if target_NL.is_meta or ignored_NL.any() else probability_NLV
+    if target_NL.device.type == "cpu" and not ignored_NL.any():
+        return probability_NLV  # saves a pass on a CPU; elsewhere the host would wait for the answer
+    return probability_NLV.masked_fill_(ignored_NL[..., None], 0.0)
 
 
 def _gram(delta_NLV: Tensor) -> Tensor:

@@ -17,9 +17,7 @@ def update_mean(mean: dict[str, Tensor], model: nn.Module, updates: int) -> dict
 
     The first update discards the initial value. Arguments and result as for ``update_ema``.
     """
-    for name, value in model.state_dict().items():
-        mean[name].lerp_(value.to(mean[name].dtype), 1 / (updates + 1))
-    return mean
+    return _moved(mean, model, 1 / (updates + 1))
 
 
 @torch.no_grad()
@@ -35,9 +33,15 @@ def update_ema(ema: dict[str, Tensor], model: nn.Module, decay: float, updates: 
         updates: t, number of updates before this one.
     """
     decay = min(decay, (1 + updates) / (10 + updates))
-    for name, value in model.state_dict().items():
-        ema[name].lerp_(value.to(ema[name].dtype), 1 - decay)
-    return ema
+    return _moved(ema, model, 1 - decay)
+
+
+def _moved(average: dict[str, Tensor], model: nn.Module, weight: float) -> dict[str, Tensor]:
+    """Move every average by ``weight`` of the way to the model's value, in few kernels."""
+    state = model.state_dict()
+    if state:
+        torch._foreach_lerp_([average[name] for name in state], [value.to(average[name].dtype) for name, value in state.items()], weight)
+    return average
 
 
 def make_ema(model: nn.Module) -> dict[str, Tensor]:

@@ -30,11 +30,13 @@ class Optimizer:
         groups: list[dict[str, Any]] = [
             {"params": [p for p in values if self._factor[p] == factor]} for factor in dict.fromkeys(self._factor.values())
         ]
+        # Fused kernels round differently; on a CPU the plain loop stays, bit for bit what it was.
+        self._fused = config.name != "lamb" and all(p.device.type != "cpu" for p in values)
         self._counting: dict[str, dict[str, Any]] = {}
         """LAMB's parameter groups, one per parameter, which have their own step counts."""
         if config.name == "adamw":
             self._torch: torch.optim.Optimizer = torch.optim.AdamW(
-                groups, lr=config.rate, betas=config.betas, eps=config.eps, weight_decay=0.0
+                groups, lr=config.rate, betas=config.betas, eps=config.eps, weight_decay=0.0, fused=self._fused or None
             )
         elif config.name == "lamb":
             # By default timm skips the adaptation of parameters without decay, and clips the whole gradient, which is clipped already.
@@ -43,7 +45,7 @@ class Optimizer:
             self._decay = dict.fromkeys(values, 0.0)
             self._counting = dict(zip(self._params, self._torch.param_groups, strict=True))
         else:
-            self._torch = torch.optim.SGD(groups, lr=config.rate, momentum=config.momentum)
+            self._torch = torch.optim.SGD(groups, lr=config.rate, momentum=config.momentum, fused=self._fused or None)
 
     @torch.no_grad()
     def step(self, gradient: DPGradient, learning_rate: float) -> None:
@@ -62,20 +64,16 @@ class Optimizer:
             )
         for group in self._torch.param_groups:
             group["lr"] = learning_rate * self._factor[group["params"][0]]
-        scale = self._shortening(gradient)
-        for name, parameter in self._params.items():
-            parameter.grad = (gradient.grads[name] * scale if scale != 1 else gradient.grads[name]).to(parameter.device, parameter.dtype)
-            if decay := self._decay[parameter]:
-                parameter.mul_(1 - learning_rate * self._factor[parameter] * decay)
+        grads = [gradient.grads[name] for name in self._params]
+        if self._global_clip is not None:
+            grads = list(torch._foreach_mul(grads, _shortening(gradient, self._global_clip)))
+        for parameter, grad in zip(self._params.values(), grads, strict=True):
+            parameter.grad = grad.to(parameter.device, parameter.dtype)
+        decayed = {p: 1 - learning_rate * self._factor[p] * decay for p, decay in self._decay.items() if decay}
+        if decayed:
+            torch._foreach_mul_(list[Tensor](decayed), list(decayed.values()))
         self._torch.step()
         self._torch.zero_grad(set_to_none=True)
-
-    def _shortening(self, gradient: DPGradient) -> float:
-        """Return min(1, global_clip / norm of the whole gradient)."""
-        if self._global_clip is None:
-            return 1.0
-        norm = float(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradient.grads.values()]).norm())
-        return min(1.0, self._global_clip / norm) if norm > 0 else 1.0
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state as {"PARAMETER/SLOT": tensor}, empty before the first step."""
@@ -106,7 +104,15 @@ class Optimizer:
             )
         for name, slots in state.items():
             parameter = self._params[name]
-            # Adam keeps its step count on the CPU, everything else on the parameter's device.
-            self._torch.state[parameter] = {s: v.clone() if s == "step" else v.to(parameter.device) for s, v in slots.items()}
+            # Adam keeps its step count on the CPU unless it is fused, everything else on the parameter's device.
+            self._torch.state[parameter] = {
+                s: v.clone() if s == "step" and not self._fused else v.to(parameter.device, copy=True) for s, v in slots.items()
+            }
             if name in self._counting:
                 self._counting[name]["step"] = self._torch.state[parameter].pop("step")
+
+
+def _shortening(gradient: DPGradient, global_clip: float) -> Tensor:
+    """Return min(1, global_clip / norm of the whole gradient), on the gradient's device: the host does not wait for it."""
+    norm = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradient.grads.values()]).norm()
+    return torch.where(norm > 0, global_clip / norm, 1.0).clamp(max=1.0)

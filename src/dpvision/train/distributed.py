@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dpvision.devices import require_cuda
 from dpvision.dp.clip import ClippedSum
 from dpvision.errors import ConfigError, DPVisionError, PrivacyError
 
@@ -46,7 +47,7 @@ def join(device: str) -> Group:
         device: 'auto', 'cpu' or 'cuda'.
 
     Raises:
-        ConfigError: cuda is requested and not available.
+        ConfigError: cuda is requested and not available, or there are more ranks than GPUs.
         PrivacyError: some ranks have a GPU and others do not.
     """
     kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
@@ -55,12 +56,15 @@ def join(device: str) -> Group:
         # Compared before the process group is made: a backend would wait forever for ranks with another backend.
         store, rank, world_size = next(dist.rendezvous("env://"))
         _check_devices(dist.PrefixStore("devices", store), rank, world_size, kind)
-    if device == "cuda" and kind == "cpu":
-        raise ConfigError("hardware: device='cuda'; expected a CUDA device on this machine. Use --hardware.device auto.")
+    if device == "cuda":
+        require_cuda()
     if world_size == 1:
         return Group(0, 1, torch.device(kind))
     place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
+        if place.index >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise ConfigError(f"ranks: LOCAL_RANK={place.index} with {count} GPUs; expected a GPU for each. Pass --nproc-per-node {count}.")
         torch.cuda.set_device(place)
     if not dist.is_initialized():
         backend = "nccl" if kind == "cuda" else "gloo"

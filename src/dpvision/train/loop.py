@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpvision.checkpoint import state_tensors
 from dpvision.dp.noise import privatize
-from dpvision.errors import CheckpointError
+from dpvision.errors import CheckpointError, ConfigError
 from dpvision.optim.ema import update_average
 from dpvision.optim.optimizer import Optimizer
 from dpvision.optim.schedule import learning_rate
@@ -63,6 +63,7 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
 
     Raises:
         CheckpointError: a checkpoint cannot be written; earlier ones are untouched and the ledger is correct.
+        ConfigError: out of memory on the GPU; the step is charged.
         KeyboardInterrupt: a second SIGINT; unsaved steps are lost, and their number is printed to standard error.
     """
     plan, group = session.plan, session.group
@@ -73,7 +74,14 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
     with StopRequest("finishing this step, then saving", session.unsaved) as stop, contextlib.ExitStack() as stack:
         log = None if session.run is None else stack.enter_context(_log(session.run, quiet=quiet, show_confidential=show_confidential))
         while (step := _charge(session)) is not None:  # before anything is computed
-            total, metrics = step_sum(step, session, secrets.draw)
+            try:
+                total, metrics = step_sum(step, session, secrets.draw)
+            except torch.OutOfMemoryError:  # it fitted at the start
+                size = session.config.hardware.physical_batch_size
+                raise ConfigError(
+                    f"hardware: physical_batch_size={size}; out of memory on {group.device} in step {step}, though it fitted at the start. "
+                    f"Stop other processes on the GPU, or pass --resume --hardware.physical-batch-size {max(1, size // 2)}."
+                ) from None
             gradient = privatize(total, plan, step, secrets.noise, owners=group)
             session.optimizer.step(gradient, learning_rate(session.config.optim, step, plan.steps))
             if session.ema is not None:

@@ -16,6 +16,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
 from dpvision.data.people import People
 from dpvision.data.store import Store
+from dpvision.devices import require_precision
 from dpvision.dp.clip import LossFn
 from dpvision.dp.compiled import CompiledBlocks, compile_blocks
 from dpvision.dp.support import check_at_sizes, check_compiled, check_exact, check_separable
@@ -30,11 +31,12 @@ from dpvision.runs.run import Stopped, new_run
 from dpvision.runs.store_checks import check_labels, check_people, check_store
 from dpvision.train import distributed
 from dpvision.train.distributed import together
+from dpvision.train.feed import to_device
 from dpvision.train.loop import Session
+from dpvision.train.memory import require_fit
 from dpvision.train.objectives import example_batch, loss_function
 from dpvision.train.parent import check_constants, load_weights, start_from
 from dpvision.train.same import check_same_everywhere, facts_of_start
-from dpvision.train.step import to_device
 from dpvision.train.words import open_tokenizer, open_words
 from dpvision.weights import Lineage, contents
 
@@ -152,6 +154,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
         check_people(store)
     if isinstance(config.model, ClassifierConfig):
         check_labels(store, rows, config.model.num_classes, multi_label=config.model.multi_label)
+    require_precision(config.hardware.precision, group.device)
     model = make_model(config.model, config.seed)
     lineage: Lineage = []
     parent = open_parent(config.init_from) if checkpoint is None and config.init_from is not None else None
@@ -174,6 +177,8 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
         check_at_sizes(loss_fn, perturbed, example_batch(config, config.hardware.physical_batch_size), StepKey(config.seed, 0))
     start = None if plan.guarantee == "dp" else frozenset(contents(model.state_dict().values()))
     model.to(group.device)
+    if group.device.type != "cpu":
+        require_fit(config, model, loss_fn, group.device)
     blocks = _compile(config, model, loss_fn, group) if config.hardware.compile else None
     optimizer = Optimizer(config.optim, model)
     ema = make_ema(model) if config.optim.averages else None

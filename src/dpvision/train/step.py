@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dpvision.config import ClassifierConfig, RunConfig
-from dpvision.data.batch import Batch
+from dpvision.data.batch import Batch, HostRows
 from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
@@ -24,11 +24,11 @@ from dpvision.data.store import Store
 from dpvision.dp.buckets import num_buckets, passes
 from dpvision.dp.clip import ClippedSum, LossFn, clipped_sum
 from dpvision.dp.compiled import CompiledBlocks
-from dpvision.dp.per_record import take
 from dpvision.dp.scale import public_loss_scale
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.train.distributed import Group, all_reduce_sum, all_reduce_vector
+from dpvision.train.feed import on_device, to_device
 from dpvision.train.log import StepMetrics
 from dpvision.train.objectives import example_batch
 
@@ -73,15 +73,15 @@ def step_sum(step: int, t: Training, draw_key: bytes) -> tuple[ClippedSum, StepM
         total = ClippedSum.add_up(t.model, plan.max_grad_norm, (
             clipped_sum(
                 t.loss_fn, t.model, batch, key,
-                max_grad_norm=plan.max_grad_norm, rule=plan.clipping, loss_scale=scale, blocks=t.blocks,
+                max_grad_norm=plan.max_grad_norm, rule=plan.clipping, loss_scale=scale, blocks=t.blocks, host=host,
             )
-            for batch in _batches(t, drawn_B, key)
+            for batch, host in _batches(t, drawn_B, key)
         ))  # fmt: skip
     metrics = _metrics(total, plan, t.group, start)
     return all_reduce_sum(total, t.group), metrics
 
 
-def _batches(t: Training, drawn_B: np.ndarray, key: StepKey) -> Iterator[Batch]:
+def _batches(t: Training, drawn_B: np.ndarray, key: StepKey) -> Iterator[tuple[Batch, HostRows]]:
     """Yield the physical batches of this rank's buckets, on its device."""
     hardware, model, group = t.config.hardware, t.config.model, t.group
     most = hardware.physical_batch_size
@@ -95,25 +95,9 @@ def _batches(t: Training, drawn_B: np.ndarray, key: StepKey) -> Iterator[Batch]:
     batches = physical_batches(
         t.store, np.concatenate([drawn[:0], *mine]), key, t.config.data, model.encoder.image_size,
         physical_batch_size=[len(part) for part in mine], workers=hardware.workers, device=group.device, captions=t.words,
-        num_classes=model.num_classes if isinstance(model, ClassifierConfig) else None,
+        num_classes=model.num_classes if isinstance(model, ClassifierConfig) else None, normalised=group.device.type == "cpu",
     )  # fmt: skip
-    least = most if hardware.compile else min(most, _LEAST_ROWS)
-    return (padded(to_device(batch, group.device), least) for batch in batches)
-
-
-def padded(batch: Batch, num_rows: int) -> Batch:
-    """Pad a batch to ``num_rows`` rows with invalid copies of its first record, which take part in the forward pass only."""
-    num = len(batch.record_id_B)
-    if num >= num_rows:
-        return batch
-    row = torch.arange(num_rows, device=batch.record_id_B.device)
-    filled = take(batch, row.where(row < num, 0))
-    return filled._replace(valid_B=filled.valid_B & (row < num))
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move every tensor of a batch to ``device``."""
-    return Batch._make(None if t is None else t.to(device, non_blocking=True) for t in batch)
+    yield from on_device(batches, group.device, t.config.data, most if hardware.compile else min(most, _LEAST_ROWS))
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager:
@@ -131,7 +115,7 @@ def _loss_scale(t: Training, key: StepKey) -> float:
 
 
 def _metrics(total: ClippedSum, plan: DPPlan, group: Group, start: float) -> StepMetrics:
-    norms, losses = total.norms_B.double().cpu(), total.losses_B.double().cpu()
+    norms, losses = torch.cat([total.norms_B, total.losses_B]).cpu().double().split([len(total.norms_B), len(total.losses_B)])
     good = torch.isfinite(norms)
     clipped = norms > plan.max_grad_norm if plan.max_grad_norm is not None else torch.zeros_like(good)
     sums = torch.tensor(

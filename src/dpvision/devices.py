@@ -1,0 +1,38 @@
+"""What a GPU can do for a run, and sending tensors there without waiting."""
+
+import torch
+from torch import Tensor
+
+from dpvision.errors import ConfigError
+
+
+def send(value: Tensor, device: torch.device) -> Tensor:
+    """Return ``value`` on ``device``; the host does not wait for the copy, nor for what the device still computes.
+
+    A copy to a GPU is asynchronous from pinned memory only. Elsewhere ``pin_memory`` raises, so nothing is pinned.
+    """
+    if device.type == "cuda" and value.device.type == "cpu":
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
+
+
+def require_cuda() -> None:
+    """Raise ConfigError, with the reason, if there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    reason = (
+        f"torch {torch.__version__} is built without CUDA"
+        if torch.version.cuda is None
+        else f"torch {torch.__version__} finds no GPU with a driver for CUDA {torch.version.cuda} (see nvidia-smi)"
+    )
+    raise ConfigError(f"hardware: device='cuda'; expected a CUDA device: {reason}. Fix that, or use --hardware.device auto.")
+
+
+def require_precision(precision: str, device: torch.device) -> None:
+    """Raise ConfigError if a GPU or its driver does not compute in ``precision``, one of HardwareConfig's."""
+    if precision == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        raise ConfigError(
+            f"hardware: precision='bfloat16' on {name}, compute capability {major}.{minor}; expected a GPU of capability 8.0 or newer "
+            "and a driver that supports it. Use --hardware.precision float16."
+        )
