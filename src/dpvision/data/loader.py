@@ -8,7 +8,7 @@ of a record, and raises DataError.
 Legend: B records, V views, C channels, H height, W width, L tokens.
 """
 
-import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -21,14 +21,14 @@ from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.keys import StepKey
 from dpvision.data.ordered import ordered_map
 from dpvision.data.store import Store
-from dpvision.data.transform import decoded, evaluation_view, normalise, normalised_canvas
+from dpvision.data.transform import decoded, evaluation_view, normalise, normalise_canvas
 from dpvision.errors import DataError
 
 _CHUNK = 64
 """Records per task of a thread; larger physical batches are joined from several tasks."""
 _AHEAD_BATCHES = 2
 _Arrays = tuple[np.ndarray, ...]
-"""id or row (B,), valid (B,), normalised pixels; in training batches with captions also tokens (B, V, L)."""
+"""valid (B,), and with captions tokens (B, V, L)."""
 
 
 def physical_batches(
@@ -79,12 +79,12 @@ def physical_batches(
             return torch.from_numpy(store.index["label"][part].astype(np.int64))
         return None if num_classes is None else torch.from_numpy(store.targets(part, num_classes))
 
-    def augmented(part: np.ndarray) -> _Arrays:
-        return _augment(store, part, key, data, image_size, captions)
+    def augmented(part: np.ndarray, x_BVCHW: np.ndarray) -> _Arrays:
+        return _augment(store, part, key, data, image_size, captions, x_BVCHW)
 
-    for part, (record_id, valid, x_BVCHW, *tokens) in _batched(augmented, parts, workers):
+    for part, x_BVCHW, (valid, *tokens) in _batched(augmented, parts, (data.views, 3, image_size, image_size), workers):
         yield Batch(
-            record_id_B=torch.from_numpy(record_id),
+            record_id_B=torch.from_numpy(store.index["id"][part].astype(np.int64)),
             valid_B=torch.from_numpy(valid),
             image_BVCHW=torch.from_numpy(x_BVCHW),
             token_BVL=torch.from_numpy(tokens[0]) if tokens else None,
@@ -107,14 +107,15 @@ def pictures(
     """
     rows = np.arange(store.num_records) if rows is None else _checked_rows(store, rows)
 
-    def centred(part: np.ndarray) -> _Arrays:
-        return _centre(store, part, data, image_size)
+    def centred(part: np.ndarray, x_BCHW: np.ndarray) -> _Arrays:
+        return (_centre(store, part, data, image_size, x_BCHW),)
 
-    for part, (_, valid, x_BCHW) in _batched(centred, _sliced(rows, batch_size), workers):
+    for part, x_BCHW, (valid,) in _batched(centred, _sliced(rows, batch_size), (3, image_size, image_size), workers):
         if valid.any():
             kept = part[valid]
             label = np.full(len(kept), -1) if store.multi_label else store.index["label"][kept]
-            yield torch.from_numpy(x_BCHW[valid]), torch.from_numpy(kept), torch.from_numpy(label.astype(np.int64))
+            x_BCHW = x_BCHW if valid.all() else x_BCHW[valid]
+            yield torch.from_numpy(x_BCHW), torch.from_numpy(kept), torch.from_numpy(label.astype(np.int64))
 
 
 def _texture_batches(
@@ -141,47 +142,52 @@ def _sliced(rows: np.ndarray, batch_size: int | Sequence[int]) -> list[np.ndarra
     return np.split(rows, np.cumsum(sizes)[:-1]) if len(sizes) else []
 
 
-def _batched(work: Callable[[np.ndarray], _Arrays], parts: list[np.ndarray], workers: int) -> Iterator[tuple[np.ndarray, _Arrays]]:
-    """Apply ``work`` to chunks in threads, and yield each part of the rows with its arrays joined."""
+def _batched(
+    work: Callable[[np.ndarray, np.ndarray], _Arrays], parts: list[np.ndarray], shape: tuple[int, ...], workers: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, _Arrays]]:
+    """Apply ``work`` to chunks in threads; yield each part of the rows, its float32 images (B, *shape) and the joined results of ``work``.
+
+    ``work`` gets a chunk of rows and the part of the images that it has to fill: joining finished images would leave the reader's thread a
+    copy of every one, more than it can make for 16 threads.
+    """
     largest = max(map(len, parts), default=1)
     chunk = min(_CHUNK, -(-largest // workers))
-    chunks = [[part[i : i + chunk] for i in range(0, len(part), chunk)] for part in parts]
+    filled: deque[np.ndarray] = deque()
+
+    def chunks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for part in parts:
+            x = np.empty((len(part), *shape), dtype=np.float32)
+            filled.append(x)
+            for i in range(0, len(part), chunk):
+                yield part[i : i + chunk], x[i : i + chunk]
+
     ahead = workers + _AHEAD_BATCHES * -(-largest // chunk)
-    done = ordered_map(work, itertools.chain.from_iterable(chunks), workers=workers, ahead=ahead)
-    for part, own in zip(parts, chunks, strict=True):
-        pieces = [next(done) for _ in own]
-        if len(pieces) == 1:
-            yield part, pieces[0]
-        else:
-            yield part, tuple(map(np.concatenate, zip(*pieces, strict=True)))
+    done = ordered_map(lambda item: work(*item), chunks(), workers=workers, ahead=ahead)
+    for part in parts:
+        pieces = [next(done) for _ in range(0, len(part), chunk)]
+        yield part, filled.popleft(), tuple(map(np.concatenate, zip(*pieces, strict=True)))
 
 
-def _augment(store: Store, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, captions: CaptionReader | None) -> _Arrays:
-    record_id = store.index["id"][rows].astype(np.int64)
+def _augment(
+    store: Store, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, captions: CaptionReader | None, out_BVCHW: np.ndarray
+) -> _Arrays:
     image_BVCHW, valid_B = store.views(rows, key, data, image_size)
-    pixels, valid = image_BVCHW.permute(0, 1, 3, 4, 2).numpy(), valid_B.numpy()
-    if captions is None:
-        return record_id, valid, _normalised(pixels, valid, data)
-    token_BVL, has_caption = captions.read(store, rows, key, data.views)
-    valid &= has_caption
-    return record_id, valid, _normalised(pixels, valid, data), token_BVL
+    valid, tokens = valid_B.numpy(), []
+    if captions is not None:
+        token_BVL, has_caption = captions.read(store, rows, key, data.views)
+        valid &= has_caption
+        tokens.append(token_BVL)
+    normalise(np.moveaxis(image_BVCHW.numpy(), 2, -1), data.mean, data.std, out_BVCHW)
+    out_BVCHW[~valid] = 0
+    return valid, *tokens
 
 
-def _centre(store: Store, rows: np.ndarray, data: DataConfig, image_size: int) -> _Arrays:
-    pixels = np.zeros((len(rows), image_size, image_size, 3), dtype=np.uint8)
-    valid, side = np.zeros(len(rows), dtype=bool), np.full(len(rows), image_size)
+def _centre(store: Store, rows: np.ndarray, data: DataConfig, image_size: int, out_BCHW: np.ndarray) -> np.ndarray:
+    valid = np.zeros(len(rows), dtype=bool)
     for b, image in enumerate(decoded(store.read_many(rows))):
         if image is not None:
             valid[b] = True
-            pixels[b], side[b] = evaluation_view(image, image_size, data)
-    x_BCHW = normalised_canvas(pixels, side, data.mean, data.std)
-    x_BCHW[~valid] = 0
-    return rows, valid, x_BCHW
-
-
-def _normalised(pixels: np.ndarray, valid: np.ndarray, data: DataConfig) -> np.ndarray:
-    *lead, height, width, channels = pixels.shape
-    x = np.empty((*lead, channels, height, width), dtype=np.float32)
-    normalise(pixels, data.mean, data.std, x)
-    x[~valid] = 0
-    return x
+            pixels_HWC, side = evaluation_view(image, image_size, data)
+            normalise_canvas(pixels_HWC, side, data.mean, data.std, out_BCHW[b])
+    out_BCHW[~valid] = 0
+    return valid
