@@ -1,5 +1,6 @@
 import io
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -100,12 +101,12 @@ def test_photographs_are_resized_as_exactly_as_by_pillow(size):
 
 
 def test_resized_starts_no_threads():
-    """In every thread of the loader torch would start one for each core."""
+    """In every thread of the loader torch would start one for each core, as it does for an image that it mirrors."""
 
-    def threads_started() -> int:
+    def threads_started(work: Callable[[np.ndarray], object]) -> int:
         pixels = noise(7, 300, 400)  # above what torch splits among threads
         before = len(os.listdir("/proc/self/task"))
-        resized(pixels, 224)
+        work(pixels)
         return len(os.listdir("/proc/self/task")) - before
 
     if not os.path.exists("/proc/self/task"):
@@ -114,7 +115,8 @@ def test_resized_starts_no_threads():
     torch.set_num_threads(4)
     try:
         with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(threads_started).result() == 0
+            assert pool.submit(threads_started, lambda pixels: resized(pixels, 224)).result() == 0
+            assert pool.submit(threads_started, lambda pixels: torch.from_numpy(pixels).flip(1)).result() == 3
     finally:
         torch.set_num_threads(num_threads)
 
