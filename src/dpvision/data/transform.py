@@ -68,18 +68,18 @@ def cut(image: Image.Image, box: tuple[float, float, float, float], image_size: 
     return pixels[:, ::-1] if flip else pixels
 
 
-def resized(pixels_HWC: np.ndarray, image_size: int) -> np.ndarray:
-    """Resize uint8 pixels (H, W, 3) to a square, uint8 of shape (image_size, image_size, 3), by torch's antialiased bicubic filter.
+def resized(pixels_HWC: np.ndarray, box: tuple[int, int, int, int], image_size: int) -> np.ndarray:
+    """Resize a box of uint8 pixels (H, W, 3) to a square, uint8 (image_size, image_size, 3), by torch's antialiased bicubic filter.
 
-    The input must own its memory or be writable; the output may share it. One image at a time: torch then starts no threads of its own, and
-    the pixels depend on nothing else.
+    One image at a time: torch then starts no threads of its own, and the pixels depend on nothing else.
     """
-    if pixels_HWC.shape[:2] == (image_size, image_size):
-        return pixels_HWC
-    # unsqueeze, not numpy's newaxis: only with its strides does torch see "channels last", for which it copies nothing
-    x_1CHW = torch.from_numpy(pixels_HWC).unsqueeze(0).permute(0, 3, 1, 2)
+    left, top, right, bottom = box
+    crop_1HWC = np.array(pixels_HWC[None, top:bottom, left:right], order="C")
+    if crop_1HWC.shape[1:3] == (image_size, image_size):
+        return crop_1HWC[0]
+    x_1CHW = torch.from_numpy(crop_1HWC).permute(0, 3, 1, 2)  # channels last: torch copies nothing
     y_1CHW = torch.nn.functional.interpolate(x_1CHW, (image_size, image_size), mode="bicubic", antialias=True)
-    return y_1CHW[0].permute(1, 2, 0).numpy()
+    return y_1CHW.numpy()[0].transpose(1, 2, 0)
 
 
 def centre_box(width: int, height: int) -> tuple[float, float, float, float]:
@@ -116,7 +116,7 @@ def training_view(pixels_HWC: np.ndarray, image_size: int, data: DataConfig, uni
     if data.crop == "centre" or data.resize is not None:
         return cut(Image.fromarray(pixels_HWC), box, image_size)
     left, top, right, bottom = map(int, box)
-    return resized(pixels_HWC[top:bottom, left:right].copy(), image_size)
+    return resized(pixels_HWC, (left, top, right, bottom), image_size)
 
 
 def random_views(
@@ -140,7 +140,7 @@ def random_views(
         for v in views:
             view_HWC = training_view(image_HWC, image_size, data, crops[v][b])
             # A flip costs nothing here, as the channels are parted anyway; mirroring interleaved pixels takes as long as decoding.
-            pixels[b, v] = np.moveaxis(view_HWC[:, ::-1] if flips[v][b] else view_HWC, -1, 0)
+            pixels[b, v] = (view_HWC[:, ::-1] if flips[v][b] else view_HWC).transpose(2, 0, 1)
     return pixels, valid
 
 
