@@ -1,6 +1,6 @@
 """Training images per second of one core: the loader now, the loader as it was with Pillow's resize, and bare JPEG decoding.
 
-    python benchmarks/loader.py [--quick] [--size PX] [--threads N] [--json FILE]
+    python benchmarks/loader.py [--quick] [--size PX] [--images N] [--rounds N] [--threads N] [--json FILE]
 
 Cases are stores of JPEG photographs, named by the median of their shorter sides, and of procedural textures. The variants read the same
 records with the same keys, turn about in every round. "cpu_us" is microseconds of CPU time of all threads for an image, which what else the
@@ -138,10 +138,11 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224, help="image size of the model, px")
     parser.add_argument("--threads", type=int, help="threads to compare with one, by the clock: needs as many idle cores")
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--images", type=int, default=256, help="images of a round")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     keep_freed_memory()  # as training does
-    num, rounds = (32, 2) if args.quick else (256, args.rounds)
+    num, rounds = (32, 2) if args.quick else (args.images, args.rounds)
     three: dict[str, Load] = {"decode": decode_only, "before": before, "now": now}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
