@@ -139,7 +139,7 @@ def make_config(name: str, args: argparse.Namespace, folder: Path) -> RunConfig:
     store = import_samples(samples, folder / "scenes")
     tokenizer, model = folder / "tokenizer.json", base.model
     if isinstance(model, CaptionerConfig):
-        made = train_tokenizer([scene.caption for scene in scenes], VOCABULARY)
+        made = train_tokenizer([make_scene(i, 16).caption for i in range(1000)], VOCABULARY)
         made.save(tokenizer)
         model = replace(model, vocab_size=made.vocab_size)
     privacy = replace(
