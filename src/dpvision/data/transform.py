@@ -1,9 +1,9 @@
 """Convert uint8 pixels to model inputs: random crops and flips for training, a centre crop for everything else.
 
 Every resize is antialiased and bicubic. A box drawn in the pixels of the image is cut out and resized by torch on uint8 (``resized``), as
-torchvision's ``RandomResizedCrop`` does, faster than Pillow (benchmarks/loader.py). A box between pixels (``data.resize``, centre crops) is one
-call of Pillow's ``resize(box=...)`` (``cut``); at its edge the filter sees the pixels just outside, as if the whole image had been resized
-and then cut.
+torchvision's ``RandomResizedCrop`` does, faster than Pillow (benchmarks/loader.py). A box between pixels (``data.resize``, centre crops) is
+one call of Pillow's ``resize(box=...)`` (``cut``); at its edge the filter sees the pixels just outside, as if the whole image had been
+resized and then cut.
 
 Legend: B records, V views, C channels, H height, W width, N random numbers.
 """
