@@ -6,7 +6,7 @@
 and the metrics), reduce, noise, optimizer, ledger. "non_private" trains a copy of the model on the same records: full physical batches, one
 backward pass each into ``.grad``, torch's AdamW; its "clip" is that pass. Both sides take a step in every round, in turn; the first round
 is not counted. Steps of Poisson size: --batch expected records out of three times as many scenes at the model's image size, at first
-weights; captioners have a vocabulary of 500.
+weights; captioners have a vocabulary of 400.
 
 Seconds a step by the clock; "load" is the time waited for the loader's threads. "time_ratio" and "cpu_ratio" (CPU time of all threads) are
 private over non-private in the same round; the goal is 1.15 at Base with --batch 256. --small: models of 32 px, seconds in all.
@@ -47,7 +47,7 @@ from dpvision.train.heap import keep_freed_memory
 from dpvision.train.loop import Session
 
 MODELS = {"mae_base": "vip.base", "cap_base": "dpcap.base", "mae_micro": "vip.micro", "cap_micro": "dpcap.micro"}
-VOCABULARY = 500
+VOCABULARY = 400
 DRAW_KEY, NOISE_KEY = b"d" * 32, b"n" * 32
 
 
