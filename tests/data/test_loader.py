@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import Compose, RandomHorizontalFlip, RandomResizedCrop
+from torchvision.transforms.v2.functional import pil_to_tensor, resized_crop
 
 from dpvision.config import BOS_ID, EOS_ID, PAD_ID, DataConfig
 from dpvision.data.caption_reader import CaptionReader, check_captions
@@ -73,14 +76,13 @@ def test_a_training_image_is_the_keyed_crop_and_flip_of_its_pixels(store, view):
     data = DataConfig(mean=(0, 0, 0), std=(1 / 255,) * 3, views=2)
     for row in range(10):
         record = store.record(row)
-        image = Image.open(io.BytesIO(record.image))
+        image = pil_to_tensor(Image.open(io.BytesIO(record.image)).convert("RGB"))
         uniform = KEY.uniform(torch.tensor(record.id), f"crop.{view}", CROP_NUMBERS).tolist()
-        box = crop_box(image.height, image.width, uniform, data.crop_scale)
-        expected = np.asarray(image.resize((16, 16), Image.Resampling.BICUBIC, box=box))
+        left, top, right, bottom = crop_box(*image.shape[1:], uniform, data.crop_scale)
+        expected = resized_crop(image, top, left, bottom - top, right - left, [16, 16], InterpolationMode.BICUBIC, antialias=True)
         if KEY.uniform(torch.tensor(record.id), f"flip.{view}", 1).item() < 0.5:
-            expected = expected[:, ::-1]
-        got = tensors(store, [row], data=data)[record.id][view].permute(1, 2, 0).round().numpy()
-        assert np.array_equal(got, expected)
+            expected = expected.flip(-1)
+        assert torch.equal(tensors(store, [row], data=data)[record.id][view].round(), expected.float())
 
 
 def test_half_of_the_images_are_flipped_and_none_when_told_not_to(tmp_path):
@@ -94,6 +96,32 @@ def test_half_of_the_images_are_flipped_and_none_when_told_not_to(tmp_path):
     count, n = flipped(DataConfig()), store.num_records
     assert abs(count - n / 2) < 4 * np.sqrt(n) / 2
     assert flipped(DataConfig(horizontal_flip=False)) == 0
+
+
+def test_views_are_distributed_as_torchvisions(tmp_path):
+    """Crop and flip as they are seen in the pixels, over 600 steps: two-sample Kolmogorov-Smirnov distances (5e-4 quantile).
+
+    Red grows to the right and green downwards, so means tell the place of a view, differences its size, and the sign of red's the flip.
+    """
+    y, x = np.mgrid[:160, :200].astype(np.uint8)
+    store = import_samples([Sample("ramps", encode(np.stack([x, y, x], axis=-1)), {})], tmp_path / "s")
+    data = DataConfig(mean=(0, 0, 0), std=(1 / 255,) * 3)
+    image = pil_to_tensor(Image.open(io.BytesIO(store.read(0))))
+    torch.manual_seed(0)
+    theirs = Compose([RandomResizedCrop(32, (0.2, 1.0), interpolation=InterpolationMode.BICUBIC, antialias=True), RandomHorizontalFlip()])
+
+    def seen(x_CHW):
+        red, green = x_CHW[0].float(), x_CHW[1].float()
+        return [red.mean(), green.mean(), (red[:, -3] - red[:, 2]).mean(), (green[-3] - green[2]).mean()]
+
+    num = 600
+    steps = [tensors(store, [0], StepKey(0, step), data, size=32, workers=1) for step in range(num)]
+    ours_N4 = np.array([seen(x_VCHW[0]) for made in steps for x_VCHW in made.values()])
+    theirs_N4 = np.array([seen(theirs(image)) for _ in range(num)])
+    for ours_N, theirs_N in zip(ours_N4.T, theirs_N4.T, strict=True):
+        grid = np.concatenate([ours_N, theirs_N])
+        distance = np.abs(np.searchsorted(np.sort(ours_N), grid, "right") - np.searchsorted(np.sort(theirs_N), grid, "right")).max() / num
+        assert distance < 2.06 * np.sqrt(2 / num)
 
 
 def test_a_record_that_does_not_decode_is_zero_and_nothing_else_moves(store):

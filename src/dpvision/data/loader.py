@@ -10,7 +10,7 @@ Where people are drawn, a row of a batch is one person and the views are those o
 Legend: B records (people), V views, C channels, H height, W width, L tokens, K images of a person, N classes.
 """
 
-import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -24,15 +24,14 @@ from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.keys import StepKey
 from dpvision.data.ordered import ordered_map
 from dpvision.data.store import Store
-from dpvision.data.transform import decoded, evaluation_view, normalise, normalise_tensor, normalised_canvas
+from dpvision.data.transform import decoded, evaluation_view, normalise, normalise_canvas, normalise_tensor
 from dpvision.errors import DataError
 
 _CHUNK = 64
 """Records per task of a thread; larger physical batches are joined from several tasks."""
 _AHEAD_BATCHES = 2
 _Arrays = tuple[np.ndarray, ...]
-"""id or row (B,), valid (B,), pixels; in training batches also the rows whose labels apply, (B,) or (B, K), and with captions tokens
-(B, V, L)."""
+"""In training batches id (B,), valid (B,), the rows whose labels apply, (B,) or (B, K), and with captions tokens (B, V, L)."""
 
 
 def physical_batches(
@@ -86,12 +85,14 @@ def physical_batches(
             return torch.from_numpy(store.index["label"][part].astype(np.int64))
         return None if num_classes is None else torch.from_numpy(store.targets(part.ravel(), num_classes)).unflatten(0, part.shape)
 
-    def augmented(part: np.ndarray) -> _Arrays:
+    def augmented(part: np.ndarray, x_BVCHW: np.ndarray) -> _Arrays:
         if part.ndim == 1:
-            return _augment(store, part, key, data, image_size, captions, normalised)
-        return _augment_people(store, part, key, data, image_size, captions, normalised, labelled=num_classes is not None)
+            return _augment(store, part, key, data, image_size, captions, x_BVCHW)
+        return _augment_people(store, part, key, data, image_size, captions, x_BVCHW, labelled=num_classes is not None)
 
-    for _, (record_id, valid, x_BVCHW, used, *tokens) in _batched(augmented, parts, workers):
+    views = data.views * (1 if rows.ndim == 1 else rows.shape[1])
+    shape, dtype = (views, 3, image_size, image_size), np.float32 if normalised else np.uint8
+    for _, x_BVCHW, (record_id, valid, used, *tokens) in _batched(augmented, parts, shape, workers, dtype):
         label = labels(used)
         yield Batch(
             record_id_B=torch.from_numpy(record_id),
@@ -118,14 +119,15 @@ def pictures(
     """
     rows = np.arange(store.num_records) if rows is None else _checked_rows(store, rows)
 
-    def centred(part: np.ndarray) -> _Arrays:
-        return _centre(store, part, data, image_size)
+    def centred(part: np.ndarray, x_BCHW: np.ndarray) -> _Arrays:
+        return (_centre(store, part, data, image_size, x_BCHW),)
 
-    for part, (_, valid, x_BCHW) in _batched(centred, _sliced(rows, batch_size), workers):
+    for part, x_BCHW, (valid,) in _batched(centred, _sliced(rows, batch_size), (3, image_size, image_size), workers):
         if valid.any():
             kept = part[valid]
             label = np.full(len(kept), -1) if store.multi_label else store.index["label"][kept]
-            yield torch.from_numpy(x_BCHW[valid]), torch.from_numpy(kept), torch.from_numpy(label.astype(np.int64))
+            x_BCHW = x_BCHW if valid.all() else x_BCHW[valid]
+            yield torch.from_numpy(x_BCHW), torch.from_numpy(kept), torch.from_numpy(label.astype(np.int64))
 
 
 def _texture_batches(
@@ -152,72 +154,84 @@ def _sliced(rows: np.ndarray, batch_size: int | Sequence[int]) -> list[np.ndarra
     return np.split(rows, np.cumsum(sizes)[:-1]) if len(sizes) else []
 
 
-def _batched(work: Callable[[np.ndarray], _Arrays], parts: list[np.ndarray], workers: int) -> Iterator[tuple[np.ndarray, _Arrays]]:
-    """Apply ``work`` to chunks in threads, and yield each part of the rows with its arrays joined."""
+def _batched(
+    work: Callable[[np.ndarray, np.ndarray], _Arrays],
+    parts: list[np.ndarray],
+    shape: tuple[int, ...],
+    workers: int,
+    dtype: type = np.float32,
+) -> Iterator[tuple[np.ndarray, np.ndarray, _Arrays]]:
+    """Apply ``work`` to chunks in threads; yield each part of the rows, its images (B, *shape) and the joined results of ``work``.
+
+    ``work`` gets a chunk of rows and the part of the images that it has to fill: joining finished images would leave the reader's thread a
+    copy of every one, more than it can make for 16 threads.
+    """
     largest = max(map(len, parts), default=1)
     images = max((part[0].size for part in parts if len(part)), default=1)
     chunk = max(1, min(_CHUNK // images, -(-largest // workers)))
-    chunks = [[part[i : i + chunk] for i in range(0, len(part), chunk)] for part in parts]
+    filled: deque[np.ndarray] = deque()
+
+    def chunks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for part in parts:
+            x: np.ndarray = np.empty((len(part), *shape), dtype=dtype)
+            filled.append(x)
+            for i in range(0, len(part), chunk):
+                yield part[i : i + chunk], x[i : i + chunk]
+
     ahead = workers + _AHEAD_BATCHES * -(-largest // chunk)
-    done = ordered_map(work, itertools.chain.from_iterable(chunks), workers=workers, ahead=ahead)
-    for part, own in zip(parts, chunks, strict=True):
-        pieces = [next(done) for _ in own]
-        if len(pieces) == 1:
-            yield part, pieces[0]
-        else:
-            yield part, tuple(map(np.concatenate, zip(*pieces, strict=True)))
+    done = ordered_map(lambda item: work(*item), chunks(), workers=workers, ahead=ahead)
+    for part in parts:
+        pieces = [next(done) for _ in range(0, len(part), chunk)]
+        yield part, filled.popleft(), tuple(map(np.concatenate, zip(*pieces, strict=True)))
 
 
 def _augment(
-    store: Store, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, captions: CaptionReader | None, normalised: bool
+    store: Store, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, captions: CaptionReader | None, out_BVCHW: np.ndarray
 ) -> _Arrays:
-    record_id = store.index["id"][rows].astype(np.int64)
+    """Fill ``out_BVCHW``: normalised if it is float32, as they are if it is uint8; zeros where the record is not valid."""
     image_BVCHW, valid_B = store.views(rows, key, data, image_size)
-    pixels, valid = image_BVCHW.permute(0, 1, 3, 4, 2).numpy(), valid_B.numpy()
-    tokens: _Arrays = ()
+    valid, tokens = valid_B.numpy(), []
     if captions is not None:
         token_BVL, has_caption = captions.read(store, rows, key, data.views)
         valid &= has_caption
-        tokens = (token_BVL,)
-    return record_id, valid, _normalised(pixels, valid, data) if normalised else image_BVCHW.numpy(), rows, *tokens
+        tokens.append(token_BVL)
+    if out_BVCHW.dtype == np.uint8:
+        np.copyto(out_BVCHW, image_BVCHW.numpy())
+    else:
+        normalise(np.moveaxis(image_BVCHW.numpy(), 2, -1), data.mean, data.std, out_BVCHW)
+    out_BVCHW[~valid] = 0
+    return store.index["id"][rows].astype(np.int64), valid, rows, *tokens
 
 
 def _augment_people(
     store: Store, row_BK: np.ndarray, key: StepKey, data: DataConfig, image_size: int, captions: CaptionReader | None,
-    normalised: bool, *, labelled: bool,
-) -> _Arrays:
+    out_BVCHW: np.ndarray, *, labelled: bool,
+) -> _Arrays:  # fmt: skip
     """Views of K images of each person, side by side: (B, K x V, ...). An image that does not decode, or has no caption or (with
     ``labelled``) no label, counts as one that the person does not have: their other images take its place, in order. A person without any
     is not valid.
     """
-    columns = [_augment(store, row_B, replace(key, image=k), data, image_size, captions, normalised) for k, row_B in enumerate(row_BK.T)]
+    pixels = np.empty((*row_BK.shape, data.views, *out_BVCHW.shape[2:]), dtype=out_BVCHW.dtype)
+    columns = [_augment(store, row_B, replace(key, image=k), data, image_size, captions, pixels[:, k]) for k, row_B in enumerate(row_BK.T)]
     _, valid_BK, *values = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
     if labelled:
         valid_BK &= store.index["label"][row_BK] >= 0
     count_B = valid_BK.sum(1)
     good_first_BK = np.argsort(~valid_BK, axis=1, kind="stable")
     place_BK = np.take_along_axis(good_first_BK, np.arange(row_BK.shape[1]) % np.maximum(count_B, 1)[:, None], axis=1)
-    pixels, used_BK, *tokens = (value[np.arange(len(row_BK))[:, None], place_BK] for value in values)
-    joined = [value.reshape(len(row_BK), -1, *value.shape[3:]) for value in (pixels, *tokens)]
+    pixels, used_BK, *tokens = (value[np.arange(len(row_BK))[:, None], place_BK] for value in (pixels, *values))
+    out_BVCHW[...] = pixels.reshape(out_BVCHW.shape)
+    joined = [value.reshape(len(row_BK), -1, *value.shape[3:]) for value in tokens]
     person_B = store.index["unit"][row_BK[:, 0]].astype(np.int64)
-    return person_B, count_B > 0, joined[0], used_BK, *joined[1:]
+    return person_B, count_B > 0, used_BK, *joined
 
 
-def _centre(store: Store, rows: np.ndarray, data: DataConfig, image_size: int) -> _Arrays:
-    pixels = np.zeros((len(rows), image_size, image_size, 3), dtype=np.uint8)
-    valid, side = np.zeros(len(rows), dtype=bool), np.full(len(rows), image_size)
+def _centre(store: Store, rows: np.ndarray, data: DataConfig, image_size: int, out_BCHW: np.ndarray) -> np.ndarray:
+    valid = np.zeros(len(rows), dtype=bool)
     for b, image in enumerate(decoded(store.read_many(rows))):
         if image is not None:
             valid[b] = True
-            pixels[b], side[b] = evaluation_view(image, image_size, data)
-    x_BCHW = normalised_canvas(pixels, side, data.mean, data.std)
-    x_BCHW[~valid] = 0
-    return rows, valid, x_BCHW
-
-
-def _normalised(pixels: np.ndarray, valid: np.ndarray, data: DataConfig) -> np.ndarray:
-    *lead, height, width, channels = pixels.shape
-    x = np.empty((*lead, channels, height, width), dtype=np.float32)
-    normalise(pixels, data.mean, data.std, x)
-    x[~valid] = 0
-    return x
+            pixels_HWC, side = evaluation_view(image, image_size, data)
+            normalise_canvas(pixels_HWC, side, data.mean, data.std, out_BCHW[b])
+    out_BCHW[~valid] = 0
+    return valid

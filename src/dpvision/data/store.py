@@ -192,8 +192,8 @@ class Store:
 
         Both are on the CPU; ``device`` matters to generated images only. Raises DataError as ``read_many`` does.
         """
-        pixels_BVHWC, valid_B = random_views(self.read_many(rows), self.index["id"][rows].astype(np.int64), key, data, image_size)
-        return torch.from_numpy(pixels_BVHWC).permute(0, 1, 4, 2, 3), torch.from_numpy(valid_B)
+        pixels_BVCHW, valid_B = random_views(self.read_many(rows), self.index["id"][rows].astype(np.int64), key, data, image_size)
+        return torch.from_numpy(pixels_BVCHW), torch.from_numpy(valid_B)
 
     def captions(self, row: int) -> tuple[str, ...]:
         """Captions of one record, from all rows of the source that had the same image and unit."""

@@ -1,7 +1,9 @@
 """Convert uint8 pixels to model inputs: random crops and flips for training, a centre crop for everything else.
 
-Crop and resize are one call of Pillow's antialiased bicubic filter (``resize(box=...)``); at the edge of a box the filter sees the pixels
-just outside it, as if the whole image had been resized and then cut.
+Every resize is antialiased and bicubic. A box drawn in the pixels of the image is cut out and resized by torch on uint8 (``resized``), as
+torchvision's ``RandomResizedCrop`` does, faster than Pillow (benchmarks/loader.py). A box between pixels (``data.resize``, centre crops) is
+one call of Pillow's ``resize(box=...)`` (``cut``); at its edge the filter sees the pixels just outside, as if the whole image had been
+resized and then cut.
 
 Legend: B records, V views, C channels, H height, W width, N random numbers.
 """
@@ -67,6 +69,20 @@ def cut(image: Image.Image, box: tuple[float, float, float, float], image_size: 
     return pixels[:, ::-1] if flip else pixels
 
 
+def resized(pixels_HWC: np.ndarray, box: tuple[int, int, int, int], image_size: int) -> np.ndarray:
+    """Resize a box of uint8 pixels (H, W, 3) to a square, uint8 (image_size, image_size, 3), by torch's antialiased bicubic filter.
+
+    One image at a time: torch then starts no threads of its own, and the pixels depend on nothing else.
+    """
+    left, top, right, bottom = box
+    crop_1HWC = np.array(pixels_HWC[None, top:bottom, left:right], order="C")
+    if crop_1HWC.shape[1:3] == (image_size, image_size):
+        return crop_1HWC[0]
+    x_1CHW = torch.from_numpy(crop_1HWC).permute(0, 3, 1, 2)  # channels last: torch copies nothing
+    y_1CHW = torch.nn.functional.interpolate(x_1CHW, (image_size, image_size), mode="bicubic", antialias=True)
+    return y_1CHW.numpy()[0].transpose(1, 2, 0)
+
+
 def centre_box(width: int, height: int) -> tuple[float, float, float, float]:
     """The centred square over the shorter side: what a resize of that side and a centre crop keep."""
     side = min(width, height)
@@ -94,24 +110,38 @@ def training_box(
     return left * x, top * y, right * x, bottom * y
 
 
+def training_view(pixels_HWC: np.ndarray, image_size: int, data: DataConfig, uniform_N: Sequence[float]) -> np.ndarray:
+    """``training_box`` of uint8 pixels (H, W, 3), resized to uint8 (image_size, image_size, 3)."""
+    height, width = pixels_HWC.shape[:2]
+    box = training_box(width, height, image_size, data, uniform_N)
+    if data.crop == "centre" or data.resize is not None:
+        return cut(Image.fromarray(pixels_HWC), box, image_size)
+    left, top, right, bottom = map(int, box)
+    return resized(pixels_HWC, (left, top, right, bottom), image_size)
+
+
 def random_views(
     files: Sequence[bytes], record_id_B: np.ndarray, key: StepKey, data: DataConfig, image_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw a step's training views of image files: uint8 pixels (B, V, H, W, C), and bool (B,), False and zeros if a file does not decode.
+    """Draw a step's training views of image files: uint8 pixels (B, V, C, H, W), and bool (B,), False and zeros if a file does not decode.
 
     Crop (``training_box``, bicubic) and flip are drawn from ``key`` and the record's id in the streams "crop.V" and "flip.V".
     """
     views = range(data.views)
     crops = [key.uniform_numpy(record_id_B, f"crop.{v}", CROP_NUMBERS).tolist() for v in views]
     flips = [(key.uniform_numpy(record_id_B, f"flip.{v}", 1)[:, 0] < 0.5 if data.horizontal_flip else [False] * len(files)) for v in views]
-    pixels = np.zeros((len(files), data.views, image_size, image_size, 3), dtype=np.uint8)
+    pixels = np.zeros((len(files), data.views, 3, image_size, image_size), dtype=np.uint8)
     valid = np.zeros(len(files), dtype=bool)
-    for b, image in enumerate(decoded(files)):
-        if image is not None:
-            valid[b] = True
-            for v in views:
-                box = training_box(image.width, image.height, image_size, data, crops[v][b])
-                pixels[b, v] = cut(image, box, image_size, flips[v][b])
+    for b, file in enumerate(files):
+        try:
+            image_HWC = decode(file)
+        except BadImage:
+            continue
+        valid[b] = True
+        for v in views:
+            view_HWC = training_view(image_HWC, image_size, data, crops[v][b])
+            # A flip costs nothing here, as the channels are parted anyway; mirroring interleaved pixels takes as long as decoding.
+            pixels[b, v] = (view_HWC[:, ::-1] if flips[v][b] else view_HWC).transpose(2, 0, 1)
     return pixels, valid
 
 
@@ -141,8 +171,12 @@ def normalise(pixels_HWC: np.ndarray, mean: Sequence[float], std: Sequence[float
     many others are converted with it.
     """
     scale, shift = _scale_and_shift(mean, std)
-    np.multiply(np.moveaxis(pixels_HWC, -1, -3), scale, out=out_CHW)
-    np.add(out_CHW, shift, out=out_CHW)
+    pixels_CHW = np.moveaxis(pixels_HWC, -1, -3)
+    for i in np.ndindex(out_CHW.shape[:-3]):  # one image at a time stays in the cache
+        x_CHW = out_CHW[i]
+        np.copyto(x_CHW, pixels_CHW[i])
+        np.multiply(x_CHW, scale, out=x_CHW)
+        np.add(x_CHW, shift, out=x_CHW)
 
 
 def normalise_tensor(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
@@ -178,13 +212,10 @@ def own_size(width: int, height: int, sizes: Sequence[int]) -> int:
     return max((size for size in sizes if size <= ENLARGEMENT * min(width, height)), default=sizes[0])
 
 
-def normalised_canvas(pixels_BHWC: np.ndarray, side_B: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """Normalise uint8 images that fill the upper left ``side_B`` pixels of each canvas: float32 (B, 3, H, W), NaN elsewhere."""
-    x_BCHW = np.empty((len(pixels_BHWC), 3, *pixels_BHWC.shape[1:3]), dtype=np.float32)
-    normalise(pixels_BHWC, mean, std, x_BCHW)
-    for x_CHW, side in zip(x_BCHW, side_B.tolist(), strict=True):
-        x_CHW[:, side:], x_CHW[:, :, side:] = np.nan, np.nan
-    return x_BCHW
+def normalise_canvas(pixels_HWC: np.ndarray, side: int, mean: Sequence[float], std: Sequence[float], out_CHW: np.ndarray) -> None:
+    """``normalise`` a uint8 image that fills the upper left ``side`` pixels of its canvas; the rest becomes NaN."""
+    normalise(pixels_HWC, mean, std, out_CHW)
+    out_CHW[:, side:], out_CHW[:, :, side:] = np.nan, np.nan
 
 
 def blank_margin(x_BCHW: Tensor) -> Tensor:
@@ -218,7 +249,9 @@ class Preprocess:
             picture = Image.fromarray(picture)
         image = upright_rgb(picture)
         pixels_HWC, side = evaluation_view(image, self.image_size, self.data)
-        return normalised_canvas(pixels_HWC[None], np.array([side]), self.mean, self.std)[0]
+        x_CHW = np.empty((3, self.image_size, self.image_size), dtype=np.float32)
+        normalise_canvas(pixels_HWC, side, self.mean, self.std, x_CHW)
+        return x_CHW
 
 
 def preprocess(image_size: int, mean: Sequence[float], std: Sequence[float], own_sizes: tuple[int, ...] = ()) -> Preprocess:

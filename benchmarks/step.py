@@ -1,0 +1,200 @@
+"""The parts of a whole training step, with privacy and without, from stored JPEG files: no cost hides between benchmarks.
+
+    python benchmarks/step.py [--small] [--models A,B] [--batch N] [--physical N] [--rounds N] [--threads N] [--json FILE]
+
+"private" is what ``train.loop.fit`` does in a step, by the same functions: draw, load, clip, totals (of the physical batches in float64,
+and the metrics), reduce, noise, optimizer, ledger. "non_private" trains a copy of the model on the same records: full physical batches, one
+backward pass each into ``.grad``, torch's AdamW; its "clip" is that pass. Both sides take a step in every round, in turn; the first round
+is not counted. Steps of Poisson size: --batch expected records out of three times as many scenes at the model's image size, at first
+weights; captioners have a vocabulary of 400.
+
+Seconds a step by the clock; "load" is the time waited for the loader's threads. "time_ratio" and "cpu_ratio" (CPU time of all threads) are
+private over non-private in the same round; the goal is 1.15 at Base with --batch 256. --small: models of 32 px, seconds in all.
+"""
+
+import argparse
+import contextlib
+import copy
+import io
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from common import row, write_result
+from PIL import Image
+
+from dpvision.config import CaptionerConfig, RunConfig
+from dpvision.data.importer import import_samples
+from dpvision.data.keys import StepKey
+from dpvision.data.loader import physical_batches
+from dpvision.data.sources import Sample
+from dpvision.data.tokenizer import train_tokenizer
+from dpvision.dp.noise import privatize
+from dpvision.optim.ema import update_average
+from dpvision.optim.schedule import learning_rate
+from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.sampling import derive_rng
+from dpvision.recipes import RECIPES
+from dpvision.synthetic.scenes import make_scene
+from dpvision.train import start
+from dpvision.train import step as train_step
+from dpvision.train.heap import keep_freed_memory
+from dpvision.train.loop import Session
+
+MODELS = {"mae_base": "vip.base", "cap_base": "dpcap.base", "mae_micro": "vip.micro", "cap_micro": "dpcap.micro"}
+VOCABULARY = 400
+DRAW_KEY, NOISE_KEY = b"d" * 32, b"n" * 32
+
+
+class Parts:
+    """Seconds of each part of one step; time inside a part is not counted again in "totals"."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.part(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    def waiting(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
+        """The items, with the time that each is waited for."""
+        while True:
+            with self.part(name):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+
+def private_step(s: Session) -> tuple[int, dict[str, float]]:
+    """One step as ``fit`` takes it; the number of records and the seconds of its parts."""
+    parts, batches = Parts(), train_step._batches
+    assert s.run is not None
+    with parts.part("ledger"):
+        step = s.run.ledger.append()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(DPPlan, "draw", parts.timed("draw", DPPlan.draw)))
+        stack.enter_context(patch.object(train_step, "_batches", lambda *args: parts.waiting("load", batches(*args))))
+        stack.enter_context(patch.object(train_step, "clipped_sum", parts.timed("clip", train_step.clipped_sum)))
+        stack.enter_context(patch.object(train_step, "all_reduce_sum", parts.timed("reduce", train_step.all_reduce_sum)))
+        begun, before = time.perf_counter(), sum(parts.seconds.values())
+        total, _ = train_step.step_sum(step, s, DRAW_KEY)
+        parts.seconds["totals"] = time.perf_counter() - begun - (sum(parts.seconds.values()) - before)
+    with parts.part("noise"):
+        gradient = privatize(total, s.plan, step, NOISE_KEY, owners=s.group)
+    with parts.part("optimizer"):
+        s.optimizer.step(gradient, learning_rate(s.config.optim, step, s.plan.steps))
+        if s.ema is not None:
+            update_average(s.ema, s.model, s.config.optim, s.updates)
+    s.updates += 1
+    return total.num_records, parts.seconds
+
+
+def plain_step(s: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> tuple[int, dict[str, float]]:
+    """The same records by an ordinary training loop."""
+    parts, hardware, key = Parts(), s.config.hardware, StepKey(s.config.seed, step)
+    with parts.part("draw"):
+        rows = s.rows[s.plan.draw(step, len(s.rows), derive_rng(DRAW_KEY, step))]
+    batches = physical_batches(
+        s.store, rows, key, s.config.data, s.config.model.encoder.image_size,
+        physical_batch_size=hardware.physical_batch_size, workers=hardware.workers, captions=s.words,
+    )  # fmt: skip
+    optimizer.zero_grad()
+    for batch in parts.waiting("load", batches):
+        with parts.part("clip"):
+            s.loss_fn(model, batch, key).sum().backward()
+    with parts.part("optimizer"):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.div_(s.plan.expected_batch_size)
+        optimizer.step()
+    return len(rows), parts.seconds
+
+
+def make_config(name: str, args: argparse.Namespace, folder: Path) -> RunConfig:
+    """The recipe at its first weights, on JPEG files of scenes."""
+    base, num = RECIPES[MODELS[name]](), 3 * args.batch
+    scenes = [make_scene(i, base.model.encoder.image_size) for i in range(num)]
+    samples = []
+    for i, scene in enumerate(scenes):
+        file = io.BytesIO()
+        Image.fromarray(scene.image).save(file, "JPEG", quality=90)
+        samples.append(Sample(str(i), file.getvalue(), {"captions": [scene.caption]}))
+    store = import_samples(samples, folder / "scenes")
+    tokenizer, model = folder / "tokenizer.json", base.model
+    if isinstance(model, CaptionerConfig):
+        made = train_tokenizer([make_scene(i, 16).caption for i in range(1000)], VOCABULARY)
+        made.save(tokenizer)
+        model = replace(model, vocab_size=made.vocab_size)
+    privacy = replace(
+        base.privacy, dataset_size=store.num_records, expected_batch_size=args.batch, steps=10_000, target_epsilon=None,
+        noise_multiplier=10.0, delta=None, max_batch_size=None,
+    )  # fmt: skip
+    hardware = replace(
+        base.hardware, physical_batch_size=args.physical, workers=args.threads, device="cpu", precision="float32", compile=False
+    )
+    data = replace(base.data, pictures="store", store=str(store.path), tokenizer=str(tokenizer))
+    return replace(base, model=model, privacy=privacy, data=data, hardware=hardware, init_from=None)
+
+
+def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    found: dict[str, list[dict[str, float]]] = {"private": [], "non_private": []}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        s = stack.enter_context(start.new_session(make_config(name, args, Path(folder)), Path(folder, "run")))
+        model = copy.deepcopy(s.model)
+        plain = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
+        for number in range(-1, args.rounds):
+            for variant in sorted(found, reverse=number % 2 == 0):
+                wall, cpu = time.perf_counter(), time.process_time()
+                step = private_step(s) if variant == "private" else plain_step(s, model, plain, number + 1)
+                costs = {**step[1], "step": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "records": step[0]}
+                if number >= 0:
+                    found[variant].append(costs)
+    for ours, theirs in zip(found["private"], found["non_private"], strict=True):
+        assert ours["records"] == theirs["records"], "both sides take the same draw"
+    rows = [
+        row(name, variant, f"{part}_s" if part != "records" else part, [costs[part] for costs in steps])
+        for variant, steps in found.items()
+        for part in steps[0]
+    ]
+    for ratio, part in (("time_ratio", "step"), ("cpu_ratio", "cpu")):
+        rows.append(row(name, "private", ratio, [a[part] / b[part] for a, b in zip(found["private"], found["non_private"], strict=True)]))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="models of 32 px, batches of 64 in passes of 32, unless others are given")
+    parser.add_argument("--models", help=f"some of {', '.join(MODELS)}")
+    parser.add_argument("--batch", type=int, help="expected batch size; 256 if not given")
+    parser.add_argument("--physical", type=int, help="records of a pass; 32 if not given")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2, help="of torch and of the loader")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    keep_freed_memory()
+    models = args.models or ("mae_micro,cap_micro" if args.small else "mae_base,cap_base")
+    args.batch, args.physical = args.batch or (64 if args.small else 256), args.physical or 32
+    rows = [line for name in models.split(",") for line in measure(name, args)]
+    write_result(args.json, "step", rows, packages=["dpvision", "torch", "numpy"])
+
+
+if __name__ == "__main__":
+    main()
