@@ -179,8 +179,10 @@ def test_a_person_moves_the_sum_by_at_most_the_clip_norm(config: RunConfig, tmp_
         config = replace(config, model=ClassifierConfig(encoder=config.model.encoder, num_classes=3, head_init="xavier"))
     with new_session(config, tmp_path / "run") as session:
         moved, norms = moves(blown_up(session))
-    assert len(norms) == PEOPLE and (norms > C).sum() >= PEOPLE - 1, "nothing to clip, or not one gradient for each person"
-    assert sorted(moved)[1] > 0.9 * C and max(moved) <= C
+    # A classifier this sure of itself has no gradient for a person whose images it gets right.
+    assert len(norms) == PEOPLE and (norms > C).sum() >= PEOPLE // 2, "nothing to clip, or not one gradient for each person"
+    assert max(moved) <= C
+    np.testing.assert_allclose(sorted(moved), sorted(norms.double().clamp(max=C).tolist()), rtol=1e-3, atol=1e-6)
 
 
 def test_adversarial_people_move_the_sum_by_at_most_the_clip_norm(config: RunConfig, tmp_path: Path) -> None:
