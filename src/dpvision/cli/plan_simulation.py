@@ -40,7 +40,7 @@ def simulation(recipe: str | None, full: PrivacyConfig, factor: float, typed: di
                 "sample-gradients": f"{shown(found['sample_gradients'])} in place of {shown(plan.steps * plan.expected_batch_size)}",
             }
         ),
-        "It foretells the full run's losses; learning rate and schedule stay as they are. On a private store its weights, losses and",
+        "It predicts the full run's losses; learning rate and schedule stay as they are. On a private store its weights, losses and",
         "scores are confidential, and choosing settings by them is a selection that no guarantee covers.",
     ]
     if recipe is not None:

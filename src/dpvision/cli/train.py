@@ -44,7 +44,7 @@ step. Any setting of the recipe can be overridden: --privacy.target-epsilon 4, -
   dpvision train vip.micro --data stores/mine --dry-run
   dpvision train vip.micro --data stores/mine --name first
   dpvision train vip.micro --data stores/mine --non-private      without noise and clipping, for comparison; confidential
-  dpvision train vip.micro --data stores/mine --simulate 8       foretell its losses at an eighth of the compute; no guarantee
+  dpvision train vip.micro --data stores/mine --simulate 8       predict its losses at an eighth of the compute; no guarantee
   dpvision train vip.micro --name first --resume        after a stop (Ctrl-C, SIGTERM; exit status 75) or a crash
   torchrun --nproc-per-node 8 -m dpvision train vip.base --data STORE"""
 
