@@ -186,9 +186,7 @@ def _claims(json: bool) -> None:
         for r in found
     ]
     text = table("epsilon of the papers' settings", columns, rows)
-    text += (
-        "\nSettings: docs/claims.md. A claim holds where the figure by privacy loss distributions is at most the claimed one."
-    )
+    text += "\nSettings: docs/claims.md. A claim holds where the figure by privacy loss distributions is at most the claimed one."
     emit({"claims": [asdict(r) | {"holds": r.holds, "as_published": r.as_published} for r in found]}, json, text)
 
 

@@ -15,10 +15,10 @@ from dpvision.train.distributed import Group
 from dpvision.train.start import new_session
 
 from .strict_device import DEVICE, crossings
-from .test_strict_device import on_strict
+from .cases_strict_device import on_strict
 
 WAIT, COPY = "waits: copy to the host", "copy to the device"
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "clipping.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "decisions" / "0033-host-and-device.md"
 
 __all__ = ["on_strict"]  # used by name
 
