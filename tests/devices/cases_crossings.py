@@ -1,4 +1,4 @@
-"""What crosses between host and device in a step, by name and number: the list of docs/clipping.md, which cannot grow unseen."""
+"""What crosses between host and device in a step, by name and number: the list of docs/decisions/0033-host-and-device.md, which cannot grow unseen."""
 
 from collections import Counter
 from pathlib import Path
@@ -14,8 +14,8 @@ from dpvision.train import distributed, step
 from dpvision.train.distributed import Group
 from dpvision.train.start import new_session
 
-from .strict_device import DEVICE, crossings
 from .cases_strict_device import on_strict
+from .strict_device import DEVICE, crossings
 
 WAIT, COPY = "waits: copy to the host", "copy to the device"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "decisions" / "0033-host-and-device.md"

@@ -1,5 +1,7 @@
-"""Tests on the strict device and on fake CUDA tensors, each file in a process of its own: torch keeps a device that was registered, and fake
-tensors fail where other tests have touched CUDA."""
+"""Tests on the strict device and on fake CUDA tensors, each file in a process of its own.
+
+Torch keeps a device that was registered, and fake tensors fail where other tests have touched CUDA.
+"""
 
 import os
 import subprocess
