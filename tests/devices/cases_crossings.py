@@ -1,4 +1,4 @@
-"""What crosses between host and device in a step, by name and number: the list of docs/decisions/0033-host-and-device.md, which cannot grow unseen."""
+"""What crosses between host and device in a step, by name and number: the list of decision 0033, which cannot grow unseen."""
 
 from collections import Counter
 from pathlib import Path
