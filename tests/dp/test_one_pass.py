@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import KEY, class_losses, make_batch, patches, rows
 
+from dpvision.data.batch import Batch
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.one_pass import make_route
 from dpvision.errors import PrivacyError
@@ -53,7 +54,7 @@ def test_the_route_names_every_use(member, uses, device):
     with torch.device(device):
         model = build()
     batch = make_batch(2)
-    route = make_route(loss_fn, model, batch._replace(**{n: t.to(device) for n, t in batch._asdict().items()}), KEY)
+    route = make_route(loss_fn, model, Batch._make(None if t is None else t.to(device) for t in batch), KEY)
     assert route.slow == {} and {name: route.uses[name] for name in uses} == uses
     assert set(route.uses) == {name for name, p in model.named_parameters() if p.requires_grad}
 
