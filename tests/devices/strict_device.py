@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
@@ -173,7 +174,7 @@ def _caller() -> str:
     return "outside the package"
 
 
-_LIBRARY = torch.library.Library("aten", "IMPL")
+_KERNELS = Library("aten", "IMPL")
 """Kernels that are reached without a tensor of the device among the arguments, or with Python's dispatch switched off."""
 
 
@@ -187,9 +188,9 @@ def _copied(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tenso
     return target
 
 
-_LIBRARY.impl("empty.memory_format", _made(torch.ops.aten.empty.memory_format), "PrivateUse1")
-_LIBRARY.impl("empty_strided", _made(torch.ops.aten.empty_strided.default), "PrivateUse1")
-_LIBRARY.impl("_copy_from", _copied, "PrivateUse1")
+_KERNELS.impl("empty.memory_format", _made(torch.ops.aten.empty.memory_format), "PrivateUse1")
+_KERNELS.impl("empty_strided", _made(torch.ops.aten.empty_strided.default), "PrivateUse1")
+_KERNELS.impl("_copy_from", _copied, "PrivateUse1")
 
 
 @contextlib.contextmanager

@@ -189,7 +189,7 @@ def test_the_recommendation_is_printed_in_words(capsys: pytest.CaptureFixture[st
         ("--images 100 --labels 1 --epsilon 1", "labels=1; expected at least 2 classes"),
         ("--images 100", "without --epsilon"),
         ("--images 100 --epsilon 1 --steps 3", "with steps"),
-        ("--images 3000000 --epsilon 8 --gpus 1 --device abacus", "device='abacus'; expected one of v100"),
+        ("--images 3000000 --epsilon 8 --gpus 1 --device abacus", "device='abacus'; expected one of cpu, v100"),
         ("--dataset-size 1000 --expected-batch-size 2000 --steps 5 --noise-multiplier 1", "at most dataset_size=1000"),
         ("--dataset-size 1000 --expected-batch-size 100 --steps 5 --noise-multiplier 0", "noise_multiplier=0.0; expected more than 0"),
     ],

@@ -11,7 +11,7 @@ from dpvision.cli.recipe import get_recipe
 from dpvision.errors import ConfigError
 from dpvision.models import make_model
 from dpvision.plan.cost import step_cost
-from dpvision.plan.devices import DEVICES, find_device
+from dpvision.plan.device_table import DEVICES, find_device
 from dpvision.plan.parameters import count_parameters
 from dpvision.plan.work import CLIPPING, work_of
 
@@ -89,6 +89,16 @@ def test_more_devices_take_less_time_and_never_less_than_their_share() -> None:
     hours = [step_cost(recipe, gpus, "h100").hours for gpus in (1, 8, 64, 256)]
     assert hours == sorted(hours, reverse=True)
     assert all(gpus * after >= hours[0] for gpus, after in zip((8, 64, 256), hours[1:], strict=True))
+
+
+def test_k_images_of_each_person_cost_k_times_the_passes() -> None:
+    recipe = get_recipe("vip.micro")
+
+    def compute(k: int) -> float:
+        people = replace(recipe.privacy, num_units=10_000, sampling_unit="person", max_records_per_unit=k)
+        return step_cost(replace(recipe, privacy=people), 1, "cpu").compute_s
+
+    assert compute(3) == pytest.approx(3 * compute(1)) and compute(1) == pytest.approx(step_cost(recipe, 1, "cpu").compute_s)
 
 
 def test_memory_grows_with_the_physical_batch_and_not_with_the_logical_one() -> None:

@@ -140,6 +140,14 @@ def test_plans_without_tables_are_refused(changes: dict) -> None:
         tables.all_tables(draft_plan(replace(SMALL, **changes)))
 
 
+def test_a_plan_that_draws_people_is_refused_since_its_rate_is_of_people(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before: tables at the rate of images, far below the plan's epsilon. The remedy gives the same epsilon."""
+    people = draft_plan(replace(SMALL, num_units=10_000, sampling_unit="person", max_records_per_unit=5))
+    with pytest.raises(ConfigError, match="pass their number as --dataset-size"):
+        tables.all_tables(people)
+    assert draft_plan(replace(SMALL, dataset_size=10_000)).epsilon == people.epsilon
+
+
 def test_csv_files_hold_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "_TABLES", (tables.epsilon_by_steps, tables.tradeoff))
     line = ["plan", "--dataset-size", "50000", "--expected-batch-size", "2000", "--steps", "300", "--noise-multiplier", "1.1"]

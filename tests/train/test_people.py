@@ -381,16 +381,17 @@ def test_the_command_line_draws_people_and_refuses_what_is_not_theirs(
 
 
 def test_a_record_without_a_person_or_with_two_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    samples = [Sample(f"{i}", png(i, 16, 16), {"person": f"p{i // 2}"}) for i in range(20)]
+    samples = [Sample(f"{i}", png(i, 16, 16), {"person": f"p{i // 2}"}) for i in range(40)]
     missing = import_samples([*samples, Sample("x", png(50), {})], tmp_path / "missing", unit_from="person")
-    declared = {"dataset_size": 21, "num_units": 11, "expected_batch_size": 2}
-    assert "1 of 21 records have no person" in refused(command(missing.path, **declared), capsys)
+    declared = {"dataset_size": 41, "num_units": 21, "expected_batch_size": 2}
+    assert "1 of 41 records have no person" in refused(command(missing.path, **declared), capsys)
     shared = import_samples([*samples, Sample("x", png(0, 16, 16), {"person": "p7"})], tmp_path / "shared", unit_from="person")
-    declared = {"dataset_size": 20, "num_units": 10, "expected_batch_size": 2}
+    declared = {"dataset_size": 40, "num_units": 20, "expected_batch_size": 2}
     assert "1 files have the bytes of an image of another person" in refused(command(shared.path, **declared), capsys)
     for half in split_store(shared.path, tmp_path / "a", tmp_path / "b", 0.5):
         with pytest.raises(DataError, match="another person"):
-            settings = with_privacy(people_config(half), dataset_size=half.num_records, num_units=half.num_records // 2)
+            declared = {"dataset_size": half.num_records, "num_units": half.num_records // 2, "expected_batch_size": 1}
+            settings = with_privacy(people_config(half), **declared)
             with new_session(settings, tmp_path / "run"):
                 pass
     assert open_store(import_samples(samples, tmp_path / "good", unit_from="person").path).meta["shared_images"] == 0

@@ -243,7 +243,7 @@ def _scores_text(args: AdaptArgs, scores: "list[Score]", root: Path) -> str:
 
 @contextlib.contextmanager
 def _progress_line(args: AdaptArgs, made: "Prepared") -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Progress of the features, and of the steps; where the features were begun before, a line that stays says so."""
+    """Show progress of the features and the steps; if the features resume an earlier start, print a line that stays."""
     console, called, total = Console(stderr=True, quiet=args.quiet), False, len(made.row_N)
     private = made.store.visibility == "private"
     label = OPERATOR_ONLY if private else ""

@@ -2,7 +2,7 @@
 
 from dpvision.cli.output import pairs
 from dpvision.plan.cost import Cost
-from dpvision.plan.devices import DEVICES
+from dpvision.plan.device_table import DEVICES
 
 
 def cost_text(cost: Cost, allowed_hours: float | None) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from dpvision.config import RunConfig
 from dpvision.errors import ConfigError
-from dpvision.plan.devices import GPUS_OF_A_NODE, UTILISATION, find_device
+from dpvision.plan.device_table import GPUS_OF_A_NODE, UTILISATION, find_device
 from dpvision.plan.parameters import count_parameters
 from dpvision.plan.work import CLIPPING, work_of
 
@@ -51,7 +51,7 @@ class Cost:
     step_s: float
     hours: float
     records_per_s: float
-    """Records that each device has to be handed a second."""
+    """Images that each device has to be handed a second."""
     memory_gb: float
     """Peak of each rank: weights, totals, optimizer, and the activations of a physical batch."""
     physical_batch_size: int
@@ -81,7 +81,7 @@ def step_cost(config: RunConfig, gpus: int, device: str | None) -> Cost:
     if not gpus >= 1:
         raise ConfigError(f"plan: gpus={gpus}; expected 1 or more with a recipe. For a processor core pass --gpus 1 --device cpu.")
     private = config.privacy.max_grad_norm is not None
-    views = config.privacy.expected_batch_size * config.data.views / gpus
+    views = config.privacy.expected_batch_size * config.views / gpus
     compute = views * 3 * work.forward_flops * (CLIPPING if private else 1.0) / row.flops
     load = views * row.record_s
     slowest = row.link if gpus <= GPUS_OF_A_NODE else row.network
@@ -90,7 +90,7 @@ def step_cost(config: RunConfig, gpus: int, device: str | None) -> Cost:
     noise = 0.0 if config.privacy.guarantee == "none" else parameters * (row.noise_s or 6 * 8 / row.bandwidth)
     update = 10 * 4 * parameters / row.bandwidth
     step = compute + load + all_reduce + noise + update
-    physical = min(config.hardware.physical_batch_size, math.ceil(views / config.data.views)) * config.data.views
+    physical = min(config.hardware.physical_batch_size, math.ceil(views / config.views)) * config.views
     activations = physical * work.activation_bytes / (2 if row.half else 1)
     weights = 4.0 * parameters
     kept = (3 if config.optim.ema_decay is None else 4) * weights + total_bytes

@@ -49,8 +49,13 @@ def all_tables(plan: DPPlan) -> dict[str, Table]:
     """Every table of ``plan``, by name, in about ten seconds of one core.
 
     Raises:
-        ConfigError: the plan has no guarantee, selects among runs, or truncates its batches.
+        ConfigError: the plan has no guarantee, selects among runs, truncates its batches, or draws people.
     """
+    if plan.sampling_unit == "person":
+        raise ConfigError(
+            "plan: tables of a plan with sampling_unit='person'; expected 'record', whose rate they vary. For people pass their number "
+            "as --dataset-size and drop --sampling-unit and --num-units: epsilon is the same."
+        )
     if plan.guarantee != "dp" or plan.selection is not None or plan.sampling == "truncated_poisson":
         raise ConfigError(
             f"plan: tables of a plan with guarantee={plan.guarantee}, sampling={plan.sampling}; expected guarantee=dp with poisson or "
@@ -181,7 +186,7 @@ def tradeoff(plan: DPPlan) -> Table:
 
 
 def images_of_a_person(plan: DPPlan) -> Table:
-    """Epsilon of a person with k images, each drawn by its own coin, at the plan's noise and delta."""
+    """Epsilon of a person with k images, each sampled independently, at the plan's noise and delta."""
     rows = []
     for k in IMAGES_OF_A_PERSON:
         if k <= plan.dataset_size:

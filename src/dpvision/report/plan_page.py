@@ -27,7 +27,7 @@ def make_plan_page(path: Path, name: str | None, plan: DPPlan, facts: Mapping[st
 
     Args:
         path: file to write.
-        name: the recipe; None for settings of one's own.
+        name: of the recipe; None for settings without one.
         plan: with a guarantee.
         facts: from ``planner.what_if``.
         tables: from ``tables.all_tables``.

@@ -17,8 +17,8 @@ NUMBER_OF_PEOPLE = (
 )
 BAD_IMAGES = (
     "An image that cannot be decoded, or that has no caption or label where one is needed, counts as one that the person does not have. A "
-    "person without any other image, or whose gradient is not finite, contributes exactly zero to the step. Nobody is replaced by another, "
-    "and no step is skipped or stopped because of it."
+    "person without any other image, or whose gradient is not finite, contributes exactly zero to the step. No one else is drawn in that "
+    "person's place, and no step is skipped or stopped because of it."
 )
 
 
