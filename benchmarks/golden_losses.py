@@ -74,7 +74,7 @@ def small(config: RunConfig, store: Path, tokenizer: Path) -> RunConfig:
         model = replace(model, decoder=replace(model.decoder, depth=1, width=16, num_heads=2))
     if isinstance(model, CaptionerConfig):
         model = replace(model, vocab_size=VOCABULARY, num_tokens=24)
-    data = replace(config.data, store=str(store), pictures="store", tokenizer=str(tokenizer), resize=config.data.resize and 20)
+    data = replace(config.data, store=str(store), images="store", tokenizer=str(tokenizer), resize=config.data.resize and 20)
     hardware = replace(config.hardware, device="cpu", physical_batch_size=7, workers=1, precision="float32", compile=False)
     optim = replace(config.optim, warmup_steps=min(config.optim.warmup_steps, 2))
     return replace(

@@ -149,7 +149,7 @@ def make_config(name: str, args: argparse.Namespace, folder: Path) -> RunConfig:
     hardware = replace(
         base.hardware, physical_batch_size=args.physical, workers=args.threads, device="cpu", precision="float32", compile=False
     )
-    data = replace(base.data, pictures="store", store=str(store.path), tokenizer=str(tokenizer))
+    data = replace(base.data, images="store", store=str(store.path), tokenizer=str(tokenizer))
     return replace(base, model=model, privacy=privacy, data=data, hardware=hardware, init_from=None)
 
 

@@ -1,6 +1,6 @@
 """What a warm start on procedural images is worth: probes on real photographs, against controls at equal counts.
 
-    python benchmarks/warm_start.py --cifar DIR [--sources A,B] [--seeds N] [--pictures N] [--steps N] [--batch N] [--target T] [--probe N]
+    python benchmarks/warm_start.py --cifar DIR [--sources A,B] [--seeds N] [--sheets N] [--steps N] [--batch N] [--target T] [--probe N]
                                     [--quick] [--json FILE]
 
 A small masked autoencoder (the network of vip.micro) is trained without privacy on N images of one source for the same number of
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--cifar", required=True)
     parser.add_argument("--sources", default="random,textures,dead_leaves,noise")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--pictures", type=int, default=12_000)
+    parser.add_argument("--sheets", type=int, default=12_000)
     parser.add_argument("--steps", type=int, default=640)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--target", default=MICRO.target, help="what the model predicts; default: as vip.micro")

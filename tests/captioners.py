@@ -26,7 +26,7 @@ VOCAB_SIZE, NUM_TOKENS, SIZE = 275, 18, 16
 DATA = DataConfig(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
 
 
-def picture(number: int, size_px: int = SIZE) -> tuple[np.ndarray, str]:
+def image(number: int, size_px: int = SIZE) -> tuple[np.ndarray, str]:
     """Image ``number``, a square on grey with a little noise, uint8 (H, W, 3), and its caption."""
     colour, side = list(COLOURS)[number % 4], SIDES[number // 4 % 2]
     rng = np.random.Generator(np.random.PCG64(number))
@@ -40,7 +40,7 @@ def picture(number: int, size_px: int = SIZE) -> tuple[np.ndarray, str]:
 def png(number: int) -> bytes:
     """Image ``number`` as a file."""
     file = io.BytesIO()
-    Image.fromarray(picture(number)[0]).save(file, "PNG")
+    Image.fromarray(image(number)[0]).save(file, "PNG")
     return file.getvalue()
 
 
@@ -48,13 +48,13 @@ def write_squares(path: Path, numbers: Sequence[int], *, public: bool = True) ->
     """Store of images with two captions each."""
     samples = []
     for number in numbers:
-        caption = picture(number)[1]
+        caption = image(number)[1]
         samples.append(Sample(f"square-{number}", png(number), {"captions": [caption, caption.replace("a ", "there is a ", 1)]}))
     return import_samples(samples, path, public=public)
 
 
 def make_tokenizer() -> CaptionTokenizer:
-    return train_tokenizer([picture(number)[1] for number in range(64)], VOCAB_SIZE)
+    return train_tokenizer([image(number)[1] for number in range(64)], VOCAB_SIZE)
 
 
 def make_config(**model: Any) -> RunConfig:
@@ -75,7 +75,7 @@ def train_captioner(steps: int = 120) -> Captioner:
     """A captioner that has learned what is where. The same on every machine up to rounding."""
     tokenizer, model = make_tokenizer(), make_model(make_config().model, seed=0)
     assert isinstance(model, Captioner)
-    pixels, captions = zip(*map(picture, range(64)), strict=True)
+    pixels, captions = zip(*map(image, range(64)), strict=True)
     x_BCHW = (torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 255 - 0.5) / 0.25
     token_BL = torch.from_numpy(np.stack([tokenizer.encode(caption, NUM_TOKENS) for caption in captions]))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=4e-3, weight_decay=0.0)

@@ -87,7 +87,7 @@ def test_every_private_start_has_a_recipe_that_makes_it() -> None:
 def test_warm_starts_are_public_and_of_the_papers_length() -> None:
     warm = {name: make() for name, make in RECIPES.items() if name.startswith("synthetic.")}
     assert {f"synthetic.dpcap_{size}" for size in ("tiny", "small", "base", "large", "micro")} <= set(warm)
-    assert all(c.data.pictures == "textures" and c.privacy.guarantee == "none" and c.init_from is None for c in warm.values())
+    assert all(c.data.images == "textures" and c.privacy.guarantee == "none" and c.init_from is None for c in warm.values())
     base, short = warm["synthetic.vip_base"], warm["synthetic.vip_base_20_epochs"]
     assert base.privacy.steps * 4096 / 1_300_000 == pytest.approx(1000, abs=0.01) and short.privacy.steps * 50 == pytest.approx(
         base.privacy.steps, rel=0.001

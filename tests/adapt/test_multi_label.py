@@ -80,9 +80,9 @@ def test_every_head_is_scored_by_the_order_of_its_answers_and_by_its_decisions_w
     assert head is not None or chosen == "many_steps", "for which this test knows the threshold"
     assert read_ledger(tmp_path / "run" / "ledger.jsonl").steps == steps
     classifier = load_classifier(tmp_path / "run")
-    pictures = [Image.open(io.BytesIO(public_test.read(row))) for row in range(public_test.num_records)]
+    images = [Image.open(io.BytesIO(public_test.read(row))) for row in range(public_test.num_records)]
     with torch.no_grad():
-        said = classifier(torch.from_numpy(np.stack([classifier.preprocess(picture) for picture in pictures]))).numpy()
+        said = classifier(torch.from_numpy(np.stack([classifier.preprocess(image) for image in images]))).numpy()
     truth = public_test.targets(np.arange(public_test.num_records), NUM_CLASSES)
     had = truth.any(axis=0)
     assert not had[9] and had.sum() == NUM_CLASSES - 1

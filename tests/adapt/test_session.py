@@ -23,7 +23,7 @@ from dpvision.adapt.session import adapt, new_head_session, resumed_head_session
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import DataConfig, HeadConfig, OptimConfig, RunConfig
 from dpvision.config.head_presets import PRESETS, HeadName
-from dpvision.data.loader import pictures
+from dpvision.data.loader import image_batches
 from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.dp.clip import ClippedSum
@@ -80,14 +80,14 @@ def test_what_predicts_is_what_was_saved_on_what_one_image_shows(private: Store,
     classifier = load_classifier(root)
     saved = load_checkpoint(root).model
     data = DataConfig(mean=classifier.encoder.mean, std=classifier.encoder.std)
-    x_BCHW, row_B, _ = next(pictures(public_test, None, 8, data, batch_size=64, workers=1))
+    x_BCHW, row_B, _ = next(image_batches(public_test, None, 8, data, batch_size=64, workers=1))
     x_BD = x_BCHW.flatten(1)
     x_BD = x_BD - saved["centre"]
     assert torch.allclose(saved["centre"], texture_centre(classifier.encoder, "pixels")) and saved["centre"].abs().sum() > 0
     expected = (x_BD / x_BD.norm(dim=1, keepdim=True)) @ saved["weight"].T + saved["bias"]
     assert torch.allclose(classifier(x_BCHW), expected, atol=1e-5)
-    picture = Image.open(io.BytesIO(public_test.read(int(row_B[3]))))
-    assert torch.allclose(classifier(torch.from_numpy(classifier.preprocess(picture))[None])[0], expected[3], atol=1e-5)
+    image = Image.open(io.BytesIO(public_test.read(int(row_B[3]))))
+    assert torch.allclose(classifier(torch.from_numpy(classifier.preprocess(image))[None])[0], expected[3], atol=1e-5)
 
 
 def test_without_noise_least_squares_is_ridge_regression(private: Store, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_without_noise_least_squares_is_ridge_regression(private: Store, tmp_pat
     assert not (root / "checkpoints").exists() and (root / "confidential" / "checkpoints").exists(), "no guarantee, private images"
     classifier = load_classifier(root)
     data = DataConfig(mean=classifier.encoder.mean, std=classifier.encoder.std)
-    found = [(x.flatten(1), label) for x, _, label in pictures(private, None, 8, data, batch_size=400, workers=1)]
+    found = [(x.flatten(1), label) for x, _, label in image_batches(private, None, 8, data, batch_size=400, workers=1)]
     x_ND, label_N = (torch.cat(part) for part in zip(*found, strict=True))
     raw_ND, x_ND = x_ND, x_ND - classifier.head.centre
     x_ND = x_ND / x_ND.norm(dim=1, keepdim=True)

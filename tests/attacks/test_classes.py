@@ -18,7 +18,7 @@ from dpvision.data.batch import Batch
 from dpvision.data.import_labels import ClassRule, read_classes
 from dpvision.data.importer import import_source
 from dpvision.data.keys import StepKey
-from dpvision.data.loader import physical_batches, pictures
+from dpvision.data.loader import image_batches, physical_batches
 from dpvision.data.open import open_store
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
@@ -48,7 +48,7 @@ def losses(model: nn.Module, batch: Batch, key: StepKey) -> torch.Tensor:
 
 def sum_of(store: Store) -> torch.Tensor:
     """Clipped sum of a linear classifier over all labelled records, in the order of the store."""
-    (x_BCHW, _, label_B) = next(pictures(store, None, 8, DataConfig(), batch_size=1000, workers=1))
+    (x_BCHW, _, label_B) = next(image_batches(store, None, 8, DataConfig(), batch_size=1000, workers=1))
     known_B = label_B >= 0
     model = nn.Linear(192, 4)
     for parameter in model.parameters():

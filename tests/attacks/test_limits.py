@@ -23,7 +23,7 @@ from dpvision.privacy.planner import what_if
 from dpvision.report.lineage_phrases import PROCEDURAL, entry_text
 from dpvision.runs.store_checks import check_store
 
-from ..data.pictures import png
+from ..data.image_files import png
 
 FULL = PrivacyConfig(dataset_size=10_000, expected_batch_size=10_000, steps=4, noise_multiplier=8.0, sampling="full_batch")
 

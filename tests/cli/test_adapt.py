@@ -273,9 +273,9 @@ def test_an_encoder_whose_features_are_no_numbers_is_refused_before_the_charge(
 
 def test_an_empty_class_is_noted_of_public_images_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = np.random.default_rng(0)
-    pictures = [rng.integers(0, 255, (8, 8, 3), dtype=np.uint8) for _ in range(60)]
+    images = [rng.integers(0, 255, (8, 8, 3), dtype=np.uint8) for _ in range(60)]
     for public in (True, False):
-        store = write_store(tmp_path / str(public), pictures, ["0", "1"] * 30, public=public)
+        store = write_store(tmp_path / str(public), images, ["0", "1"] * 30, public=public)
         argv = ["adapt", "--data", str(store.path), "--encoder", "pixels", "--num-classes", "4", "--dataset-size", "60", "--dry-run"]
         assert main(argv) == 0
         assert ("2 declared classes have no image in this public store: 2, 3" in capsys.readouterr().out) is public

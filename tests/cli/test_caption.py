@@ -21,7 +21,7 @@ from dpvision.data.tokenizer import train_tokenizer
 from dpvision.eval.captions.caption_images import Captioned
 from dpvision.models import make_model
 
-from ..captioners import VOCAB_SIZE, lineage, make_config, picture, png, train_captioner, write_checkpoint, write_run, write_squares
+from ..captioners import VOCAB_SIZE, image, lineage, make_config, png, train_captioner, write_checkpoint, write_run, write_squares
 
 NUMBERS = (100, 101, 106, 103, 110)
 GUARANTEE = {"epsilon": 8.0}
@@ -60,7 +60,7 @@ def _refused(capsys: pytest.CaptureFixture[str], words: str, *argv: str) -> None
 def test_the_words_are_those_of_the_image(run: str, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Colours by name are right only if channels, normalisation, tokenizer and decoder all are."""
     said = _lines(_ok(capsys, run, str(photos))[0])
-    assert said == {f"{photos}/{'more/' if n > 105 else ''}{n}.png": picture(n)[1] for n in NUMBERS}
+    assert said == {f"{photos}/{'more/' if n > 105 else ''}{n}.png": image(n)[1] for n in NUMBERS}
 
 
 def test_a_file_a_folder_a_tar_and_a_store_give_the_same_words(
@@ -74,12 +74,12 @@ def test_a_file_a_folder_a_tar_and_a_store_give_the_same_words(
             tar.addfile(member, io.BytesIO(png(number)))
     files = [str(next(photos.rglob(f"{number}.png"))) for number in NUMBERS]
     wide = tmp_path / "wide.jpg"  # another size, shape and kind of file
-    Image.fromarray(picture(100, 64)[0]).resize((96, 64)).save(wide, quality=95)
+    Image.fromarray(image(100, 64)[0]).resize((96, 64)).save(wide, quality=95)
     said = _lines(_ok(capsys, run, *files, str(tmp_path / "some.tar"), str(tmp_path / "store"), str(wide))[0])
     assert len(said) == 3 * len(NUMBERS) + 1
     for number, file in zip(NUMBERS, files, strict=True):
-        assert said[file] == said[str(number)] == said[f"square-{number}"] == picture(number)[1]
-    assert said[str(wide)] == picture(100)[1]
+        assert said[file] == said[str(number)] == said[f"square-{number}"] == image(number)[1]
+    assert said[str(wide)] == image(100)[1]
 
 
 def test_what_cannot_be_read_is_named_and_counted_and_fails_only_alone(run: str, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,14 +105,14 @@ def test_files_hold_what_the_terminal_shows(run: str, photos: Path, tmp_path: Pa
     many, place = ("--method", "beam", "--num", "3"), tmp_path / "confidential"
     place.mkdir()
     printed = json.loads(_ok(capsys, run, str(photos), *many, "--json")[0])["captions"]
-    assert {one["picture"]: one["captions"][0]["text"] for one in printed} == shown
+    assert {one["image"]: one["captions"][0]["text"] for one in printed} == shown
     out = _ok(capsys, run, str(photos), *many, "--out", str(place / "c.jsonl"))[0]
     assert "keep the file where the images are kept" in out and shown.popitem()[1] not in out
     assert [json.loads(line) for line in (place / "c.jsonl").read_text().splitlines()] == printed
     _ok(capsys, run, str(photos), *many, "--out", str(place / "c.csv"))
     with (place / "c.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(r["picture"], r["caption"]) for r in rows] == [(one["picture"], c["text"]) for one in printed for c in one["captions"]]
+    assert [(r["image"], r["caption"]) for r in rows] == [(one["image"], c["text"]) for one in printed for c in one["captions"]]
     for row, said in zip(rows, (c for one in printed for c in one["captions"]), strict=True):
         assert float(row["log_probability"]) == pytest.approx(said["log_probability"], rel=1e-4)
     assert sorted(p.name for p in place.iterdir()) == ["c.csv", "c.jsonl"]  # no partial file stays
@@ -155,10 +155,10 @@ def test_samples_are_a_images_own(run: str, photos: Path, tmp_path: Path, capsys
     def texts(one: dict) -> list[str]:
         return [caption["text"] for caption in one["captions"]]
 
-    together = {Path(one["picture"]).name: texts(one) for one in samples(str(photos))}
+    together = {Path(one["image"]).name: texts(one) for one in samples(str(photos))}
     shutil.copy(photos / "101.png", tmp_path / "renamed.png")
     assert texts(samples(str(tmp_path / "renamed.png"))[0]) == together["101.png"]
-    assert {Path(one["picture"]).name: texts(one) for one in samples(str(photos), "--batch-size", "2")} == together
+    assert {Path(one["image"]).name: texts(one) for one in samples(str(photos), "--batch-size", "2")} == together
     assert texts(samples(str(tmp_path / "renamed.png"), "--seed", "1")[0]) != together["101.png"]
     assert len({tuple(own) for own in together.values()}) == len(NUMBERS) and len(set(together["101.png"])) > 1
 
@@ -216,7 +216,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, photos: Path, 
     model, history = train_captioner(), lineage("public", None)
     write_checkpoint(tmp_path / "without", model, history=history, tokenizer=None)
     _refused(capsys, "no tokenizer.json", str(tmp_path / "without"), str(photos))
-    other = train_tokenizer([picture(number)[1] for number in range(64)], VOCAB_SIZE - 2)
+    other = train_tokenizer([image(number)[1] for number in range(64)], VOCAB_SIZE - 2)
     write_checkpoint(tmp_path / "smaller", model, history=history, tokenizer=other)
     _refused(capsys, f"{VOCAB_SIZE - 2} entries", str(tmp_path / "smaller"), str(photos))
 

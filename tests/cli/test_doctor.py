@@ -226,8 +226,8 @@ def test_measured_figures_fit_together(name: str, capsys: pytest.CaptureFixture[
     assert measured["device"] == "cpu" and measured["precision"] == "float32"
     oracle, largest, step = measured["oracle"], measured["largest_physical_batch"], measured["step"]
     assert 0 <= oracle["difference"] <= 1e-5 and 0 <= oracle["norm_difference"] <= 1e-5 and oracle["float64"] == "passed"
-    pictures = 4 * (2 * 3 * 8 * 8 if name.endswith("own_loss") else 3 * 16 * 16)
-    assert largest["how"] == "estimated" and largest["record_bytes"] >= pictures
+    images = 4 * (2 * 3 * 8 * 8 if name.endswith("own_loss") else 3 * 16 * 16)
+    assert largest["how"] == "estimated" and largest["record_bytes"] >= images
     assert largest["records"] * largest["record_bytes"] <= largest["available_bytes"]
     assert 1 <= step["physical_batch_size"] <= 64 and step["rounds"] >= 3
     for key in ("private_s", "non_private_s", "price"):

@@ -5,7 +5,7 @@ from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 
-from .pictures import encode, noise, png
+from .image_files import encode, noise, png
 
 
 @pytest.fixture

@@ -21,13 +21,13 @@ from dpvision.data.split import split_store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
 
-from .pictures import SHARED, noise, png, write_folder
+from .image_files import SHARED, noise, png, write_folder
 
-PICTURE = png(0, 4, 4)
+IMAGE = png(0, 4, 4)
 
 
 def _write(root: Path, names) -> Path:
-    return write_folder(root, dict.fromkeys(names, PICTURE))
+    return write_folder(root, dict.fromkeys(names, IMAGE))
 
 
 def _imagenet(root: Path) -> None:

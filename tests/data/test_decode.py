@@ -9,7 +9,7 @@ from PIL import Image, ImageOps
 
 from dpvision.data.decode import MAX_PIXELS, BadImage, decode, extension
 
-from .pictures import SHARED, encode, noise
+from .image_files import SHARED, encode, noise
 
 MESSY = SHARED / "messy_photos"
 

@@ -14,7 +14,7 @@ from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.errors import DataError
 
-from .pictures import SHARED, encode, js, noise, png, write_folder, write_tar
+from .image_files import SHARED, encode, js, noise, png, write_folder, write_tar
 
 
 def by_key(store: Store) -> dict:
@@ -30,8 +30,8 @@ def parquet(path, table: dict, features: dict | None = None):
     return path
 
 
-def structs(*pictures):
-    return [{"bytes": data, "path": f"{i}.png"} for i, data in enumerate(pictures)]
+def structs(*images):
+    return [{"bytes": data, "path": f"{i}.png"} for i, data in enumerate(images)]
 
 
 # --- kinds of source -------------------------------------------------------------------------------------------------------------

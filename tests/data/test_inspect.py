@@ -4,7 +4,7 @@ import numpy as np
 
 from dpvision.data.inspect import contact_sheet, inspect_store
 
-from .pictures import spoil
+from .image_files import spoil
 
 
 def test_inspection_counts_what_is_there(store):

@@ -13,7 +13,7 @@ from dpvision.config import BOS_ID, EOS_ID, PAD_ID, DataConfig
 from dpvision.data.caption_reader import CaptionReader, check_captions
 from dpvision.data.importer import import_samples
 from dpvision.data.keys import StepKey
-from dpvision.data.loader import physical_batches, pictures
+from dpvision.data.loader import image_batches, physical_batches
 from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
 from dpvision.data.sources import Sample
@@ -24,7 +24,7 @@ from dpvision.data.transform import CROP_NUMBERS, crop_box, preprocess
 from dpvision.errors import DataError
 from dpvision.train.feed import on_device
 
-from .pictures import encode, noise, spoil
+from .image_files import encode, noise, spoil
 
 DATA = DataConfig(views=2)
 KEY = StepKey(seed=3, step=17)
@@ -133,7 +133,7 @@ def test_a_record_that_does_not_decode_is_zero_and_nothing_else_moves(store):
     assert not batch.image_BVCHW[4].any()
     for row in (0, 3, 5, 11):
         assert torch.equal(batch.image_BVCHW[row], before[int(batch.record_id_B[row])])
-    seen = [int(r) for _, row_B, _ in pictures(store, np.arange(12), 16, DATA, batch_size=5, workers=2) for r in row_B]
+    seen = [int(r) for _, row_B, _ in image_batches(store, np.arange(12), 16, DATA, batch_size=5, workers=2) for r in row_B]
     assert seen == [row for row in range(12) if row != 4]
 
 
@@ -175,7 +175,7 @@ def test_rows_outside_the_store_are_refused(store):
 def test_evaluation_images_are_the_preprocessed_files(store):
     transform = preprocess(16, DATA.mean, DATA.std)
     rows = []
-    for x_BCHW, row_B, label_B in pictures(store, None, 16, DATA, batch_size=7, workers=2):
+    for x_BCHW, row_B, label_B in image_batches(store, None, 16, DATA, batch_size=7, workers=2):
         for x, row, label in zip(x_BCHW, row_B.tolist(), label_B.tolist(), strict=True):
             assert np.array_equal(x.numpy(), transform(Image.open(io.BytesIO(store.read(row)))))
             assert label == row % 4

@@ -15,7 +15,7 @@ from dpvision.data.import_labels import ClassRule
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.inspect import contact_sheet, inspect_store
 from dpvision.data.keys import StepKey
-from dpvision.data.loader import physical_batches, pictures
+from dpvision.data.loader import image_batches, physical_batches
 from dpvision.data.multi_label import NOT_KNOWN
 from dpvision.data.open import open_store
 from dpvision.data.overlap import write_without
@@ -26,7 +26,7 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
 from dpvision.synthetic.scenes import LABELS, make_scene
 
-from .pictures import js, png, write_folder, write_tar
+from .image_files import js, png, write_folder, write_tar
 
 NUM, CLASSES = 40, 7
 
@@ -190,7 +190,7 @@ def test_batches_carry_zeros_and_ones_that_follow_the_record(several: Store) -> 
     label_BK = torch.cat([batch.label_B for batch in batches])
     assert label_BK.dtype == torch.uint8 and (label_BK.numpy() == several.targets(rows, CLASSES)).all()
     assert all(batch.label_B is None for batch in physical_batches(several, rows, StepKey(0, 0), DataConfig(), 8, **kwargs))
-    assert all((label == -1).all() for _, _, label in pictures(several, rows, 8, DataConfig(), batch_size=2, workers=1))
+    assert all((label == -1).all() for _, _, label in image_batches(several, rows, 8, DataConfig(), batch_size=2, workers=1))
 
 
 def test_scenes_are_labelled_with_all_their_shapes(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
 from dpvision.synthetic.scenes import make_scene
 
-from .pictures import encode, noise
+from .image_files import encode, noise
 
 pytest.importorskip("imagehash", reason="imagehash is not installed: pip install dpvision[overlap]")
 
@@ -102,8 +102,8 @@ def test_searches_without_hashes_find_nothing() -> None:
 
 
 def test_a_mirror_image_has_the_mirrored_hash_and_a_blank_page_none() -> None:
-    picture = scene(3)
-    hashes, turned = perceptual_hashes(picture), perceptual_hashes(picture[:, ::-1].copy())
+    image = scene(3)
+    hashes, turned = perceptual_hashes(image), perceptual_hashes(image[:, ::-1].copy())
     assert hashes is not None and turned is not None and np.array_equal(turned, hashes[::-1]) and (hashes[0] != hashes[1]).all()
     assert perceptual_hashes(np.full((50, 60, 3), 200, dtype=np.uint8)) is None
 

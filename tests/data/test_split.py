@@ -7,7 +7,7 @@ from dpvision.data.sources import Sample
 from dpvision.data.split import split_store
 from dpvision.errors import DataError
 
-from .pictures import png
+from .image_files import png
 
 
 def test_a_split_never_cuts_a_person_and_loses_nobody(store):

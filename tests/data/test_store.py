@@ -11,7 +11,7 @@ from dpvision.data.store_key import keyed_hash, read_key
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
 
-from .pictures import encode, noise, png
+from .image_files import encode, noise, png
 
 
 def edit_index(store: Store, change) -> None:

@@ -6,7 +6,7 @@ import pytest
 from dpvision.data.tarindex import Member, TarWriter, member_size, scan
 from dpvision.errors import DataError
 
-from .pictures import write_tar
+from .image_files import write_tar
 
 NAMES = ["a.jpg", "deep/" * 30 + "b.jpg", "x" * 150 + ".json", "ü.txt", "empty.txt", "y" * 99, "z" * 100, "w" * 101]
 MEMBERS = {name: bytes([i % 256]) * (i * 300) for i, name in enumerate(NAMES)}

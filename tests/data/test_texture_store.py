@@ -12,7 +12,7 @@ from PIL import Image
 from dpvision.config import DataConfig
 from dpvision.data.inspect import contact_sheet, inspect_store, texture_sheet
 from dpvision.data.keys import StepKey
-from dpvision.data.loader import _texture_batches, physical_batches, pictures
+from dpvision.data.loader import _texture_batches, image_batches, physical_batches
 from dpvision.data.open import open_store
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
@@ -75,7 +75,7 @@ def test_images_made_on_a_device_are_those_made_by_threads(store: Store) -> None
 
 
 def test_the_rest_of_the_program_takes_it_as_a_store(store: Store) -> None:
-    x, row, label = next(pictures(store, np.arange(4), 24, DATA, batch_size=4, workers=1))
+    x, row, label = next(image_batches(store, np.arange(4), 24, DATA, batch_size=4, workers=1))
     assert x.shape == (4, 3, 24, 24) and row.tolist() == [0, 1, 2, 3] and label.tolist() == [-1] * 4
     assert inspect_store(store)["num_records"] == 500 and contact_sheet(store, 8).size[0] > 0
     assert texture_sheet(5, 16, first=3).size == (5 * 18 - 2, 16)

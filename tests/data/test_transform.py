@@ -30,7 +30,7 @@ from dpvision.data.transform import (
 )
 from dpvision.errors import DataError
 
-from .pictures import SHARED, noise
+from .image_files import SHARED, noise
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 UNIFORM = st.floats(0, 1, exclude_max=True)

@@ -34,14 +34,14 @@ def shaken(module: nn.Module) -> nn.Module:
     return module.double()
 
 
-def pictures(height: int = 16, width: int = 16, num: int = 2) -> torch.Tensor:
+def images(height: int = 16, width: int = 16, num: int = 2) -> torch.Tensor:
     return torch.randn(num, 3, height, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("relative", [False, True])
 def test_at_the_size_of_pre_training_it_is_the_plain_transformer(relative: bool) -> None:
     """Relative positions start at zero, so they change nothing."""
-    vit, x = make_vit(), pictures()
+    vit, x = make_vit(), images()
     dense = DenseViT(vit, relative_positions=relative).double().eval()
     with torch.no_grad():
         maps, outputs = dense(x, (0, 1, 2)), vit.forward_blocks(x)
@@ -51,7 +51,7 @@ def test_at_the_size_of_pre_training_it_is_the_plain_transformer(relative: bool)
 
 
 def test_maps_come_in_the_order_asked_for_and_without_class_token_nothing_of_it_is_left() -> None:
-    vit, x = make_vit(), pictures()
+    vit, x = make_vit(), images()
     dense = DenseViT(vit, class_token=False).double().eval()
     with torch.no_grad():
         last, first = dense(x, (2, 0))
@@ -136,7 +136,7 @@ def test_windows_are_a_loop_over_windows_of_the_padded_grid() -> None:
 
 
 def test_a_window_sees_nothing_outside_and_a_global_block_does() -> None:
-    x, changed = pictures(16, 16, 1), pictures(16, 16, 1)
+    x, changed = images(16, 16, 1), images(16, 16, 1)
     changed[:, :, :, 8:] += 1.0
     for global_blocks, moves in (((), False), ((2,), True)):
         dense = DenseViT(make_vit(), window=2, global_blocks=global_blocks, class_token=False).double().eval()
@@ -148,7 +148,7 @@ def test_a_window_sees_nothing_outside_and_a_global_block_does() -> None:
 def test_stochastic_depth_drops_whole_blocks_and_grows_with_depth() -> None:
     dense = DenseViT(make_vit(), drop_path=0.5).double().train()
     assert [block.drop_path.p for block in dense.blocks] == [0.0, 0.25, 0.5]
-    x, dropped = pictures(num=1), []
+    x, dropped = images(num=1), []
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         token_BLD = torch.randn(1, 17, 24, dtype=torch.float64)
@@ -165,7 +165,7 @@ def test_checkpointing_changes_no_gradient() -> None:
         dense = DenseViT(make_vit(), drop_path=0.3, relative_positions=True, checkpointing=checkpointing).double().train()
         with torch.random.fork_rng():
             torch.manual_seed(4)
-            dense(pictures(20, 12), (2,))[0].square().sum().backward()
+            dense(images(20, 12), (2,))[0].square().sum().backward()
         gradients.append({name: p.grad for name, p in dense.named_parameters()})
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
     assert all(gradient.abs().max() > 0 for gradient in gradients[0].values())
@@ -228,9 +228,9 @@ def test_values_that_do_not_fit_are_refused(wrong: dict, said: str) -> None:
 def test_images_that_patches_do_not_tile_are_refused() -> None:
     dense = DenseViT(make_vit()).double()
     with pytest.raises(ConfigError, match="18 x 16 px; expected multiples of the patch, 4 px"):
-        dense(pictures(18, 16), (0,))
+        dense(images(18, 16), (0,))
     with pytest.raises(ConfigError, match="expected some of 0 to 2"):
-        dense(pictures(), (3,))
+        dense(images(), (3,))
 
 
 def test_a_relative_table_holds_differences() -> None:

@@ -39,7 +39,7 @@ from dpvision.train.loop import Session, fit
 from dpvision.train.objectives import example_batch, loss_function
 from dpvision.train.start import new_session
 
-from ..captioners import picture, train_captioner, write_run
+from ..captioners import image, train_captioner, write_run
 from .strict_device import DEVICE, StrictDeviceError, StrictTensor, crossings, without_float64
 
 KEY = StepKey(0, 0)
@@ -108,7 +108,7 @@ def scores(run: Path, store: Path, device: Any) -> list[float]:
 
 def captions(run: Path, device: Any, method: str) -> list[Any]:
     ready = open_captioner(run, device=device)
-    pixels = np.stack([picture(i)[0] for i in range(5)])
+    pixels = np.stack([image(i)[0] for i in range(5)])
     made = caption_images.caption_pixels(ready, pixels, range(5), GenerateSettings(method))  # type: ignore[arg-type]
     return [[caption.text for caption in row] for row in made]
 
@@ -224,7 +224,7 @@ def test_captions_that_forget_the_device_are_refused(forgets: str, captioner_run
             captions(captioner_run, DEVICE, "greedy")
         return
     ready = open_captioner(captioner_run, device=DEVICE)
-    images = type("Images", (), {"__len__": lambda self: 2, "read": lambda self, p: Image.fromarray(picture(p)[0])})()
+    images = type("Images", (), {"__len__": lambda self: 2, "read": lambda self, p: Image.fromarray(image(p)[0])})()
     how = {"batch_size": 2, "workers": 1}
     assert all(memory.device == DEVICE for memory, _ in choice.encoded_images(ready, images, "squash", **how))  # type: ignore[arg-type]
     with pytest.raises(StrictDeviceError, match="same device"):

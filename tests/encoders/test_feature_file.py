@@ -46,13 +46,13 @@ def test_a_record_that_does_not_decode_keeps_its_row_and_moves_nobody(tmp_path: 
 def test_the_second_time_no_image_is_read_and_another_encoder_is_never_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, encoder, rows = write_digits(tmp_path / "s", 0, 20), vit_encoder(), np.arange(20)
     first = np.array(feature_array(encoder, "mean", 32, store, rows, workers=1))
-    real, reads = feature_file.pictures, []
+    real, reads = feature_file.image_batches, []
 
     def counted(*args, **kwargs):
         reads.append(1)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(feature_file, "pictures", counted)
+    monkeypatch.setattr(feature_file, "image_batches", counted)
     assert np.array_equal(feature_array(encoder, "mean", 32, store, rows, workers=1), first) and not reads
     others = [vit_encoder(seed=1), replace(encoder, mean=(0.4, 0.5, 0.5)), replace(encoder, image_size=10)]
     twice = replace(encoder, poolings=lambda x: {name: 2 * f for name, f in encoder.poolings(x).items()})

@@ -24,7 +24,7 @@ pytest.importorskip("faiss", reason="faiss is not installed: pip install dpvisio
 pytest.importorskip("imagehash", reason="imagehash is not installed: pip install dpvision[overlap]")
 
 
-def picture(i: int, size: int = 48) -> np.ndarray:
+def image(i: int, size: int = 48) -> np.ndarray:
     """Clouds of colour, as different from each other as photographs are."""
     coarse = np.random.default_rng(i).integers(0, 256, (9, 9, 3), dtype=np.uint8)
     return np.asarray(Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC))
@@ -35,7 +35,7 @@ def write_store(path: Path, numbers: range, kinds: tuple[str, ...] = ("PNG",), *
     for i in numbers:
         for kind in kinds:
             file = io.BytesIO()
-            Image.fromarray(picture(i)).save(file, kind)
+            Image.fromarray(image(i)).save(file, kind)
             samples.append(Sample(f"{i}.{kind}", file.getvalue(), {}))
     return import_samples(samples, path, public=public)
 
@@ -102,7 +102,7 @@ def test_an_image_that_is_there_twice_is_no_false_alarm(tmp_path: Path) -> None:
 
 
 def test_copies_are_what_they_are_called() -> None:
-    original = picture(0, 64)
+    original = image(0, 64)
     copies = make_copies(original)
     assert np.array_equal(copies["mirror image"], original[:, ::-1]) and copies["half the size"].shape == (32, 32, 3)
     assert np.array_equal(copies["corner, 70%"], original[:45, :45]) and np.array_equal(copies["shifted by 1/16"], original[4:, 4:])

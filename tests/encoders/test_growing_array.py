@@ -261,14 +261,14 @@ def test_a_killed_adapt_resumes_in_the_midst_of_its_features(tmp_path: Path, cap
 
 def _slowly(argv: list[str]) -> None:
     """The command, with a pause at each batch."""
-    real = feature_file.pictures
+    real = feature_file.image_batches
 
     def slower(*args: Any, **kwargs: Any) -> Iterator[Any]:
         for batch in real(*args, **kwargs):
             time.sleep(0.03)
             yield batch
 
-    feature_cache._SYNC_S, feature_file.pictures = 0.1, slower
+    feature_cache._SYNC_S, feature_file.image_batches = 0.1, slower
     main(argv)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from dpvision.encoders.hog import cell_histograms, hog
 
 
-def _pictures(*shape: int, seed: int = 0) -> Tensor:
+def _images(*shape: int, seed: int = 0) -> Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -35,13 +35,13 @@ def _slow_cells(x_CHW: np.ndarray, cell: int, bins: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("size", "cell"), [((12, 16), 4), ((12, 9), 3), ((10, 8), 2)])
 def test_cells_are_those_of_the_definition_pixel_by_pixel(size: tuple[int, int], cell: int) -> None:
-    x = _pictures(2, 3, *size)
-    expected = np.stack([_slow_cells(picture.numpy().astype(float), cell, 9) for picture in x])
+    x = _images(2, 3, *size)
+    expected = np.stack([_slow_cells(image.numpy().astype(float), cell, 9) for image in x])
     np.testing.assert_allclose(cell_histograms(x, cell).numpy(), expected, atol=1e-5)
 
 
 def test_a_block_is_its_four_cells_cut_at_a_fifth_and_of_unit_length() -> None:
-    x = _pictures(1, 1, 16, 16)
+    x = _images(1, 1, 16, 16)
     cells, blocks = cell_histograms(x, 4).double().numpy()[0], hog(x, 4).reshape(3, 3, 36)
     for g in range(3):
         for f in range(3):
@@ -51,16 +51,16 @@ def test_a_block_is_its_four_cells_cut_at_a_fifth_and_of_unit_length() -> None:
 
 
 def test_brightness_and_contrast_do_not_matter() -> None:
-    x = _pictures(4, 3, 32, 32)
+    x = _images(4, 3, 32, 32)
     assert (hog(x, 4) - hog(0.5 * x + 0.3, 4)).abs().max() < 2e-3
 
 
 def test_noise_far_below_a_grey_level_is_not_blown_up() -> None:
-    assert hog(0.5 + 1e-5 * _pictures(1, 3, 32, 32), 4).norm(dim=1) < 0.1 < hog(_pictures(1, 3, 32, 32), 4).norm(dim=1)
+    assert hog(0.5 + 1e-5 * _images(1, 3, 32, 32), 4).norm(dim=1) < 0.1 < hog(_images(1, 3, 32, 32), 4).norm(dim=1)
 
 
 def test_a_mirrored_image_has_mirrored_cells_and_orientations() -> None:
-    x = _pictures(2, 3, 24, 24)
+    x = _images(2, 3, 24, 24)
     torch.testing.assert_close(cell_histograms(x.flip(3), 4), cell_histograms(x, 4).flip(3).flip(1), atol=1e-5, rtol=0)
 
 
@@ -75,10 +75,10 @@ def test_a_ramp_votes_for_its_own_orientation_only(orientation: int) -> None:
 
 
 def test_left_over_pixels_are_the_outermost() -> None:
-    x = _pictures(1, 3, 18, 19)
+    x = _images(1, 3, 18, 19)
     torch.testing.assert_close(hog(x, 4), hog(x[:, :, 1:17, 1:17], 4))
 
 
 def test_an_image_does_not_depend_on_its_neighbours() -> None:
-    x = _pictures(5, 3, 32, 32)
+    x = _images(5, 3, 32, 32)
     torch.testing.assert_close(hog(x, 4)[3:4], hog(x[3:4], 4))

@@ -9,7 +9,7 @@ from dpvision.encoders.scattering import Scattering, littlewood_paley, make_scat
 from dpvision.errors import ConfigError
 
 
-def _pictures(*shape: int, seed: int = 0) -> Tensor:
+def _images(*shape: int, seed: int = 0) -> Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -51,13 +51,13 @@ def _slow(bank: Scattering, x_HW: Tensor, *, coarser: bool) -> Tensor:
 
 @pytest.mark.parametrize(("side", "scales", "directions"), [(32, 2, 8), (32, 3, 6), (24, 1, 4)])
 def test_paths_are_those_of_the_definition_in_the_stated_order(side: int, scales: int, directions: int) -> None:
-    bank, x = make_scattering(side, scales, directions), _pictures(1, 2, side, side)
+    bank, x = make_scattering(side, scales, directions), _images(1, 2, side, side)
     torch.testing.assert_close(bank(x)[0, 1].double(), _slow(bank, x[0, 1], coarser=True), atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("scales", "directions"), [(2, 8), (3, 6)])
 def test_leaving_out_pixels_on_the_way_changes_little(scales: int, directions: int) -> None:
-    bank, x = make_scattering(32, scales, directions), _pictures(1, 1, 32, 32)
+    bank, x = make_scattering(32, scales, directions), _images(1, 1, 32, 32)
     whole = _slow(bank, x[0, 0], coarser=False)[1:]
     assert (bank(x)[0, 0, 1:] - whole).norm() < 0.02 * whole.norm()
 
@@ -66,11 +66,11 @@ def test_leaving_out_pixels_on_the_way_changes_little(scales: int, directions: i
 def test_shape_and_number_of_paths(scales: int, directions: int) -> None:
     paths = 1 + scales * directions + directions**2 * scales * (scales - 1) // 2
     grid = 32 >> scales
-    assert make_scattering(32, scales, directions)(_pictures(2, 3, 32, 32)).shape == (2, 3, paths, grid, grid)
+    assert make_scattering(32, scales, directions)(_images(2, 3, 32, 32)).shape == (2, 3, paths, grid, grid)
 
 
 def test_thirty_two_pixels_give_eighty_one_paths_of_eight_by_eight() -> None:
-    assert make_scattering(32)(_pictures(1, 3, 32, 32)).shape == (1, 3, 81, 8, 8)
+    assert make_scattering(32)(_images(1, 3, 32, 32)).shape == (1, 3, 81, 8, 8)
 
 
 @pytest.mark.parametrize(("scales", "directions"), [(1, 8), (2, 4), (2, 8), (3, 6), (4, 8)])
@@ -86,8 +86,8 @@ def test_littlewood_paley_sum_is_at_most_one_and_loses_little(scales: int, direc
 @pytest.mark.parametrize(("scales", "directions"), [(2, 8), (3, 4)])
 def test_distances_do_not_grow(scales: int, directions: int) -> None:
     bank = make_scattering(32, scales, directions)
-    x = _pictures(1, 1, 32, 32)
-    far = [_pictures(1, 1, 32, 32, seed=1), torch.zeros(1, 1, 32, 32), x.flip(2), x.roll(1, 3)]
+    x = _images(1, 1, 32, 32)
+    far = [_images(1, 1, 32, 32, seed=1), torch.zeros(1, 1, 32, 32), x.flip(2), x.roll(1, 3)]
     spots = [x + 0.1 * F.one_hot(torch.tensor([at]), 1024).reshape(1, 1, 32, 32) for at in (0, 1, 33, 66, 1023, 500)]
     for y in [*far, *spots]:
         assert (bank(x) - bank(y)).norm() <= (x - y).norm()
@@ -95,7 +95,7 @@ def test_distances_do_not_grow(scales: int, directions: int) -> None:
 
 @pytest.mark.parametrize(("scales", "directions"), [(2, 8), (3, 4)])
 def test_distances_do_not_grow_in_the_worst_direction_that_ascent_finds(scales: int, directions: int) -> None:
-    bank, x = make_scattering(32, scales, directions), _pictures(1, 1, 32, 32)
+    bank, x = make_scattering(32, scales, directions), _images(1, 1, 32, 32)
     y = (x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))).requires_grad_(True)
     ratios = []
     for _ in range(60):
@@ -136,7 +136,7 @@ def test_an_even_image_has_its_value_in_order_zero_and_nothing_else() -> None:
 
 
 def test_log_is_taken_of_orders_one_and_two() -> None:
-    bank, x = make_scattering(32), _pictures(1, 1, 32, 32)
+    bank, x = make_scattering(32), _images(1, 1, 32, 32)
     plain, logarithm = bank(x), bank(x, log=True)
     torch.testing.assert_close(logarithm[:, :, 0], plain[:, :, 0])
     torch.testing.assert_close(logarithm[:, :, 1:].exp(), plain[:, :, 1:] + 1e-3, atol=1e-5, rtol=1e-4)

@@ -13,7 +13,7 @@ from dpvision.errors import CheckpointError, ConfigError
 VIT = "vit_tiny_patch16_224"
 
 
-def _pictures(size: int, num: int = 2) -> torch.Tensor:
+def _images(size: int, num: int = 2) -> torch.Tensor:
     return torch.randn(num, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
@@ -26,7 +26,7 @@ def test_a_timm_transformer_gives_its_own_tokens_pooled(tmp_path):
     torch.manual_seed(3)
     model = timm.create_model(VIT, pretrained=False, num_classes=7).eval()  # a head of another size than the library's
     encoder = open_encoder(f"timm:{VIT}@{_weights(model, tmp_path / 'w.safetensors')}")
-    x_BCHW = _pictures(224)
+    x_BCHW = _images(224)
     with torch.no_grad():
         token_BLD = model.forward_features(x_BCHW)
         found = encoder.poolings(x_BCHW)
@@ -50,7 +50,7 @@ def test_registers_are_no_patches():
     model = timm.create_model("vit_medium_patch16_reg4_gap_256", pretrained=False)
     assert model.num_prefix_tokens == 4
     encoder = third_party_encoder("timm", "vit_betwixt_patch16_reg4_gap_256")
-    x_BCHW = _pictures(256, 1)
+    x_BCHW = _images(256, 1)
     with torch.no_grad():
         copy = encoder.backbone().eval()
         token_BLD = copy.network.forward_features(x_BCHW)
@@ -64,7 +64,7 @@ def test_a_torchvision_convnet_gives_the_map_before_its_pooling(tmp_path, name):
     model = torchvision.models.get_model(name, weights=None, **more).eval()
     file = _weights(model, tmp_path / "w.safetensors", prefix="module.")
     encoder = third_party_encoder("torchvision", name, file)
-    x_BCHW = _pictures(224)
+    x_BCHW = _images(224)
     with torch.no_grad():
         if name in ("alexnet", "squeezenet1_1"):
             map_BDHW = model.features(x_BCHW)
@@ -93,7 +93,7 @@ def test_preprocessing_is_the_librarys_own():
 def test_sizes_are_free_where_the_model_lets_them_be():
     assert third_party_encoder("timm", VIT, image_size=32).image_size == 224
     small = third_party_encoder("torchvision", "resnet18", image_size=32)
-    assert small.image_size == 32 and {n: f.shape for n, f in small.poolings(_pictures(32)).items()} == {"mean": (2, 512)}
+    assert small.image_size == 32 and {n: f.shape for n, f in small.poolings(_images(32)).items()} == {"mean": (2, 512)}
     with raises(ConfigError, match="image_size=32"):
         third_party_encoder("torchvision", "alexnet", image_size=32)
 
@@ -104,7 +104,7 @@ def test_random_weights_are_the_same_each_time_and_leave_the_global_generator_al
     before = torch.get_rng_state()
     first, second = open_encoder(spec, image_size=64), open_encoder(spec, image_size=64)
     assert torch.equal(before, torch.get_rng_state())
-    x_BCHW = _pictures(64)
+    x_BCHW = _images(64)
     assert torch.equal(first.poolings(x_BCHW)["mean"], second.poolings(x_BCHW)["mean"])
     assert "random weights" in first.name
 
@@ -112,7 +112,7 @@ def test_random_weights_are_the_same_each_time_and_leave_the_global_generator_al
 @mark.parametrize("spec", ["timm:resnet18", "torchvision:resnet18", f"timm:{VIT}"])
 def test_the_backbone_trains_and_leaves_the_frozen_encoder_as_it_was(spec):
     encoder = open_encoder(spec, image_size=64)
-    x_BCHW = _pictures(encoder.image_size)
+    x_BCHW = _images(encoder.image_size)
     before = encoder.poolings(x_BCHW)["mean"]
     assert not before.requires_grad
     backbone = encoder.backbone()

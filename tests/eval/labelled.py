@@ -23,7 +23,7 @@ MEAN = STD = (0.5, 0.5, 0.5)
 
 def write_store(
     path: Path,
-    pictures: Sequence[np.ndarray],
+    images: Sequence[np.ndarray],
     labels: Sequence[str | None],
     person: Sequence[str] | None = None,
     *,
@@ -31,9 +31,9 @@ def write_store(
 ) -> Store:
     """Store of uint8 images (H, W, 3)."""
     samples = []
-    for i, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
+    for i, (image, label) in enumerate(zip(images, labels, strict=True)):
         file = io.BytesIO()
-        Image.fromarray(picture).save(file, "PNG")
+        Image.fromarray(image).save(file, "PNG")
         fields = {"label": label, "person": person[i] if person else None}
         samples.append(Sample(f"k{i}", file.getvalue(), {name: value for name, value in fields.items() if value is not None}))
     return import_samples(samples, path, public=public, unit_from="person" if person else None)
@@ -50,9 +50,9 @@ def write_colours(path: Path, per_class: int, seed: int, person: Sequence[str] |
     """Three classes that differ in their colour, with noise."""
     rng = np.random.Generator(np.random.PCG64(seed))
     label = np.arange(3 * per_class) % 3
-    pictures = rng.normal(100, 25, (len(label), 8, 8, 3))
-    pictures[np.arange(len(label)), :, :, label] += 60
-    return write_store(path, list(pictures.clip(0, 255).astype(np.uint8)), [f"c{c}" for c in label], person)
+    images = rng.normal(100, 25, (len(label), 8, 8, 3))
+    images[np.arange(len(label)), :, :, label] += 60
+    return write_store(path, list(images.clip(0, 255).astype(np.uint8)), [f"c{c}" for c in label], person)
 
 
 class MeanToken(nn.Module):

@@ -41,7 +41,7 @@ def make_captioner(**changes: object) -> Captioner:
     return model
 
 
-def pictures(num: int = 3) -> Tensor:
+def images(num: int = 3) -> Tensor:
     return torch.randn(num, 3, 16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
@@ -101,12 +101,12 @@ def slow_logits(model: Captioner, x_BCHW: Tensor, token_BL: Tensor) -> Tensor:
 
 
 def test_decoder_equals_torchs_own_layers():
-    model, x, token = make_captioner(), pictures(), captions()
+    model, x, token = make_captioner(), images(), captions()
     assert torch.allclose(model.logits(model.decode(token, model.encode(x))), slow_logits(model, x, token), atol=1e-10)
 
 
 def test_loss_is_the_mean_over_a_records_own_words_end_included():
-    model, x, token = make_captioner(), pictures(), captions()
+    model, x, token = make_captioner(), images(), captions()
     expected = []
     for b, words in enumerate((2, 4, 6)):  # words and EOS
         logits = slow_logits(model, x[b : b + 1], token[b : b + 1, : words + 1])[0, :words]
@@ -115,7 +115,7 @@ def test_loss_is_the_mean_over_a_records_own_words_end_included():
 
 
 def test_a_word_depends_on_no_later_one():
-    model, x, token = make_captioner(), pictures(1), captions()[2:]
+    model, x, token = make_captioner(), images(1), captions()[2:]
     hidden = model.decode(token, model.encode(x))
     for place in range(1, 7):
         other = token.clone()
@@ -127,7 +127,7 @@ def test_a_word_depends_on_no_later_one():
 
 def test_the_image_counts_in_every_word():
     model, token = make_captioner(), captions()[:2]
-    first, second = pictures(2)
+    first, second = images(2)
     same = model.decode(token, model.encode(torch.stack([first, first])))
     other = model.decode(token, model.encode(torch.stack([second, first])))
     assert (same[0] != other[0]).any(-1).all()
@@ -135,7 +135,7 @@ def test_the_image_counts_in_every_word():
 
 
 def test_words_one_by_one_from_the_cache_equal_the_whole_caption():
-    model, x, token = make_captioner(), pictures(), captions()
+    model, x, token = make_captioner(), images(), captions()
     memory = model.encode(x)
     whole = model.logits(model.decode(token, memory))
     cache = model.start_cache(memory)
@@ -145,7 +145,7 @@ def test_words_one_by_one_from_the_cache_equal_the_whole_caption():
 
 
 def test_a_row_of_padding_costs_nothing_and_moves_nothing():
-    model, x = make_captioner(), pictures(2)
+    model, x = make_captioner(), images(2)
     token = torch.stack([captions()[1], torch.full((7,), PAD_ID)])
     loss = losses(model, x, token)
     assert loss[1] == 0 and loss[0] > 0
@@ -154,7 +154,7 @@ def test_a_row_of_padding_costs_nothing_and_moves_nothing():
 
 
 def test_a_record_in_parallel_sees_no_words_and_leaves_others_alone():
-    model, x, token = make_captioner(parallel_rate=0.5), pictures(), captions()
+    model, x, token = make_captioner(parallel_rate=0.5), images(), captions()
     parallel = torch.tensor([False, True, False])
     memory = model.encode(x)
     hidden = model.decode(token, memory, parallel)
@@ -169,7 +169,7 @@ def test_a_record_in_parallel_sees_no_words_and_leaves_others_alone():
 
 
 def test_the_second_loss_is_the_warm_starts_own():
-    model, x, token = make_captioner(reconstruction_weight=0.3), pictures(), captions()
+    model, x, token = make_captioner(reconstruction_weight=0.3), images(), captions()
     order = torch.randint(0, 2**62, (3, 16), generator=torch.Generator().manual_seed(2))
     warm = make_model(CrossMAEConfig(encoder=ENCODER, decoder=DECODER), seed=5).double()
     warm.load_state_dict({k: v for k, v in model.state_dict().items() if k.split(".")[0] in ("encoder", "decoder", "patch_head")})
@@ -180,7 +180,7 @@ def test_the_second_loss_is_the_warm_starts_own():
 def test_warm_start_equals_torchs_layers_over_the_hidden_patches():
     model = _moved(make_model(CrossMAEConfig(encoder=ENCODER, decoder=DECODER), seed=0))
     assert isinstance(model, CrossMAE)
-    x, order = pictures(), torch.randint(0, 2**62, (3, 16), generator=torch.Generator().manual_seed(2))
+    x, order = images(), torch.randint(0, 2**62, (3, 16), generator=torch.Generator().manual_seed(2))
     expected = []
     for x_CHW, order_L in zip(x, order, strict=True):
         shuffle = order_L.argsort()

@@ -34,7 +34,7 @@ def make_mae(dtype=torch.float64) -> MAE:
     return model.to(dtype)
 
 
-def pictures(num: int = 3, dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+def images(num: int = 3, dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x_BCHW = torch.randn(num, 3, 16, 16, generator=generator, dtype=torch.float64).to(dtype)
     return x_BCHW, torch.randint(0, 2**62, (num, 16), generator=generator)
@@ -76,7 +76,7 @@ def slow_losses(model: MAE, x_BCHW: torch.Tensor, order_BL: torch.Tensor) -> tor
 
 def test_loss_and_gradient_equal_maes_own_way():
     model = make_mae()
-    x_BCHW, order_BL = pictures()
+    x_BCHW, order_BL = images()
     fast, slow = losses(model, x_BCHW, order_BL), slow_losses(model, x_BCHW, order_BL)
     torch.testing.assert_close(fast, slow, rtol=0, atol=1e-12)
     params = list(model.parameters())
@@ -85,7 +85,7 @@ def test_loss_and_gradient_equal_maes_own_way():
 
 def test_encoder_does_not_see_masked_patches():
     model = make_mae()
-    x_BCHW, order_BL = pictures(1)
+    x_BCHW, order_BL = images(1)
     rank = order_BL.argsort(dim=1)
     seen, masked = rank[0, 0].item(), rank[0, 4].item()
 
@@ -105,7 +105,7 @@ def test_only_masked_pixels_are_in_the_loss():
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    x_BCHW, order_BL = pictures(1)
+    x_BCHW, order_BL = images(1)
     rank = order_BL.argsort(dim=1)[0]
     expected = patchify(x_BCHW, 4)[0, rank[4:]].square().mean()
     torch.testing.assert_close(losses(model, x_BCHW, order_BL)[0], expected)
@@ -113,7 +113,7 @@ def test_only_masked_pixels_are_in_the_loss():
 
 def test_vmapped_gradients_equal_those_of_single_records():
     model = make_mae()
-    x_BCHW, order_BL = pictures()
+    x_BCHW, order_BL = images()
 
     class Loss(torch.nn.Module):
         def __init__(self):
@@ -134,7 +134,7 @@ def test_vmapped_gradients_equal_those_of_single_records():
 
 def test_forward_draws_nothing_and_losses_are_float32_under_autocast():
     model = make_mae(torch.float32)
-    x_BCHW, order_BL = pictures(dtype=torch.float32)
+    x_BCHW, order_BL = images(dtype=torch.float32)
     state = torch.get_rng_state()
     exact = losses(model, x_BCHW, order_BL)
     with torch.autocast("cpu", torch.bfloat16):
@@ -146,7 +146,7 @@ def test_forward_draws_nothing_and_losses_are_float32_under_autocast():
 
 def test_reconstruction_keeps_visible_patches_and_has_the_losses_error():
     model = make_mae()
-    x_BCHW, order_BL = pictures()
+    x_BCHW, order_BL = images()
     prediction_BCHW, mask_BL = reconstruct(model, x_BCHW, order_BL)
     error_BL = (patchify(prediction_BCHW, 4) - patchify(x_BCHW, 4)).square().mean(-1)
     assert mask_BL.sum(1).tolist() == [12, 12, 12] and not error_BL[~mask_BL].any()

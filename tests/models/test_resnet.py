@@ -52,7 +52,7 @@ def timms_name(name: str, prefix: str) -> str:
     return re.sub(r"^stages\.(\d+)\.(\d+)\.", rf"stages.\1.{prefix}\2.", name)
 
 
-def pictures(size: int) -> torch.Tensor:
+def images(size: int) -> torch.Tensor:
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -92,7 +92,7 @@ def test_with_group_norm_it_is_timms_preactivation_network() -> None:
     ).double()  # fmt: skip
     theirs.load_state_dict({timms_name(name, "blocks."): value for name, value in ours.state_dict().items()})
     with torch.no_grad():
-        torch.testing.assert_close(ours(pictures(64)), theirs(pictures(64)), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(ours(images(64)), theirs(images(64)), rtol=1e-9, atol=1e-9)
 
 
 def test_without_norm_it_is_timms_norm_free_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_without_norm_it_is_timms_norm_free_network(monkeypatch: pytest.MonkeyPa
     theirs.stem.conv.scale /= estimate  # no ReLU stands before a stem
     theirs.load_state_dict({timms_name(name, ""): value for name, value in ours.state_dict().items()})
     with torch.no_grad():
-        torch.testing.assert_close(ours(pictures(64)), theirs(pictures(64)), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(ours(images(64)), theirs(images(64)), rtol=1e-9, atol=1e-9)
 
 
 def test_the_small_stem_keeps_the_side_and_each_further_stage_halves_it() -> None:
@@ -142,7 +142,7 @@ def test_one_pass_clips_every_variant_as_vmap_does(changes: dict) -> None:
 def test_a_record_does_not_see_its_neighbours_and_the_mode_changes_nothing() -> None:
     network = ResNet(SMALL).double()
     init_resnet(network, torch.Generator().manual_seed(0))
-    x = pictures(16)
+    x = images(16)
     with torch.no_grad():
         both, one, evaluated = network(x), network(x[:1]), network.eval()(x)
     torch.testing.assert_close(both[:1], one, rtol=1e-12, atol=1e-12)

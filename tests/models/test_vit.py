@@ -26,7 +26,7 @@ def make_vit() -> ViT:
     return vit.double()
 
 
-def pictures(num: int = 3) -> torch.Tensor:
+def images(num: int = 3) -> torch.Tensor:
     return torch.randn(num, 3, 16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
@@ -52,13 +52,13 @@ def timm_twin(vit: ViT) -> nn.Module:
 
 
 def test_equals_timm_with_the_same_weights():
-    vit, x = make_vit(), pictures()
+    vit, x = make_vit(), images()
     with torch.no_grad():
         torch.testing.assert_close(vit(x), timm_twin(vit)(x), rtol=0, atol=1e-12)
 
 
 def test_blocks_end_where_the_forward_pass_does():
-    vit, x = make_vit(), pictures()
+    vit, x = make_vit(), images()
     with torch.no_grad():
         outputs = vit.forward_blocks(x)
         assert [output.shape for output in outputs] == [(3, 17, 24)] * 3
@@ -78,7 +78,7 @@ def test_positions_are_maes():
 
 
 def test_patches_are_a_convolutions():
-    x = pictures()
+    x = images()
     weight = torch.randn(7, 3, 4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     expected = F.conv2d(x, weight, stride=4).flatten(2).transpose(1, 2)
     torch.testing.assert_close(patchify(x, 4) @ weight.flatten(1).T, expected, rtol=0, atol=1e-12)
@@ -93,7 +93,7 @@ def test_positions_are_not_parameters_and_not_saved():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_record_is_independent_of_its_neighbours(dtype):
-    vit, x = make_vit().to(dtype), pictures().to(dtype)
+    vit, x = make_vit().to(dtype), images().to(dtype)
     with torch.no_grad():
         before = vit(x)[0]
         x[1:] = 100.0

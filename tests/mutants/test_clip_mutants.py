@@ -263,11 +263,11 @@ def test_mask_keyed_by_row(scenes: Store, config: RunConfig, tmp_path: Path) -> 
         check_separable(mae_losses, zoo.tiny_mae(), make_batch(4), KEY)
 
     def check_crops() -> None:
-        def pictures(chosen: list[int]) -> dict[int, Tensor]:
+        def images(chosen: list[int]) -> dict[int, Tensor]:
             batches = physical_batches(scenes, np.array(chosen), KEY, config.data, 16, physical_batch_size=8, workers=1)
             return {int(i): x for batch in batches for i, x in zip(batch.record_id_B, batch.image_BVCHW, strict=True)}
 
-        whole, fewer = pictures([0, 1, 2, 3]), pictures([1, 2, 3])
+        whole, fewer = images([0, 1, 2, 3]), images([1, 2, 3])
         assert all(torch.equal(whole[i], x) for i, x in fewer.items()), "one record less, and the others get other crops"
 
     several = [Sample(f"{i}", scenes.read(i), {"captions": [f"{word} {i}" for word in ("one", "two", "three", "four")]}) for i in range(6)]

@@ -14,14 +14,14 @@ class Captioner(nn.Module):
     def __init__(self, *, tied: bool = True, bias: bool = False, padding_idx: int | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 12, padding_idx=padding_idx)
-        self.picture = nn.Linear(12, 12)
+        self.image = nn.Linear(12, 12)
         self.mixer = nn.Linear(12, 12)
         self.head = nn.Linear(12, VOCABULARY, bias=bias)
         if tied:
             self.head.weight = self.embedding.weight
 
     def states(self, x, token_BL):
-        return torch.tanh(self.mixer(self.embedding(token_BL).cumsum(1)) + self.picture(patches(x)).mean(1, keepdim=True))
+        return torch.tanh(self.mixer(self.embedding(token_BL).cumsum(1)) + self.image(patches(x)).mean(1, keepdim=True))
 
 
 def token_losses(model, batch, key):

@@ -30,7 +30,7 @@ from dpvision.report.gallery import OWN, Gallery, Row, gallery_of_run, make_gall
 from dpvision.report.operator_page import make_operator_page
 from dpvision.report.page import make_report
 
-from ..captioners import make_config, make_tokenizer, picture, png, train_captioner, write_run, write_squares
+from ..captioners import image, make_config, make_tokenizer, png, train_captioner, write_run, write_squares
 from .runs import make_run, make_store
 
 GUARANTEE = {"epsilon": 8.0}
@@ -72,12 +72,12 @@ def captioner_run(folder: Path, small_privacy: PrivacyConfig, model: Captioner |
 
 
 def pixels(row: Row) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(row.picture.split(",")[1]))))
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(row.image.split(",")[1]))))
 
 
 def numbers(rows: tuple[Row, ...]) -> list[int]:
-    """Which images of ``captioners.picture`` the rows show."""
-    known = {picture(number)[0].tobytes(): number for number in range(200, 200 + NUM)}
+    """Which images of ``captioners.image`` the rows show."""
+    known = {image(number)[0].tobytes(): number for number in range(200, 200 + NUM)}
     return [known[pixels(row).tobytes()] for row in rows]
 
 
@@ -85,7 +85,7 @@ def test_images_stand_with_their_own_words(tmp_path: Path, squares: Store) -> No
     made = gallery_of_run(write_run(tmp_path / "run", train_captioner(), guarantee=GUARANTEE), squares.path, count=6)
     assert made.num_candidates == NUM and len(made.random) == len(made.best) == 6
     for row, number in zip((*made.random, *made.best), numbers((*made.random, *made.best)), strict=True):
-        caption = picture(number)[1]
+        caption = image(number)[1]
         assert row.people == (caption, "there is " + caption) and [s.text for s in row.said] == [caption]
 
 
@@ -223,12 +223,12 @@ def test_large_images_are_made_small(tmp_path: Path) -> None:
     samples = []
     for number in range(600, 603):
         file = io.BytesIO()
-        Image.fromarray(picture(number, 600)[0]).resize((900, 600)).save(file, "JPEG")
-        samples.append(Sample(f"k{number}", file.getvalue(), {"caption": picture(number)[1]}))
+        Image.fromarray(image(number, 600)[0]).resize((900, 600)).save(file, "JPEG")
+        samples.append(Sample(f"k{number}", file.getvalue(), {"caption": image(number)[1]}))
     store = import_samples(samples, tmp_path / "store", public=True)
     made = gallery_of_run(write_run(tmp_path / "run", train_captioner()), store.path)
     assert {pixels(row).shape for row in made.random} == {(149, 224, 3)}
-    assert all(row.picture.startswith("data:image/jpeg;base64,") for row in made.random)
+    assert all(row.image.startswith("data:image/jpeg;base64,") for row in made.random)
 
 
 def test_wrong_input_gets_one_clear_error(tmp_path: Path, small_privacy: PrivacyConfig, squares: Store) -> None:

@@ -52,7 +52,7 @@ def test_predictions_are_those_of_the_classifier_beside_the_true_classes(classif
     rows = {decode(test.read(row)).tobytes(): row for row in range(30)}
     ready = load_classifier(run)
     for example in shown.examples:
-        pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(example.picture.partition(",")[2]))))
+        pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(example.image.partition(",")[2]))))
         row = rows[pixels.tobytes()]
         assert example.true == names[test.labels[row]]
         assert example.predicted == names[int(ready(torch.from_numpy(ready.preprocess(pixels))[None]).argmax())]

@@ -74,14 +74,14 @@ def test_length_of_a_feature_does_not_matter_and_its_direction_does() -> None:
 def test_the_grid_shows_the_images_that_are_nearest(scenes: Store) -> None:
     made = find_neighbours({"One": flat(), "Two": flat()}, scenes, num_queries=4, k=5)
     assert made is not None and made.pooling == "flat" and (made.k, made.num_candidates, len(made.rows)) == (5, NUM, 4)
-    pictures = np.stack([np.asarray(Image.open(io.BytesIO(blob)).convert("RGB")) for blob in scenes.read_many(np.arange(NUM))])
-    x = ((pictures / 255 - MEAN) / STD).transpose(0, 3, 1, 2).reshape(NUM, -1)
+    images = np.stack([np.asarray(Image.open(io.BytesIO(blob)).convert("RGB")) for blob in scenes.read_many(np.arange(NUM))])
+    x = ((images / 255 - MEAN) / STD).transpose(0, 3, 1, 2).reshape(NUM, -1)
     _, expected = NearestNeighbors(n_neighbors=6, metric="cosine").fit(x).kneighbors(x)
     for query, (one, two) in made.rows:
         assert one == two
         (shown,) = tiles(query)
-        row = int(np.abs(pictures.astype(int) - shown).sum(axis=(1, 2, 3)).argmin())
-        assert [np.array_equal(a, pictures[i]) for a, i in zip(tiles(one), expected[row, 1:], strict=True)] == [True] * 5
+        row = int(np.abs(images.astype(int) - shown).sum(axis=(1, 2, 3)).argmin())
+        assert [np.array_equal(a, images[i]) for a, i in zip(tiles(one), expected[row, 1:], strict=True)] == [True] * 5
     labels = scenes.labels[np.arange(NUM)]
     share = (labels[expected[:, 1:]] == labels[:, None]).mean()
     assert made.same_class == pytest.approx((share, share))
@@ -196,7 +196,7 @@ def test_other_targets_are_shown_for_what_they_are(tmp_path: Path, scenes: Store
     assert (made is None) == (target == "gradients")
     if made is not None:
         assert made.borrowed == (target == "normalised_pixels")
-        assert ("taken from the originals" in render("strips_part.html", pictures=made)) == made.borrowed
+        assert ("taken from the originals" in render("strips_part.html", images=made)) == made.borrowed
 
 
 def _store_of(folder: Path) -> Path:

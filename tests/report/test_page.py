@@ -211,5 +211,5 @@ def test_a_reconstruction_keeps_what_the_model_saw(finished_run: Path, scenes: P
     visible = seen[..., 3] > 0
     assert visible.sum() == 5 * 16 * 16  # a quarter of the patches
     assert np.array_equal(filled[visible], original[visible]) and np.array_equal(seen[visible], original[visible])
-    pictures = original[..., 3] > 0
-    assert (filled[pictures & ~visible] != original[pictures & ~visible]).mean() > 0.5
+    images = original[..., 3] > 0
+    assert (filled[images & ~visible] != original[images & ~visible]).mean() > 0.5

@@ -1,4 +1,4 @@
-"""Textures: pure functions of their integers, and pictures with the statistics that they claim."""
+"""Textures: pure functions of their integers, and images with the statistics that they claim."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_an_image_does_not_depend_on_the_others_or_on_their_order() -> None:
 
 @pytest.mark.parametrize(("size", "num"), [(96, 24), (224, 5)])
 def test_threads_do_not_change_a_bit(size: int, num: int) -> None:
-    """Nor does a sum over one large picture, which PyTorch cuts up among threads."""
+    """Nor does a sum over one large image, which PyTorch cuts up among threads."""
     number, before = torch.arange(num), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def test_a_look_shows_the_same_world() -> None:
 
 
 def test_the_same_world_at_every_size() -> None:
-    """A large picture averaged down agrees with the small one, far beyond what two programs have in common."""
+    """A large image averaged down agrees with the small one, far beyond what two programs have in common."""
     number = torch.arange(60)
     small = textures(number, 32).float()
     large = torch.nn.functional.avg_pool2d(textures(number, 128).float(), 4)
@@ -68,7 +68,7 @@ def test_the_same_world_at_every_size() -> None:
 
 def test_no_image_is_empty() -> None:
     grey = textures(torch.arange(2000), 32).float().mean(1).flatten(1)
-    assert (grey.std(dim=1) > 5).all(), "a nearly flat picture teaches nothing"
+    assert (grey.std(dim=1) > 5).all(), "a nearly flat image teaches nothing"
     clipped = ((grey < 1) | (grey > 254)).float().mean(dim=1)
     assert clipped.median() < 0.05
 
@@ -88,7 +88,7 @@ def test_the_spectrum_falls_as_that_of_things_and_not_of_noise() -> None:
 def test_patches_follow_from_their_neighbours_as_in_photographs() -> None:
     """Least squares from the eight neighbours to a patch of 4 x 4 pixels of mean 0 and variance 1, which is what the warm start predicts.
 
-    Share of the variance that is foretold in pictures not fitted on: 0.6 for CIFAR-10, 0.4 for 1/f noise, 0 for white noise; the
+    Share of the variance that is foretold in images not fitted on: 0.6 for CIFAR-10, 0.4 for 1/f noise, 0 for white noise; the
     generator's version 1 had 0.46.
     """
     x_NCHW = torch.cat([textures(torch.arange(i, i + 200), 32, instance_N=torch.arange(200)).float() / 255 for i in (0, 200, 400)])
@@ -117,7 +117,7 @@ def _foretold(x_NCHW: torch.Tensor) -> float:
 
 
 def test_edges_are_sparse_as_in_scenes_of_things() -> None:
-    """Gradients of Gaussian noise have kurtosis 3; of pictures with occlusion far more."""
+    """Gradients of Gaussian noise have kurtosis 3; of images with occlusion far more."""
     grey = textures(torch.arange(300), 32).float().mean(1)
     step = grey.diff(dim=2).flatten()
     step = step - step.mean()
@@ -137,7 +137,7 @@ def test_the_bank_is_periodic_and_in_range() -> None:
     assert (contour > 0).all() and np.allclose(contour.max(axis=1), 1)
     seam = np.abs(field[:, :, 0] - field[:, :, -1]).mean(axis=1)
     inside = np.abs(np.diff(field, axis=2)).mean(axis=(1, 2))
-    assert (seam < 3 * inside + 0.05).mean() > 0.95, "a jump where the field repeats would be a line in the picture"
+    assert (seam < 3 * inside + 0.05).mean() > 0.95, "a jump where the field repeats would be a line in the image"
 
 
 def test_numpy_and_torch_mix_alike() -> None:

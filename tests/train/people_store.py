@@ -16,7 +16,7 @@ from dpvision.data.store import Store
 from dpvision.train.loop import Session
 from dpvision.train.step import step_sum
 
-from ..data.pictures import png
+from ..data.image_files import png
 
 SIZES = (1, 1, 2, 2, 3, 3, 4, 5, 6, 9)
 """Images of each person."""

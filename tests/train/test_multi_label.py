@@ -14,7 +14,7 @@ from dpvision.checkpoint import load_checkpoint
 from dpvision.config import ClassifierConfig, DataConfig, HardwareConfig, OptimConfig, PrivacyConfig, ResNetConfig, RunConfig
 from dpvision.data.importer import import_samples
 from dpvision.data.keys import StepKey
-from dpvision.data.loader import physical_batches, pictures
+from dpvision.data.loader import image_batches, physical_batches
 from dpvision.data.multi_label import NOT_KNOWN
 from dpvision.data.open import open_store
 from dpvision.data.sources import Sample
@@ -80,7 +80,7 @@ def test_a_private_run_stops_goes_on_and_is_scored_by_what_its_network_says(
     precision, decisions = score_own_head(root, test, workers=1)
     model = make_model(config.model, 1)
     model.load_state_dict(load_checkpoint(root).model)
-    x, row, _ = next(pictures(test, None, 16, config.data, batch_size=500, workers=1))
+    x, row, _ = next(image_batches(test, None, 16, config.data, batch_size=500, workers=1))
     with torch.no_grad():
         logit = model(x).numpy()
     truth = np.array([[k in test.record(int(r)).labels for k in range(NUM_CLASSES)] for r in row])

@@ -35,7 +35,7 @@ from dpvision.train.loop import fit
 from dpvision.train.start import new_session, resumed_session
 from dpvision.train.step import step_sum
 
-from ..data.pictures import encode, png, spoil
+from ..data.image_files import encode, png, spoil
 from .people_store import NUM_IMAGES, PEOPLE, SIZES, people_config, people_store, sums, without
 
 KEY = bytes(range(32))

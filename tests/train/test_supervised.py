@@ -20,7 +20,7 @@ from dpvision.config import ClassifierConfig, DataConfig, HardwareConfig, OptimC
 from dpvision.data.batch import Batch
 from dpvision.data.importer import import_samples
 from dpvision.data.keys import StepKey
-from dpvision.data.loader import physical_batches, pictures
+from dpvision.data.loader import image_batches, physical_batches
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn, clipped_sum
@@ -295,7 +295,7 @@ def test_a_classifiers_encoder_is_an_encoder_like_any_other(supervised: RunConfi
     root = train(supervised, tmp_path / "run")
     encoder = run_encoder(root)
     assert encoder.family == "convnet" and encoder.blocks is None and encoder.backbone is not None
-    x = next(pictures(public_digits, None, 8, supervised.data, batch_size=5, workers=1))[0]
+    x = next(image_batches(public_digits, None, 8, supervised.data, batch_size=5, workers=1))[0]
     model = make_model(supervised.model, 0)
     model.load_state_dict(load_checkpoint(root).model)
     with torch.no_grad():
@@ -309,7 +309,7 @@ def test_the_own_heads_score_is_the_share_of_right_answers(supervised: RunConfig
     for ema, weights in ((False, checkpoint.model), (True, checkpoint.ema)):
         model = make_model(supervised.model, 1)
         model.load_state_dict(weights)
-        x, _, label = next(pictures(public_digits, None, 8, supervised.data, batch_size=500, workers=1))
+        x, _, label = next(image_batches(public_digits, None, 8, supervised.data, batch_size=500, workers=1))
         with torch.no_grad():
             right = int((model(x).argmax(1) == label).sum())
         score, *_ = score_own_head(root, public_digits, ema=ema, batch_size=64, workers=1)

@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> None:
 
 def caption(
     run: RunPath,
-    pictures: Places,
+    images: Places,
     method: Literal["greedy", "beam", "sample"] = "greedy",
     beams: int = 4,
     num: int = 1,
@@ -64,7 +64,7 @@ def caption(
 
     Args:
         run: Run folder of a captioner, or one of its checkpoints.
-        pictures: Image files, folders, stores, .tar or .parquet files.
+        images: Image files, folders, stores, .tar or .parquet files.
         method: greedy (most likely token at each step), beam (beam search) or sample (random tokens).
         beams: Width of the beam search.
         num: Captions per image: the best of a beam search, or independent samples.
@@ -95,7 +95,7 @@ def caption(
     check_run(run)
     import torch
 
-    from dpvision.eval.captions.caption_images import caption_pictures, find_images, prompt_ids
+    from dpvision.eval.captions.caption_images import caption_files, find_images, prompt_ids
     from dpvision.eval.captions.open_captioner import open_captioner
     from dpvision.models.generate import GenerateSettings
 
@@ -104,7 +104,7 @@ def caption(
         method=method, num=num, beams=beams, length_penalty=length_penalty, temperature=temperature, top_k=top_k, top_p=top_p,
         min_words=min_words, max_words=max_words, prompt=prompt_ids(captioner, prompt),
     )  # fmt: skip
-    found = find_images(pictures, workers)
+    found = find_images(images, workers)
     private = captioner.confidential or found.visibility == "private"
     if out is not None and private and not release_private_outputs:
         require_confidential(out, "caption", "captions of private images", ", or give --release-private-outputs")
@@ -115,7 +115,7 @@ def caption(
         # No status line while captions are printed to the same terminal.
         status = None if out is None and not json else stack.enter_context(Console(stderr=True).status("reading"))
         write = _print_lines if out is None else stack.enter_context(_writer(out))
-        for one in caption_pictures(captioner, found.samples, settings, fit=fit, seed=seed, batch_size=batch_size, workers=workers):
+        for one in caption_files(captioner, found.samples, settings, fit=fit, seed=seed, batch_size=batch_size, workers=workers):
             if one.problem is not None:
                 unreadable.append(one)
                 continue
@@ -143,8 +143,8 @@ def caption(
 
 def _plain(one: "Captioned") -> dict[str, Any]:
     if one.problem is not None:
-        return {"picture": one.name, "problem": one.problem}
-    return {"picture": one.name, "captions": [{"text": c.text, "log_probability": c.log_probability} for c in one.captions]}
+        return {"image": one.name, "problem": one.problem}
+    return {"image": one.name, "captions": [{"text": c.text, "log_probability": c.log_probability} for c in one.captions]}
 
 
 def _print_lines(one: "Captioned") -> None:
@@ -185,5 +185,5 @@ def _jsonl_writer(file: IO[str]) -> Callable[["Captioned"], None]:
 
 def _csv_writer(file: IO[str]) -> Callable[["Captioned"], None]:
     rows = csv.writer(file)
-    rows.writerow(("picture", "caption", "log_probability"))
+    rows.writerow(("image", "caption", "log_probability"))
     return lambda one: rows.writerows((one.name, said.text, f"{said.log_probability:.6g}") for said in one.captions)

@@ -138,7 +138,7 @@ def evaluate_captioner(
         on_store.append(ZeroShot(opened, classes, asked, any_of))
     if captions and opened is not None:
         on_store.append(Cider(opened, GenerateSettings() if beams is None else GenerateSettings("beam", beams=beams), limit))
-    private = ready.confidential or any(test.pictures.visibility == "private" for test in tests)
+    private = ready.confidential or any(test.images.visibility == "private" for test in tests)
     private = private or (len(on_store) > 0 and opened is not None and opened.results_visibility == "private")
     if out is not None:
         check_out(out, private)

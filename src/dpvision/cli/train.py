@@ -102,7 +102,7 @@ def train(args: TrainArgs) -> None:
             "--data STORE --encoder ENCODER --num-classes K --dataset-size N --epsilon E`."
         )
     root, config, data = args.root(args.recipe), args.config, args.data
-    if data is None and config.data.store is None and config.data.pictures == "textures" and not args.resume:
+    if data is None and config.data.store is None and config.data.images == "textures" and not args.resume:
         data = _texture_store(config.privacy.dataset_size)
     if data is not None:
         config = replace(config, data=replace(config.data, store=str(data)))

@@ -19,7 +19,7 @@ class DataConfig:
 
     store: str | None = None
     """Folder made by ``dpvision data import``."""
-    pictures: Literal["store", "textures"] = "store"
+    images: Literal["store", "textures"] = "store"
     """'textures': if no store is named, ``dpvision train`` makes one of privacy.dataset_size procedural textures."""
     crop_scale: tuple[float, float] = (0.2, 1.0)
     """Area range of the random resized crop (ViP: 0.2 to 1)."""

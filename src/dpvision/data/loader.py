@@ -104,7 +104,7 @@ def physical_batches(
         )
 
 
-def pictures(
+def image_batches(
     store: Store, rows: np.ndarray | None, image_size: int, data: DataConfig, *, batch_size: int, workers: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield images for evaluation: ``transform.evaluation_box`` resized to ``image_size`` (bicubic), normalised; with ``data.own_sizes``

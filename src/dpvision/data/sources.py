@@ -139,10 +139,10 @@ def _is_image(name: str) -> bool:
 
 def _texts_beside(folder: str, names: list[str]) -> dict[str, list[Path]]:
     """NAME.txt and NAME.json files next to an image of that name, by NAME."""
-    pictures = {Path(name).stem for name in names if _is_image(name)}
+    stems = {Path(name).stem for name in names if _is_image(name)}
     found: dict[str, list[Path]] = {}
     for name in sorted(names):
-        if Path(name).suffix.lower() in _BESIDE and Path(name).stem in pictures:
+        if Path(name).suffix.lower() in _BESIDE and Path(name).stem in stems:
             found.setdefault(Path(name).stem, []).append(Path(folder, name))
     return found
 
@@ -300,10 +300,10 @@ def _tar_samples(paths: list[Path], workers: int) -> Iterator[Sample]:
 
 
 def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Sample:
-    picture = next((member for extension, member in parts.items() if extension in IMAGE_EXTENSIONS), None)
-    if picture is None or picture.size > MAX_FILE_BYTES:
-        return Sample(key, b"", {}, place=(path, 0), problem="no image" if picture is None else "oversized")
-    place = (path, picture.offset)
+    member_of_image = next((member for extension, member in parts.items() if extension in IMAGE_EXTENSIONS), None)
+    if member_of_image is None or member_of_image.size > MAX_FILE_BYTES:
+        return Sample(key, b"", {}, place=(path, 0), problem="no image" if member_of_image is None else "oversized")
+    place = (path, member_of_image.offset)
 
     def beside(extension: str, limit: int | None = None) -> bytes:
         size = parts[extension].size
@@ -320,4 +320,4 @@ def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Samp
             fields["label"] = int(label) if label.isdecimal() else label
     except (ValueError, RecursionError):  # damaged UTF-8 or JSON, or JSON nested too deeply
         return Sample(key, b"", {}, place=place, problem="damaged text")
-    return Sample(key, os.pread(fd, picture.size, picture.offset), fields, place)
+    return Sample(key, os.pread(fd, member_of_image.size, member_of_image.offset), fields, place)

@@ -236,18 +236,18 @@ class Preprocess:
     data: DataConfig = field(default_factory=DataConfig)
     """Settings of resize and crop."""
 
-    def __call__(self, picture: Image.Image | np.ndarray) -> np.ndarray:
+    def __call__(self, image: Image.Image | np.ndarray) -> np.ndarray:
         """Transform a Pillow image in any mode (turned upright by its EXIF), or uint8 pixels (H, W, 3), to float32 x_CHW.
 
         Raises:
             DataError: an array of another type or shape, or a floating-point image.
         """
-        if isinstance(picture, np.ndarray):
-            if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
-                got = f"{picture.dtype} {picture.shape}"
-                raise DataError(f"preprocess: picture={got}; expected uint8 of shape (H, W, 3). Convert it, or pass a PIL image.")
-            picture = Image.fromarray(picture)
-        image = upright_rgb(picture)
+        if isinstance(image, np.ndarray):
+            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+                got = f"{image.dtype} {image.shape}"
+                raise DataError(f"preprocess: image={got}; expected uint8 of shape (H, W, 3). Convert it, or pass a PIL image.")
+            image = Image.fromarray(image)
+        image = upright_rgb(image)
         pixels_HWC, side = evaluation_view(image, self.image_size, self.data)
         x_CHW = np.empty((3, self.image_size, self.image_size), dtype=np.float32)
         normalise_canvas(pixels_HWC, side, self.mean, self.std, x_CHW)
@@ -260,5 +260,5 @@ def preprocess(image_size: int, mean: Sequence[float], std: Sequence[float], own
 
 
 def preprocess_of(image_size: int, data: DataConfig) -> Preprocess:
-    """Make the evaluation transform of a run, the same as ``loader.pictures`` applies to a store."""
+    """Make the evaluation transform of a run, the same as ``loader.image_batches`` applies to a store."""
     return Preprocess(image_size, data.mean, data.std, data)

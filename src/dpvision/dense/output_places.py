@@ -8,11 +8,11 @@ from dpvision.cli.scores import check_out
 from dpvision.errors import ConfigError
 
 
-def check_places(out: Path | None, picture: Path | None, work: Path | None, private: bool) -> None:
+def check_places(out: Path | None, sheet: Path | None, work: Path | None, private: bool) -> None:
     """Refuse unusable output paths before any work is done."""
     if out is not None:
         check_out(out, private)
-    for name, place, within in (("picture", picture, True), ("work", work, False)):
+    for name, place, within in (("sheet", sheet, True), ("work", work, False)):
         if place is None:
             continue
         parts = place.absolute().parent.parts if within else place.absolute().parts
@@ -21,8 +21,8 @@ def check_places(out: Path | None, picture: Path | None, work: Path | None, priv
                 f"evaluate: {name}={str(place)!r} depends on private images; expected a folder called confidential in its path. Use one, "
                 "or give --public if the images need no protection."
             )
-    if picture is not None and (picture.suffix != ".png" or picture.is_dir() or not picture.absolute().parent.is_dir()):
-        raise ConfigError(f"evaluate: picture={str(picture)!r}; expected a file that ends in .png in an existing folder. Change --picture.")
+    if sheet is not None and (sheet.suffix != ".png" or sheet.is_dir() or not sheet.absolute().parent.is_dir()):
+        raise ConfigError(f"evaluate: sheet={str(sheet)!r}; expected a file that ends in .png in an existing folder. Change --sheet.")
     if work is not None and work.exists() and not work.is_dir():
         raise ConfigError(f"evaluate: work={str(work)!r}; expected a folder. Choose another --work.")
 

@@ -36,7 +36,7 @@ Loss = Callable[[nn.Module, list[T]], Tensor]
 """From the model and the examples of one forward pass, on the CPU, to their mean loss, a scalar. Moves the examples to the device."""
 
 
-class Pictures(Protocol[Example]):
+class Images(Protocol[Example]):
     """Training images by number."""
 
     def __len__(self) -> int: ...
@@ -64,7 +64,7 @@ def rate_factor(settings: DenseTrainSettings, step: int, steps: int) -> float:
 
 def fit(
     model: nn.Module,
-    pictures: Pictures[T],
+    images: Images[T],
     loss: Loss[T],
     groups: Sequence[dict[str, Any]],
     settings: DenseTrainSettings,
@@ -95,7 +95,7 @@ def fit(
     """
     hardware = hardware or DenseHardware()
     group = group or Group(0, 1, next(model.parameters()).device)
-    steps = checked_steps(settings, len(pictures), group.world_size)
+    steps = checked_steps(settings, len(images), group.world_size)
     say = progress if progress is not None and group.is_main else (lambda text: None)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     listed = [p for g in groups for p in g["params"] if p.requires_grad]
@@ -107,11 +107,11 @@ def fit(
     checkpoint: DenseCheckpoint | None = None
     step = 0
     if work is not None:
-        agreed = f"{settings}, {len(pictures)} images, {about}"
+        agreed = f"{settings}, {len(images)} images, {about}"
         checkpoint = open_checkpoint(work, model, optimizer, scaler, agreed, list(lineage))
         step = checkpoint.restore()
     counts = _micro_sizes(settings.batch_size // group.world_size, hardware.physical_batch_size)
-    stream = _stream(pictures, settings, group, step, steps, hardware, sum(counts))
+    stream = _stream(images, settings, group, step, steps, hardware, sum(counts))
     model.train()
     began, saved, first = time.monotonic(), time.monotonic(), step
     on_gpu = [group.device] if group.device.type == "cuda" else []
@@ -170,7 +170,7 @@ def checked_steps(settings: DenseTrainSettings, num_images: int, world_size: int
 
 
 def seconds_a_step(
-    model: nn.Module, pictures: Pictures[T], loss: Loss[T], settings: DenseTrainSettings, hardware: DenseHardware | None = None
+    model: nn.Module, images: Images[T], loss: Loss[T], settings: DenseTrainSettings, hardware: DenseHardware | None = None
 ) -> float:
     """Measure the seconds of one step on this process from one forward and backward pass, after a warm-up pass unless that takes over
     ten seconds. For dry runs: it changes the model's batch statistics."""
@@ -182,7 +182,7 @@ def seconds_a_step(
         if turn and seconds > 10:
             break
         began = time.monotonic()
-        examples = [pictures.load(i % len(pictures), 0) for i in range(counts[0])]
+        examples = [images.load(i % len(images), 0) for i in range(counts[0])]
         with hardware.autocast(device):
             value = loss(model, examples).float()
         value.backward()
@@ -200,10 +200,10 @@ def synchronised(model: nn.Module, group: Group) -> nn.Module:
 
 
 def _stream(
-    pictures: Pictures[T], settings: DenseTrainSettings, group: Group, step: int, steps: int, hardware: DenseHardware, share: int
+    images: Images[T], settings: DenseTrainSettings, group: Group, step: int, steps: int, hardware: DenseHardware, share: int
 ) -> Generator[T, None, None]:
     """Yield this rank's examples from ``step`` on, in training order."""
-    num = len(pictures)
+    num = len(images)
 
     def places() -> Iterator[tuple[int, int]]:
         epoch, order = -1, np.empty(0, dtype=np.int64)
@@ -216,7 +216,7 @@ def _stream(
                 yield int(order[place % num]), epoch
 
     def load(place: tuple[int, int]) -> T:
-        return pictures.load(*place)
+        return images.load(*place)
 
     yield from ordered_map(load, places(), workers=hardware.workers, ahead=max(2 * hardware.workers, hardware.physical_batch_size))
 

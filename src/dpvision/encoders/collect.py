@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpvision.config import DataConfig
-from dpvision.data.loader import pictures
+from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
 from dpvision.encoders.encoder import FeatureFunction
 from dpvision.errors import DataError
@@ -48,7 +48,7 @@ def collect_features(
     total = store.num_records if rows is None else len(rows)
     found: dict[tuple[str, str], Tensor] = {}
     label_N, row_N, done = torch.empty(total, dtype=torch.int64), torch.empty(total, dtype=torch.int64), 0
-    for x_BCHW, row_B, label_B in pictures(store, rows, image_size, data, batch_size=batch_size, workers=workers):
+    for x_BCHW, row_B, label_B in image_batches(store, rows, image_size, data, batch_size=batch_size, workers=workers):
         here = slice(done, done + len(x_BCHW))
         label_N[here], row_N[here] = label_B, row_B
         x_BCHW = x_BCHW.to(device)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dpvision.data.loader import pictures
+from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_cache import FeatureCache, features_key, score_key
@@ -140,7 +140,7 @@ def _blocks(
     batch_size = how.batch_size
     if how.progress is not None:
         how.progress(done)
-    found = pictures(store, rows[first:], encoder.image_size, encoder.data, batch_size=batch_size, workers=how.workers)
+    found = image_batches(store, rows[first:], encoder.image_size, encoder.data, batch_size=batch_size, workers=how.workers)
     for x_BCHW, row_B, _ in found:
         missing = batch_size - len(x_BCHW)
         padded = torch.cat([x_BCHW, x_BCHW.new_zeros(missing, *x_BCHW.shape[1:])]) if missing else x_BCHW

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dpvision.config import DataConfig
 from dpvision.data.decode import BadImage, decode
-from dpvision.data.loader import pictures
+from dpvision.data.loader import image_batches
 from dpvision.data.overlap import Matches, matches_of
 from dpvision.data.store import Store
 from dpvision.data.transform import preprocess
@@ -191,7 +191,7 @@ def _blocks(
     data = DataConfig(mean=encoder.mean, std=encoder.std)
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     done = 0
-    for x_BCHW, row_B, _ in pictures(store, None, encoder.image_size, data, batch_size=batch_size, workers=workers):
+    for x_BCHW, row_B, _ in image_batches(store, None, encoder.image_size, data, batch_size=batch_size, workers=workers):
         for shown in (x_BCHW, x_BCHW.flip(-1)) if mirrored else (x_BCHW,):
             parts.append((_unit(_features(encoder, shown, device), threshold.centre_D), row_B.numpy()))
         done += len(row_B)

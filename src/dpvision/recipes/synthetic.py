@@ -25,7 +25,7 @@ def _warm_start(name: str, start_of: Callable[[], RunConfig], epochs: int = _EPO
         private,
         recipe=f"synthetic.{name}",
         privacy=PrivacyConfig(dataset_size=_TEXTURES, expected_batch_size=_BATCH, steps=steps, max_grad_norm=None, guarantee="none"),
-        data=replace(private.data, pictures="textures"),
+        data=replace(private.data, images="textures"),
         optim=OptimConfig(
             learning_rate=_BASE_RATE * _BATCH / 256,
             weight_decay=0.05,
@@ -103,7 +103,7 @@ def vip_micro() -> RunConfig:
         private,
         recipe="synthetic.vip_micro",
         privacy=PrivacyConfig(dataset_size=200_000, expected_batch_size=64, steps=3750, max_grad_norm=None, guarantee="none"),
-        data=DataConfig(pictures="textures"),
+        data=DataConfig(images="textures"),
         optim=OptimConfig(learning_rate=1e-3, weight_decay=0.05, decayed="matrices", schedule="cosine", warmup_steps=375),
         init_from=None,
     )

@@ -173,14 +173,14 @@ def _score_figures(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
             continue
         chance = max(score["chance"] for _, score in entries)
         private = any(score["visibility"] == "private" for _, score in entries)
-        pictures = f"{'private' if private else 'public'} images ({data}), {protocol}"
+        images = f"{'private' if private else 'public'} images ({data}), {protocol}"
         if len({run.num_parameters for run, _ in ours}) > 1:
             untrained = [(runs[i], score) for i, score in entries if score["name"] == "random weights"]
-            svg = scaling_figure([*_points(ours), *_untrained(untrained)], chance, pictures)
+            svg = scaling_figure([*_points(ours), *_untrained(untrained)], chance, images)
         else:
             bars = [(run.name + _more_than_kind(score), *_range(score), True) for run, score in ours]
             beside = {(score["name"], *_range(score), False): None for _, score in entries if not is_of_the_run(score["name"])}
-            svg = bars_figure([("Score", [*bars, *beside])], [chance], pictures)
+            svg = bars_figure([("Score", [*bars, *beside])], [chance], images)
         drawn.append({"title": protocol, "data": data, "private": private, "svg": Markup(svg)})
     return drawn
 

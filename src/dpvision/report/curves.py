@@ -111,16 +111,16 @@ def curves_figure(curves: Sequence[Curve], *, xlabel: str, ylabel: str = "loss")
     return svg[0]
 
 
-def scaling_figure(points: Sequence[Point], chance: float, pictures: str) -> str:
+def scaling_figure(points: Sequence[Point], chance: float, images: str) -> str:
     """Plot scores against the number of parameters as SVG: a line per series, with 95% intervals.
 
     Args:
         points: scores as shares in [0, 1], of one protocol.
         chance: score of guessing.
-        pictures: description of the test data, for the alt text.
+        images: description of the test data, for the alt text.
     """
     said = "; ".join(f"{p.series}, {size_text(p.num_parameters)}: {p.value:.1%}" for p in points)
-    with svg_axes(f"Score against number of parameters on {pictures}. {said}; chance {chance:.1%}.", _PANEL) as (ax, svg):
+    with svg_axes(f"Score against number of parameters on {images}. {said}; chance {chance:.1%}.", _PANEL) as (ax, svg):
         low, high = min(p.low for p in points), max(p.high for p in points)
         sizes = sorted({p.num_parameters for p in points})
         ax.set(xscale="log", xlabel="parameters", ylabel="score", xlim=(sizes[0] / 1.12, sizes[-1] * 1.12))

@@ -106,21 +106,21 @@ def profile_figure(profile: Sequence[Sequence[float]], epsilon: float, delta: fl
 def bars_figure(
     groups: Sequence[tuple[str, Sequence[tuple[str, float, float, float, bool]]]],
     chances: Sequence[float],
-    pictures: str = "public images",
+    images: str = "public images",
 ) -> str:
     """Plot scores as SVG: horizontal bars with intervals, in groups, each with a line at chance.
 
     Args:
         groups: (title, bars). A bar is (label, value, low, high, whether to highlight it), with shares in [0, 1].
         chances: score of guessing in each group.
-        pictures: description of the test data, for the alt text.
+        images: description of the test data, for the alt text.
     """
     said = [
         f"{title}: {', '.join(f'{name} {value:.1%}' for name, value, *_ in bars)}; chance {chance:.1%}"
         for (title, bars), chance in zip(groups, chances, strict=True)
     ]
     rows = sum(len(bars) + 1.4 for _, bars in groups)
-    with svg_axes(f"Scores on {pictures}. {'; '.join(said)}.", (_SIZE[0], 0.27 * rows + 0.55)) as (ax, svg):
+    with svg_axes(f"Scores on {images}. {'; '.join(said)}.", (_SIZE[0], 0.27 * rows + 0.55)) as (ax, svg):
         y, most = 0.0, max(high for _, bars in groups for *_, high, _ in bars)
         for (title, bars), chance in zip(groups, chances, strict=True):
             ax.text(0, y, title, color=INK, weight="bold", va="center")

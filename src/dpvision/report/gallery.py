@@ -22,7 +22,7 @@ from dpvision.eval.captions.cider_scores import say_captions
 from dpvision.eval.captions.open_captioner import OpenCaptioner, open_captioner
 from dpvision.models.generate import GenerateSettings
 from dpvision.report.compared_run import made_of_public_images
-from dpvision.report.strips import picture_uri
+from dpvision.report.strips import image_uri
 
 NUM_CANDIDATES = 500
 BEST_SHARE = 0.1
@@ -44,7 +44,7 @@ class Saying:
 class Row:
     """One image of the gallery."""
 
-    picture: str
+    image: str
     """data: URI."""
     people: tuple[str, ...]
     said: tuple[Saying, ...]
@@ -142,7 +142,7 @@ def make_gallery(
     def shown(place: int) -> Row:
         row = int(rows[place])
         captions = tuple(Saying(name, one_line(by_row[row]), float(scores[name][place])) for name, by_row in said.items())
-        return Row(picture_uri(store.read(row)), tuple(map(one_line, references[place][:_REFERENCES_SHOWN])), captions)
+        return Row(image_uri(store.read(row)), tuple(map(one_line, references[place][:_REFERENCES_SHOWN])), captions)
 
     num_best = max(1, round(BEST_SHARE * len(rows)))
     best = np.argsort(-scores[own], kind="stable")[:num_best]

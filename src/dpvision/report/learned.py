@@ -17,7 +17,7 @@ from dpvision.data.store import Store
 from dpvision.encoders.headed import is_head, load_classifier
 from dpvision.errors import DataError
 from dpvision.eval.score import CIDER, is_of_the_run, is_share, printed
-from dpvision.report.strips import picture_uri
+from dpvision.report.strips import image_uri
 
 COUNT = 12
 PARENT = "parent"
@@ -28,7 +28,7 @@ PARENT = "parent"
 class Example:
     """One classified image."""
 
-    picture: str
+    image: str
     """data: URI."""
     predicted: str
     true: str
@@ -97,7 +97,7 @@ def predict_some(run: str | Path, store: Store, count: int = COUNT) -> Predictio
     def named(k: int) -> str:
         return names[k] if names is not None and k < len(names) else f"class {k}"
 
-    examples = [Example(picture_uri(file), named(k), named(label)) for (file, label), k in zip(files, found, strict=True)]
+    examples = [Example(image_uri(file), named(k), named(label)) for (file, label), k in zip(files, found, strict=True)]
     return Predictions(store.path.name, tuple(examples))
 
 

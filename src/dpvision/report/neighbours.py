@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.data.loader import pictures
+from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
 from dpvision.encoders.collect import collect_features
 from dpvision.encoders.encoder import Encoder
@@ -83,9 +83,9 @@ def find_neighbours(encoders: dict[str, Encoder], store: Store, *, num_queries: 
     nearest = {name: nearest_others(found[name, next(p for n, p in found if n == name)], k) for name in encoders}
     needed = np.unique(np.concatenate([query_Q, *(near_NK[query_Q].numpy().ravel() for near_NK in nearest.values())]))
     image_of = _images(store, row_N.numpy()[needed], first)
-    picture = dict(zip(needed.tolist(), image_of, strict=True))
+    image = dict(zip(needed.tolist(), image_of, strict=True))
     grid = tuple(
-        (strip_of(picture[q][None]), tuple(strip_of(np.stack([picture[n] for n in near_NK[q].tolist()])) for near_NK in nearest.values()))
+        (strip_of(image[q][None]), tuple(strip_of(np.stack([image[n] for n in near_NK[q].tolist()])) for near_NK in nearest.values()))
         for q in query_Q.tolist()
     )
     shares = chance = None
@@ -105,5 +105,5 @@ def nearest_others(feature_ND: Tensor, k: int) -> Tensor:
 
 def _images(store: Store, rows: np.ndarray, encoder: Encoder) -> np.ndarray:
     """Return the rows' images as the encoder's input, uint8 (B, H, W, 3)."""
-    parts = [x for x, _, _ in pictures(store, rows, encoder.image_size, encoder.data, batch_size=256, workers=1)]
+    parts = [x for x, _, _ in image_batches(store, rows, encoder.image_size, encoder.data, batch_size=256, workers=1)]
     return pixels_of(torch.cat(parts), encoder.mean, encoder.std)

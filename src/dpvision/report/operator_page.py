@@ -45,10 +45,10 @@ def make_operator_page(
     base, config, about = read_run(root)
     plan = _read_plan(base / "plan.json")
     metrics = list(_read_metrics(root / "confidential" / "metrics.jsonl"))
-    predictions = pictures = alike = None
+    predictions = images = alike = None
     if private_store is not None:
         store = open_store(private_store)
-        pictures, alike = reconstruct_some(root, store), neighbours_of_run(root, store)
+        images, alike = reconstruct_some(root, store), neighbours_of_run(root, store)
     if test_store is not None:
         predictions = predict_some(root, open_store(test_store))
     scores = [*read_scores(root / "confidential" / "scores.json"), *([] if base != root else read_scores(base / "scores.json"))]
@@ -62,7 +62,7 @@ def make_operator_page(
         scores=scores,
         learned=learned_of(scores),
         predictions=predictions,
-        pictures=pictures,
+        images=images,
         alike=alike,
         gallery=gallery,
     )

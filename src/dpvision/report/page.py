@@ -48,7 +48,7 @@ def make_report(
     root = Path(run_dir)
     evidence = read_evidence(root, None if store_dir is None else Path(store_dir))
     statement = statement_of(evidence, tuning)
-    predictions = pictures = alike = None
+    predictions = images = alike = None
     if public_store is not None:
         store = open_store(public_store)
         if store.results_visibility != "public":
@@ -56,7 +56,7 @@ def make_report(
                 "is private" if store.visibility == "private" else "was cleared of private twins, so that its choice of images is private"
             )
             raise PrivacyError(f"report: {public_store} {what}; expected a store imported with --public. Drop --public-store.")
-        predictions, pictures, alike = predict_some(root, store), reconstruct_some(root, store), neighbours_of_run(root, store)
+        predictions, images, alike = predict_some(root, store), reconstruct_some(root, store), neighbours_of_run(root, store)
     if gallery is not None and gallery.visibility != "public":
         raise PrivacyError(f"report: the gallery of {gallery.store} is private; expected its public part. Drop --gallery.")
     write_json(root / "statement.json", statement)
@@ -66,7 +66,7 @@ def make_report(
         figures=_figures(evidence, statement, tuning, evidence.manifest["config"]["privacy"]["target_epsilon"]),
         learned=learned_of(statement["scores"]),
         predictions=predictions,
-        pictures=pictures,
+        images=images,
         alike=alike,
         gallery=gallery,
         scale=_place_on_scale(statement),

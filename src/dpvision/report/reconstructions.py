@@ -13,7 +13,7 @@ import torch
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import MAEConfig, RunConfig, from_dict
 from dpvision.data.keys import StepKey
-from dpvision.data.loader import pictures
+from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
 from dpvision.errors import CheckpointError, ConfigError, DataError
 from dpvision.models import mae, make_model
@@ -90,7 +90,7 @@ def reconstruct(models: Mapping[str, Checkpoint | None], config: RunConfig, stor
         raise ConfigError(f"reconstructions: model.kind={config.model.kind!r}; expected 'mae'. Choose a run of a vip recipe.")
     patch_size = config.model.encoder.patch_size
     rows = np.unique(np.linspace(0, store.num_records - 1, count).astype(np.int64))
-    found = next(pictures(store, rows, config.model.encoder.image_size, config.data, batch_size=len(rows), workers=1), None)
+    found = next(image_batches(store, rows, config.model.encoder.image_size, config.data, batch_size=len(rows), workers=1), None)
     if found is None:
         raise DataError(
             f"report: none of {len(rows)} images of {store.path} could be read; expected readable ones. Import the source again."

@@ -46,7 +46,7 @@ def strip_of(image_BHWC: np.ndarray) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def picture_uri(data: bytes) -> str:
+def image_uri(data: bytes) -> str:
     """The whole image, at most 224 px along its longer side, as a data: URI.
 
     Raises:

@@ -66,7 +66,7 @@ def textures(
     for name, value in (("program_N", program_N), ("instance_N", instance)):
         if value.dtype != torch.int64 or value.ndim != 1 or value.shape != program_N.shape:
             got = f"{value.dtype} {tuple(value.shape)}"
-            raise ConfigError(f"textures: {name}={got}; expected int64 of shape (N,), the same for both. Number the pictures from 0.")
+            raise ConfigError(f"textures: {name}={got}; expected int64 of shape (N,), the same for both. Number the images from 0.")
     device = torch.device(device)
     fused = device.type != "cpu" if compiled is None else compiled
     program_N, instance = program_N.to(device), instance.to(device)
@@ -80,11 +80,11 @@ def textures(
         if fused:
             out[here] = _fused_image(world, look, size_px, most_things)
         else:
-            out[here] = _picture(world, look, _material(device), size_px, most_things, (_begin, _paint, _develop))
+            out[here] = _image(world, look, _material(device), size_px, most_things, (_begin, _paint, _develop))
     return out
 
 
-def _picture(
+def _image(
     world: dict[str, Tensor],
     look: dict[str, Tensor],
     material: Material,
@@ -110,7 +110,7 @@ def _fused_image(world: dict[str, Tensor], look: dict[str, Tensor], size_px: int
     if num < full:
         fill = torch.arange(full, device=device).clamp(max=num - 1)
         world, look = ({name: value[fill] for name, value in values.items()} for values in (world, look))
-    return _picture(world, look, _material(device), size_px, most_things, _compiled_steps())[:num]
+    return _image(world, look, _material(device), size_px, most_things, _compiled_steps())[:num]
 
 
 @functools.cache

@@ -17,10 +17,10 @@ pytest.importorskip("faster_coco_eval", reason="needs the extra `dense`")
 def test_boxes_masks_and_classes_are_those_that_were_drawn(tmp_path: Path) -> None:
     coco = load_coco(*write_shapes(tmp_path, 5))
     assert coco.classes == ((3, "red"), (7, "green"), (9, "blue")) and coco.notes == () and coco.num_objects == 10
-    for picture in coco.pictures:
-        pixels = picture.read().astype(int)
-        for thing in picture.objects:
-            mask = picture.mask(thing)
+    for image in coco.images:
+        pixels = image.read().astype(int)
+        for thing in image.objects:
+            mask = image.mask(thing)
             assert mask is not None and mask.shape == (48, 64)
             left, top, right, bottom = map(int, thing.box)
             expected = np.zeros((48, 64), dtype=np.uint8)
@@ -48,13 +48,13 @@ def test_masks_are_pycocotools(tmp_path: Path) -> None:
             mark(i + 1, 1, 3, (1, 1, 60, 40)) | {"segmentation": outline, "iscrowd": int(i == 2)} for i, outline in enumerate(outlines)
         ]
 
-    (picture,) = load_coco(changed(file, change), images).pictures
-    for thing, polygon in zip(picture.objects[:2], polygons, strict=True):
+    (image,) = load_coco(changed(file, change), images).images
+    for thing, polygon in zip(image.objects[:2], polygons, strict=True):
         expected = theirs.decode(theirs.merge(theirs.frPyObjects(polygon, 48, 64)))
-        np.testing.assert_array_equal(picture.mask(thing), expected)
-    for thing in picture.objects[2:]:
-        np.testing.assert_array_equal(picture.mask(thing), blob)
-    assert [thing.crowd for thing in picture.objects] == [False, False, True, False] and len(picture.learned) == 3
+        np.testing.assert_array_equal(image.mask(thing), expected)
+    for thing in image.objects[2:]:
+        np.testing.assert_array_equal(image.mask(thing), blob)
+    assert [thing.crowd for thing in image.objects] == [False, False, True, False] and len(image.learned) == 3
 
 
 def test_what_is_left_out_is_counted_and_what_stands_out_is_cut(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_what_is_left_out_is_counted_and_what_stands_out_is_cut(tmp_path: Path) 
         "1 boxes outside their image left out", "1 boxes that stood out of their image cut", "1 boxes without area left out",
         "1 objects with a mask of fewer than three points, which keep their box",
     )  # fmt: skip
-    first, second = coco.pictures
+    first, second = coco.images
     assert [thing.box for thing in first.objects] == [(0, 5, 6, 15), (60, 5, 64, 14)] and first.has_masks
     assert [thing.outline for thing in second.objects] == [None, None] and not second.has_masks
     assert second.mask(second.objects[0]) is None
@@ -135,7 +135,7 @@ def test_missing_images_stop_it_or_are_counted(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"1 of 3 images .* the first is 001.png; expected all. Restore them"):
         load_coco(file, images)
     coco = load_coco(file, images, allow_missing=True)
-    assert len(coco.pictures) == 2 and coco.notes == ("1 images whose file is missing left out",)
+    assert len(coco.images) == 2 and coco.notes == ("1 images whose file is missing left out",)
     for left in images.iterdir():
         left.unlink()
     with pytest.raises(DataError, match="Check the folder of images"):
@@ -144,7 +144,7 @@ def test_missing_images_stop_it_or_are_counted(tmp_path: Path) -> None:
 
 def test_an_image_that_is_another_or_none_is_said(tmp_path: Path) -> None:
     file, images = write_shapes(tmp_path, 2)
-    first, second = load_coco(file, images).pictures
+    first, second = load_coco(file, images).images
     Image.new("RGB", (60, 48)).save(images / "000.png")
     with pytest.raises(DataError, match=r"000\.png: 60 x 48 px; expected 64 x 48, as in its annotations"):
         first.read()

@@ -41,15 +41,15 @@ def answers(coco: CocoSet, seed: int, spread: float) -> list[Found]:
 
     rng = np.random.Generator(np.random.PCG64(seed))
     found = []
-    for picture in coco.pictures:
+    for image in coco.images:
         boxes, labels = [], []
-        for thing in picture.objects:
+        for thing in image.objects:
             for _ in range(int(rng.integers(0, 3)) if spread else 1):
                 box = np.array(thing.box) + spread * rng.normal(size=4)
-                box = np.clip(box, 0, [picture.width - 2, picture.height - 2] * 2)
+                box = np.clip(box, 0, [image.width - 2, image.height - 2] * 2)
                 boxes.append([*box[:2], *np.maximum(box[2:], box[:2] + 1)])
                 labels.append(int(rng.integers(0, 3)) if spread and rng.uniform() < 0.2 else thing.label)
-        masks = np.zeros((len(boxes), picture.height, picture.width), dtype=np.uint8)
+        masks = np.zeros((len(boxes), image.height, image.width), dtype=np.uint8)
         for mask, (left, top, right, bottom) in zip(masks, boxes, strict=True):
             mask[round(top) : round(bottom), round(left) : round(right)] = 1
         runs = tuple(tools.encode(np.asfortranarray(mask)) for mask in masks)
@@ -63,23 +63,21 @@ def pycocotools_stats(coco: CocoSet, found: list[Found], kind: str) -> list[floa
     from pycocotools.cocoeval import COCOeval
 
     marks, results = [], []
-    for i, (picture, one) in enumerate(zip(coco.pictures, found, strict=True)):
-        if kind == "segm" and not picture.has_masks:
+    for i, (image, one) in enumerate(zip(coco.images, found, strict=True)):
+        if kind == "segm" and not image.has_masks:
             continue
-        for thing in picture.objects:
+        for thing in image.objects:
             left, top, right, bottom = thing.box
             made = {"id": len(marks) + 1, "image_id": i, "category_id": coco.classes[thing.label][0], "area": thing.area}
             made |= {"bbox": [left, top, right - left, bottom - top], "iscrowd": int(thing.crowd)}
             if kind == "segm":
-                made["segmentation"] = picture.runs(thing)
+                made["segmentation"] = image.runs(thing)
             marks.append(made)
         for box, label, score, run in zip(one.box_N4, one.label_N, one.score_N, one.runs, strict=True):
             where = {"segmentation": run} if kind == "segm" else {"bbox": [box[0], box[1], box[2] - box[0], box[3] - box[1]]}
             results.append({"image_id": i, "category_id": coco.classes[label][0], "score": float(score)} | where)
     images = [
-        {"id": i, "height": picture.height, "width": picture.width}
-        for i, picture in enumerate(coco.pictures)
-        if kind == "bbox" or picture.has_masks
+        {"id": i, "height": image.height, "width": image.width} for i, image in enumerate(coco.images) if kind == "bbox" or image.has_masks
     ]
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO()
@@ -111,7 +109,7 @@ def test_the_truth_gets_all_and_nothing_gets_nothing(tmp_path: Path, kind) -> No
     perfect = average_precisions(coco, answers(coco, 0, spread=0.0), kind, resamples=10)
     assert [(p.value, p.low, p.high) for p in perfect] == [(1.0, 1.0, 1.0)] * 6
     none = Found(np.zeros((0, 4)), np.zeros(0, dtype=int), np.zeros(0), ())
-    nothing = average_precisions(coco, [none] * len(coco.pictures), kind, resamples=3)
+    nothing = average_precisions(coco, [none] * len(coco.images), kind, resamples=3)
     assert [(p.value, p.low, p.high) for p in nothing] == [(0.0, 0.0, 0.0)] * 6
 
 
@@ -121,8 +119,8 @@ def test_the_interval_is_that_of_images_drawn_again(tmp_path: Path) -> None:
     found = answers(coco, 3, spread=4.0)
     rng, values = np.random.Generator(np.random.PCG64(0)), []
     for _ in range(8):
-        order = rng.integers(0, len(coco.pictures), len(coco.pictures))
-        again = CocoSet("again", coco.classes, tuple(coco.pictures[i] for i in order), ())
+        order = rng.integers(0, len(coco.images), len(coco.images))
+        again = CocoSet("again", coco.classes, tuple(coco.images[i] for i in order), ())
         values.append(average_precisions(again, [found[i] for i in order], "box", resamples=0)[0].value)
     [made] = [p for p in average_precisions(coco, found, "box", resamples=8) if p.name == "AP box"]
     low, high = np.percentile(values, [2.5, 97.5])

@@ -75,9 +75,9 @@ def said(capsys: pytest.CaptureFixture[str], argv: list[str], status: int = 0) -
 
 
 def test_scores_go_to_the_run_to_one_file_and_to_people(data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, out, picture = write_run(tmp_path / "run"), tmp_path / "scores.json", tmp_path / "seen.png"
+    run, out, image = write_run(tmp_path / "run"), tmp_path / "scores.json", tmp_path / "seen.png"
     argv = [run, f"random:{run}", *argv_of(data), "--public", "--out", str(out), "--work", str(tmp_path / "work"), *SMALL]
-    found = json.loads(said(capsys, [*argv, "--picture", str(picture), "--json"]))
+    found = json.loads(said(capsys, [*argv, "--sheet", str(image), "--json"]))
     measures = {(s["name"], s["protocol"].rpartition(", ")[2]): s for s in found["scores"]}
     assert {name for name, _ in measures} == {run, f"random:{run}"}
     # Rectangles in images of 64 x 48 px are small or medium, never large.
@@ -105,7 +105,7 @@ def test_private_images_and_weights_without_a_guarantee_stay_confidential(
 ) -> None:
     run, bare = write_run(tmp_path / "run"), write_run(tmp_path / "bare", guarantee=False)
     assert "expected a folder called confidential" in said(capsys, [run, *argv_of(data), *SMALL, "--out", str(tmp_path / "o.json")], 2)
-    for flag, place in (("--picture", "o.png"), ("--work", "work")):
+    for flag, place in (("--sheet", "o.png"), ("--work", "work")):
         assert "depends on private images" in said(capsys, [run, *argv_of(data), *SMALL, flag, str(tmp_path / place)], 2)
     assert "not printed where others may read" in said(capsys, [run, *argv_of(data), *SMALL])
     said(capsys, [bare, *argv_of(data), *SMALL, "--public"])
@@ -152,7 +152,7 @@ def test_wrong_inputs_are_one_clear_error(data: dict[str, Path], tmp_path: Path,
         ([*good, "--detection.image-size", "40"], "expected a multiple of 16. Use 32"),
         ([*good, "--detection.jitter", "0", "1"], "expected 0 < low <= high"),
         ([*good, "--detection.warmup-steps", "9"], "expected fewer than the steps"),
-        ([*good, "--public", "--picture", str(tmp_path / "a.txt")], "ends in .png"),
+        ([*good, "--public", "--sheet", str(tmp_path / "a.txt")], "ends in .png"),
         ([*good, "--public", "--out", str(tmp_path / "no" / "a.json")], "expected an existing folder"),
     ):
         err = said(capsys, argv, 2)

@@ -25,11 +25,11 @@ def shapes(tmp_path: Path, num: int = 6, *, masks: bool = True) -> tuple[CocoIma
             if not masks:
                 del mark["segmentation"]
 
-    return load_coco(changed(file, change), images).pictures
+    return load_coco(changed(file, change), images).images
 
 
-def make(picture: CocoImage, place: Placement, side: int = 40) -> DetectionExample:
-    return example(picture, picture.read(), place, side, MEAN)
+def make(image: CocoImage, place: Placement, side: int = 40) -> DetectionExample:
+    return example(image, image.read(), place, side, MEAN)
 
 
 @pytest.mark.parametrize("masks", [True, False])
@@ -37,10 +37,10 @@ def test_boxes_and_masks_lie_on_the_colours_wherever_the_image_is_put(tmp_path: 
     """The class of each object is its colour: the pixels of each box, moved with the image, show it."""
     seen, cut = 0, 0
     for epoch in range(12):
-        for picture in shapes(tmp_path / f"{epoch}{masks}", 4, masks=masks):
-            place = jittered(picture, StepKey(0, epoch), 40, (0.5, 2.0))
-            made = make(picture, place)
-            cut += len(made.label_N) < len(picture.objects)
+        for image in shapes(tmp_path / f"{epoch}{masks}", 4, masks=masks):
+            place = jittered(image, StepKey(0, epoch), 40, (0.5, 2.0))
+            made = make(image, place)
+            cut += len(made.label_N) < len(image.objects)
             for box, label, mask, has in zip(made.box_N4, made.label_N, made.mask_NSS, made.has_mask_N, strict=True):
                 left, top, right, bottom = box.tolist()
                 assert 0 <= left < right <= min(40, place.width) and 0 <= top < bottom <= min(40, place.height)
@@ -58,9 +58,9 @@ def test_boxes_and_masks_lie_on_the_colours_wherever_the_image_is_put(tmp_path: 
 
 
 def test_a_mirrored_image_is_the_mirrored_example(tmp_path: Path) -> None:
-    picture = shapes(tmp_path)[0]
+    image = shapes(tmp_path)[0]
     place = Placement(60, 80, 7, 11, mirrored=False)
-    plain, mirrored = make(picture, place), make(picture, Placement(60, 80, 7, 11, mirrored=True))
+    plain, mirrored = make(image, place), make(image, Placement(60, 80, 7, 11, mirrored=True))
     torch.testing.assert_close(mirrored.x_CSS, plain.x_CSS.flip(-1), rtol=0, atol=0)
     torch.testing.assert_close(mirrored.mask_NSS, plain.mask_NSS.flip(-1), rtol=0, atol=0)
     expected = torch.stack([40 - plain.box_N4[:, 2], plain.box_N4[:, 1], 40 - plain.box_N4[:, 0], plain.box_N4[:, 3]], dim=1)
@@ -70,19 +70,19 @@ def test_a_mirrored_image_is_the_mirrored_example(tmp_path: Path) -> None:
 
 def test_a_cut_is_a_part_of_the_whole(tmp_path: Path) -> None:
     """Cut and resized in one go, it equals Pillow's whole resized image cut afterwards, up to rounding at the edges of the cut."""
-    picture = shapes(tmp_path)[1]
+    image = shapes(tmp_path)[1]
     place = Placement(96, 128, 20, 50, mirrored=False)
-    whole = np.asarray(Image.fromarray(picture.read()).resize((128, 96), Image.Resampling.BILINEAR))
-    found = make(picture, place).x_CSS.permute(1, 2, 0).numpy() * 255
+    whole = np.asarray(Image.fromarray(image.read()).resize((128, 96), Image.Resampling.BILINEAR))
+    found = make(image, place).x_CSS.permute(1, 2, 0).numpy() * 255
     assert np.abs(found - whole[20:60, 50:90])[1:-1, 1:-1].max() <= 1.01
 
 
 def test_what_is_smaller_is_padded_with_the_mean_and_boxes_without_masks_scale(tmp_path: Path) -> None:
-    picture = shapes(tmp_path, masks=False)[0]
-    made = make(picture, fitted(picture.height, picture.width, 40))
+    image = shapes(tmp_path, masks=False)[0]
+    made = make(image, fitted(image.height, image.width, 40))
     torch.testing.assert_close(made.x_CSS[:, 30:], torch.tensor(MEAN)[:, None, None].expand(3, 10, 40))
     assert made.x_CSS[:, :30].std() > 0.05
-    expected = torch.tensor([thing.box for thing in picture.objects]) * 40 / 64
+    expected = torch.tensor([thing.box for thing in image.objects]) * 40 / 64
     torch.testing.assert_close(made.box_N4, expected, rtol=0, atol=1e-4)
 
 

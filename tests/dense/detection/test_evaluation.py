@@ -127,14 +127,14 @@ def test_global_blocks_end_the_quarters_and_windows_fit_the_image(depth: int, qu
 
 def test_an_answer_comes_in_the_images_own_pixels_and_padding_holds_nothing(tmp_path: Path) -> None:
     """An image of 64 x 32 in a square of 48: a scale of 3/4, rows from 24 on are padding."""
-    picture = CocoImage(1, tmp_path / "p.png", 32, 64, ())
+    image = CocoImage(1, tmp_path / "p.png", 32, 64, ())
     answer = {
         "boxes": torch.tensor([[12.0, 6.0, 36.0, 18.0], [0.0, 12.0, 24.0, 36.0], [0.0, 30.0, 20.0, 40.0]]),
         "labels": torch.tensor([1, 3, 2]),
         "scores": torch.tensor([0.9, 0.8, 0.7]),
         "masks": torch.ones(3, 1, 28, 28),
     }
-    found = in_image(answer, picture, fitted(32, 64, 48))
+    found = in_image(answer, image, fitted(32, 64, 48))
     np.testing.assert_allclose(found.box_N4, [[16, 8, 48, 24], [0, 16, 32, 32]], atol=1e-5)
     assert found.label_N.tolist() == [0, 2] and len(found.runs) == 2
     for run, (left, top, right, bottom) in zip(found.runs, found.box_N4, strict=True):
@@ -152,7 +152,7 @@ def test_two_ranks_answer_for_all_images_in_their_order(tmp_path: Path, monkeypa
     with torch.no_grad():
         model = made()
         model.roi_heads.score_thresh = 0.0  # an untrained one is sure of nothing
-        whole = detect(model, make_encoder(), train.pictures, SETTINGS, HARDWARE)
+        whole = detect(model, make_encoder(), train.images, SETTINGS, HARDWARE)
     shares: list[list] = [[], []]
 
     def gather(into: list, mine: list) -> None:
@@ -163,7 +163,7 @@ def test_two_ranks_answer_for_all_images_in_their_order(tmp_path: Path, monkeypa
     monkeypatch.setattr(detection.dist, "all_gather_object", gather)
     for rank in (1, 0):
         group = Group(rank, 2, torch.device("cpu"))
-        both = detect(model, make_encoder(), train.pictures[: 5 if rank == 0 else 4], SETTINGS, HARDWARE, group=group)
+        both = detect(model, make_encoder(), train.images[: 5 if rank == 0 else 4], SETTINGS, HARDWARE, group=group)
     assert len(both) == len(whole) == 5 and len(whole[0].label_N) > 0
     for one, other in zip(both, whole, strict=True):
         np.testing.assert_allclose(one.box_N4, other.box_N4, atol=1e-3)
@@ -214,8 +214,8 @@ def test_crowds_and_empty_images_are_not_trained_on(tmp_path: Path) -> None:
 
     train = load_coco(changed(file, change), images)
     crops = training_crops(train, make_encoder(), SETTINGS)
-    assert [picture.id for picture in crops.pictures] == [1] and len(crops.load(0, 0).label_N) == 2
-    nothing = replace(train, pictures=train.pictures[1:])
+    assert [image.id for image in crops.images] == [1] and len(crops.load(0, 0).label_N) == 2
+    nothing = replace(train, images=train.images[1:])
     with pytest.raises(DataError, match="no image with an object"):
         training_crops(nothing, make_encoder(), SETTINGS)
 
@@ -268,7 +268,7 @@ def test_it_finds_what_it_was_shown_and_not_where_classes_were_shuffled(tmp_path
         train = load_coco(*write_shapes(tmp_path / str(shuffled), 4, height=48, width=48, seed=1, shuffled=shuffled))
         model = made(settings)
         train_detector(model, encoder, train, settings, HARDWARE)
-        found = detect(model, encoder, test.pictures, settings, HARDWARE)
+        found = detect(model, encoder, test.images, settings, HARDWARE)
         scores = detection_scores("e", test, found, settings, HARDWARE, visibility="public")
         ap[shuffled] = {score.protocol.rpartition(", ")[2]: score.value for score in scores}
     assert ap[False]["AP50 box"] > 0.95 and ap[False]["AP box"] > 0.65 and ap[False]["AP mask"] > 0.65

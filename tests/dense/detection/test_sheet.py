@@ -19,11 +19,11 @@ pytest.importorskip("faster_coco_eval", reason="needs the extra `dense`")
 
 def test_the_sheet_shows_truth_at_the_left_and_answers_at_the_right(tmp_path: Path) -> None:
     test = load_coco(*write_shapes(tmp_path, 1))
-    [picture] = test.pictures
-    thing: CocoObject = picture.objects[0]
+    [image] = test.images
+    thing: CocoObject = image.objects[0]
     answer = in_image(
         {"boxes": torch.tensor([thing.box]), "labels": torch.tensor([1]), "scores": torch.tensor([0.9]), "masks": torch.ones(1, 1, 28, 28)},
-        picture, fitted(48, 64, 64),
+        image, fitted(48, 64, 64),
     )  # fmt: skip
     both, unsure = (np.asarray(detection_sheet(test, [replace(answer, score_N=np.array([s]))])).astype(int) for s in (0.9, 0.1))
     assert both.shape == (366, 732, 3)

@@ -67,7 +67,7 @@ def test_two_encoders_are_trained_scored_drawn_and_written(
     data: list[str], run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, sheet, work = tmp_path / "scores.json", tmp_path / "sheet.png", tmp_path / "work"
-    argv = [run, f"random:{run}", *data, "--public", "--out", str(out), "--picture", str(sheet), "--work", str(work), "--num-shown", "2"]
+    argv = [run, f"random:{run}", *data, "--public", "--out", str(out), "--sheet", str(sheet), "--work", str(work), "--num-shown", "2"]
     found = _json(capsys, argv)
     assert {s["name"] for s in found["scores"]} == {run, "random weights"} and len(found["scores"]) == 6
     for score in found["scores"]:
@@ -106,7 +106,7 @@ def test_private_images_and_weights_without_a_guarantee_stay_confidential(
     data: list[str], run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["evaluate", "segmentation", run, *data, *SMALL]
-    for flag, place in (("--out", "s.json"), ("--picture", "s.png"), ("--work", "work")):
+    for flag, place in (("--out", "s.json"), ("--sheet", "s.png"), ("--work", "work")):
         assert main([*argv, flag, str(tmp_path / place)]) == 2
         assert "expected a folder called confidential in its path" in capsys.readouterr().err
     assert main([*argv, "--work", str(tmp_path / "confidential")]) == 0
@@ -147,8 +147,8 @@ def test_wrong_input_gets_one_clear_error(data: list[str], run: str, tmp_path: P
         ([run, *data, "--hardware.precision", "float16"], "without a GPU"),
         ([run, *data, "--segmentation.epochs", "0"], "epochs=0"),
         ([run, *data, "--num-shown", "0"], "num_shown=0"),
-        ([run, *data, "--picture", str(tmp_path / "s.jpg")], "ends in .png"),
-        ([run, *data, "--picture", str(tmp_path / "none" / "s.png")], "in an existing folder"),
+        ([run, *data, "--sheet", str(tmp_path / "s.jpg")], "ends in .png"),
+        ([run, *data, "--sheet", str(tmp_path / "none" / "s.png")], "in an existing folder"),
         ([run, *data, "--out", str(tmp_path / "s.txt")], "ends in .json"),
         ([run, *data, "--work", data[-4]], "expected a folder"),
     ]:

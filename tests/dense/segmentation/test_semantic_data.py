@@ -55,7 +55,7 @@ def test_images_without_a_mask_are_left_out(tmp_path: Path) -> None:
     root = write_shapes(tmp_path / "a", 3)
     (root / "masks" / "001.png").unlink()
     (root / "masks" / "notes.txt").write_text("not a mask")
-    assert [picture.stem for picture, _ in open_folder(root / "images", root / "masks", CLASSES).files] == ["000", "002"]
+    assert [image.stem for image, _ in open_folder(root / "images", root / "masks", CLASSES).files] == ["000", "002"]
 
 
 def test_ade20k_is_read_as_it_is_published(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_every_fault_is_one_clear_error(tmp_path: Path) -> None:
         )
     ).replace("001.jpeg and 001.jpg", "001.jpg and 001.jpeg")
     assert "masks=" in opened(lambda root: [p.unlink() for p in (root / "masks").iterdir()])
-    assert "pictures=" in opened(lambda root: [p.unlink() for p in (root / "images").iterdir()])
+    assert "images=" in opened(lambda root: [p.unlink() for p in (root / "images").iterdir()])
     assert "is not a folder" in opened(lambda root: (root / "masks").rename(root / "other"))
     assert "no pixel of 3 masks counts" in opened(
         lambda root: [Image.fromarray(np.zeros_like(ids)).save(p) for p in (root / "masks").iterdir()]
@@ -142,5 +142,5 @@ def test_coco_mini_opens_whole() -> None:
     classes = load_classes(COCO / "semantic" / "classes.json", (0, 255))
     folders = [open_folder(COCO / "images" / part, COCO / "semantic" / part, classes) for part in ("train2017", "val2017")]
     assert [len(folder) for folder in folders] == [100, 69] and folders[0].name == "semantic/train2017"
-    picture, mask = folders[0].read(0)
-    assert picture.shape[:2] == mask.shape and (mask[mask != IGNORED] < len(classes.names)).all()
+    image, mask = folders[0].read(0)
+    assert image.shape[:2] == mask.shape and (mask[mask != IGNORED] < len(classes.names)).all()

@@ -33,7 +33,7 @@ def test_an_item_is_right_when_its_true_caption_has_the_lowest_training_loss() -
     right_N = answer_choices(ready, test, batch_size=4, workers=1)
     prepare = preprocess(16, ready.data.mean, ready.data.std)
     for choice, right in zip(test.choices, right_N.tolist(), strict=True):
-        memory_BSD = ready.model.encode(torch.from_numpy(prepare(make_scene(100 + choice.picture, 16).image))[None])
+        memory_BSD = ready.model.encode(torch.from_numpy(prepare(make_scene(100 + choice.image, 16).image))[None])
         losses = [caption_losses(ready.model, memory_BSD, torch.from_numpy(ready.encode(c))[None]).item() for c in choice.captions]
         assert right == (int(np.argmin(losses)) == 0), (choice, losses)
     assert 0 < right_N.mean() < 1
@@ -49,7 +49,7 @@ def test_captions_that_the_model_cannot_tell_apart_are_wrong_whatever_their_plac
 def test_dealt_out_asks_every_item_about_another_image_that_has_items() -> None:
     test = _test(3)
     dealt = test.dealt_out()
-    assert [c.picture for c in dealt.choices] == [1, 1, 1, 2, 2, 2, 0, 0, 0]
+    assert [c.image for c in dealt.choices] == [1, 1, 1, 2, 2, 2, 0, 0, 0]
     assert [c.captions for c in dealt.choices] == [c.captions for c in test.choices]
     with pytest.raises(DataError, match="expected two or more for the baseline"):
         _test(1).dealt_out()
@@ -106,8 +106,8 @@ def test_a_file_that_is_no_image_is_not_an_item(tmp_path: object) -> None:
     folder = Path(str(tmp_path))
     (folder / "bad.png").write_bytes(b"no image")
     Image.fromarray(make_scene(3).image).save(folder / "good.png")
-    pictures = FileImages((folder / "bad.png", folder / "good.png"), (None, (0, 0, 20, 40)), "public", "files")
-    test = ChoiceTest("files", pictures, (Choice(0, SAID[:2]), Choice(1, SAID[:2])))
+    images = FileImages((folder / "bad.png", folder / "good.png"), (None, (0, 0, 20, 40)), "public", "files")
+    test = ChoiceTest("files", images, (Choice(0, SAID[:2]), Choice(1, SAID[:2])))
     assert answer_choices(open_made(), test, workers=1)[0] == -1
     assert answer_choices(open_made(), test, workers=1)[1] >= 0
 

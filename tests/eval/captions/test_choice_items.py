@@ -18,7 +18,7 @@ from .captioners import open_made
 COCO = Path(__file__).parents[4] / "shared" / "data" / "coco_mini"
 
 
-def _picture(file: Path, seed: int = 0) -> None:
+def _image(file: Path, seed: int = 0) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.random.Generator(np.random.PCG64(seed)).integers(0, 255, (40, 60, 3), dtype=np.uint8)).save(file)
 
@@ -42,7 +42,7 @@ def _attribution(number: int, attributes: list[str]) -> dict[str, Any]:
 @pytest.fixture
 def aro(tmp_path: Path) -> Path:
     """Forty relation items of three relations, forty attribution items of two pairs."""
-    _picture(tmp_path / "images" / "1.jpg")
+    _image(tmp_path / "images" / "1.jpg")
     relations = [_relation(i, ("left of", "on", "holding")[i % 3]) for i in range(40)]
     attributes = [_attribution(i, ["red", "wet"] if i < 30 else ["old", "young"]) for i in range(40)]
     (tmp_path / RELATION_FILE).write_text(json.dumps(relations))
@@ -55,10 +55,10 @@ def test_aro_has_one_item_for_each_entry_its_box_and_its_group(aro: Path) -> Non
     assert len(relation.choices) == len(attribution.choices) == 40
     for i, choice in enumerate(relation.choices):
         assert choice.captions[0].startswith("the dog is") and choice.captions[1].startswith("the cat is")
-        assert relation.pictures.boxes[choice.picture] == (i % 20, 2, i % 20 + 30, 32)  # type: ignore[attr-defined]
+        assert relation.images.boxes[choice.image] == (i % 20, 2, i % 20 + 30, 32)  # type: ignore[attr-defined]
     assert {c.group for c in relation.choices} == {"left of", "on", "holding"}
     assert {c.group for c in attribution.choices} == {"red_wet", "old_young"} and attribution.min_group == 25
-    assert relation.pictures.visibility == "private" and aro_tests(aro, visibility="public")[0].pictures.visibility == "public"
+    assert relation.images.visibility == "private" and aro_tests(aro, visibility="public")[0].images.visibility == "public"
     right_N = answer_choices(open_made(), relation, workers=1)
     assert (right_N >= 0).all()
     assert {s.protocol.split(",")[1] for s in choice_scores(relation, right_N, "c", "private")} == {" micro", " macro over 3 relations"}
@@ -121,11 +121,11 @@ def _publishers(folder: Path) -> None:
 
 def test_sugarcrepe_reads_the_publishers_folder_a_file_of_it_and_one_list(tmp_path: Path) -> None:
     for i in range(3):
-        _picture(tmp_path / "pictures" / "val2017" / f"{i:012d}.jpg", i)
+        _image(tmp_path / "pictures" / "val2017" / f"{i:012d}.jpg", i)
     (tmp_path / "data").mkdir()
     _publishers(tmp_path / "data")
     whole = sugarcrepe_test(tmp_path / "data", tmp_path / "pictures")
-    assert len(whole.choices) == 21 and len(whole.pictures) == 3 and {c.group for c in whole.choices} == set(SUBSETS)
+    assert len(whole.choices) == 21 and len(whole.images) == 3 and {c.group for c in whole.choices} == set(SUBSETS)
     part = sugarcrepe_test(tmp_path / "data" / "swap_obj.json", tmp_path / "pictures" / "val2017")
     assert [c.captions for c in part.choices] == [c.captions for c in whole.choices if c.group == "swap_obj"]
     entries = [{"subset": c.group, "filename": f"{i % 3:012d}.jpg", "caption": c.captions[0], "negative_caption": c.captions[1]}
@@ -141,7 +141,7 @@ def test_sugarcrepe_reads_the_publishers_folder_a_file_of_it_and_one_list(tmp_pa
 
 
 def test_what_is_not_sugarcrepe_is_refused(tmp_path: Path) -> None:
-    _picture(tmp_path / "pictures" / f"{1:012d}.jpg")
+    _image(tmp_path / "pictures" / f"{1:012d}.jpg")
     good = {"subset": "swap_obj", "filename": f"{1:012d}.jpg", "caption": "a", "negative_caption": "b"}
     for name, content, said in [
         ("a.json", {"0": good}, "not a list, and its name is not a subset"),
@@ -163,7 +163,7 @@ def test_what_is_not_sugarcrepe_is_refused(tmp_path: Path) -> None:
 
 
 def test_negclip_items_have_as_many_candidates_as_the_file_gives(tmp_path: Path) -> None:
-    _picture(tmp_path / "pictures" / f"{474:012d}.jpg")
+    _image(tmp_path / "pictures" / f"{474:012d}.jpg")
     good = {"image_id": 474, "caption": "a boy on grass", "negatives": ["grass on a boy", "a grass on boy"]}
     file = tmp_path / "pairs.json"
     file.write_text(json.dumps([good, good | {"negatives": ["grass on a boy"]}]))
@@ -181,7 +181,7 @@ def test_the_real_files_on_coco_mini() -> None:
     if not COCO.exists():
         pytest.skip("no ../shared/data/coco_mini")
     test = sugarcrepe_test(COCO / "annotations" / "sugarcrepe.json", COCO / "images", visibility="public")
-    assert len(test.choices) == 339 and len(test.pictures) == 64 and len({c.group for c in test.choices}) == 7
+    assert len(test.choices) == 339 and len(test.images) == 64 and len({c.group for c in test.choices}) == 7
     pairs = negclip_test(COCO / "annotations" / "negclip_pairs.json", COCO / "images", visibility="public")
     assert len(pairs.choices) == 26
     right_N = answer_choices(open_made(), test)

@@ -77,13 +77,13 @@ def test_captions_without_two_different_words_have_no_shuffle(caption: str) -> N
 def test_a_store_gives_an_item_for_each_caption_and_counts_the_rest(tmp_path: Path) -> None:
     store = write_scenes(tmp_path / "scenes", 30, 16)
     made = order_test(store)
-    assert len(made.test.choices) + made.left_out == 30 and made.test.pictures.visibility == "public"
+    assert len(made.test.choices) + made.left_out == 30 and made.test.images.visibility == "public"
     short = [c for c in made.test.choices if len(c.captions) < 5]
     assert made.short_of_shuffles == len(short)
     for choice in made.test.choices:
-        [caption] = store.captions(int(made.test.pictures.row_N[choice.picture]))  # type: ignore[attr-defined]
+        [caption] = store.captions(int(made.test.images.row_N[choice.image]))  # type: ignore[attr-defined]
         assert choice.captions == tuple(shuffled_captions(caption))
-    assert len(order_test(store, limit=4).test.pictures) == 4
+    assert len(order_test(store, limit=4).test.images) == 4
     with pytest.raises(DataError, match="has no captions that can be shuffled"):
         order_test(write_colours(tmp_path / "colours", 3, 0))
 
@@ -111,4 +111,4 @@ def test_flickr8k_has_four_shuffles_for_nearly_every_caption(tmp_path: Path) -> 
 
 def test_store_type_is_what_the_suite_hands_over(tmp_path: Path) -> None:
     assert isinstance(write_scenes(tmp_path / "s", 5, 16, public=False), Store)
-    assert order_test(open_store(tmp_path / "s")).test.pictures.visibility == "private"
+    assert order_test(open_store(tmp_path / "s")).test.images.visibility == "private"

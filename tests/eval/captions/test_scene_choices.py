@@ -38,7 +38,7 @@ def test_the_first_caption_is_true_of_its_scene_and_the_second_is_not() -> None:
     kinds = Counter(choice.group for choice in test.choices)
     assert set(kinds) == {"swapped attribute", "swapped relation", "swapped object"} and min(kinds.values()) > 300
     for choice in test.choices:
-        scene = make_scene(NUMBERS[choice.picture], 16)
+        scene = make_scene(NUMBERS[choice.image], 16)
         true, false = choice.captions
         assert _true_of(true, scene) and not _true_of(false, scene), choice
         assert len(_things(false, scene)) >= 2, "the judge reads it"
@@ -78,8 +78,8 @@ def test_articles_follow_the_new_colours() -> None:
 
 def test_the_same_numbers_give_the_same_test_and_scenes_are_public() -> None:
     first, again = (scene_compositional(range(50), 32) for _ in range(2))
-    assert first.choices == again.choices and first.pictures.visibility == "public"
-    image = first.pictures.read(7)
+    assert first.choices == again.choices and first.images.visibility == "public"
+    image = first.images.read(7)
     assert image is not None and np.array_equal(np.asarray(image), make_scene(7, 32).image)
 
 

@@ -116,10 +116,10 @@ def test_a_walk_that_ends_in_a_tie_has_no_answer() -> None:
 
 def test_scores_are_private_when_the_store_or_the_weights_are(tmp_path: Path, store: Store) -> None:
     private = write_scenes(tmp_path / "private", 20, 16, public=False)
-    for ready, pictures, wanted in [
+    for ready, images, wanted in [
         (open_made(), private, "private"), (open_made(confidential=True), store, "private"), (open_made(), store, "public"),
     ]:  # fmt: skip
-        assert {s.visibility for s in zero_shot_scores([ready], pictures, SHAPES, workers=1)} == {wanted}
+        assert {s.visibility for s in zero_shot_scores([ready], images, SHAPES, workers=1)} == {wanted}
 
 
 def test_the_limit_takes_the_same_images_every_time(store: Store) -> None:

@@ -21,7 +21,7 @@ from dpvision.models import make_model
 from ..conftest import MakeRun
 
 
-def _picture(store: Store, row: int) -> Image.Image:
+def _image(store: Store, row: int) -> Image.Image:
     return Image.open(io.BytesIO(store.read(row)))
 
 
@@ -77,7 +77,7 @@ def test_a_store_and_a_single_image_get_the_same_features(make_run: MakeRun, tes
     found, label_N, _ = collect_features({"": encoder.poolings}, test_store, encoder.data, 8, batch_size=32, workers=1)
     x_ND = found["", "mean"]
     for row in (0, 33, 79):
-        alone = encoder(torch.from_numpy(encoder.preprocess(_picture(test_store, row)))[None])[0]
+        alone = encoder(torch.from_numpy(encoder.preprocess(_image(test_store, row)))[None])[0]
         torch.testing.assert_close(x_ND[row], alone)
     assert (label_N.numpy() == test_store.labels).all()
 
@@ -90,7 +90,7 @@ def test_an_encoder_sees_images_as_its_run_resized_them(make_run: MakeRun, test_
     manifest = json.loads(file.read_text())
     manifest["config"]["data"] |= {"resize": 12, "crop": "centre"}
     file.write_text(json.dumps(manifest))
-    encoder, image = load(run), _picture(test_store, 3).resize((40, 20))
+    encoder, image = load(run), _image(test_store, 3).resize((40, 20))
     expected = Image.fromarray(np.asarray(image.resize((8, 8), Image.Resampling.BICUBIC, box=(40 / 6, 20 / 6, 200 / 6, 100 / 6))))
     assert np.abs(encoder.preprocess(image) - plain(expected)).max() < 0.05 and np.abs(plain(image) - plain(expected)).max() > 0.2
     assert encoder.data.resize == 12 and fingerprint(encoder) != fingerprint(replace(encoder, resize=None))
@@ -132,7 +132,7 @@ def test_embeddings_of_a_store_carry_ids_and_labels(make_run: MakeRun, test_stor
         with safe_open(out, "numpy") as file:
             arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (safe_open is not iterable)
     encoder = load(run)
-    expected = encoder(torch.from_numpy(encoder.preprocess(_picture(test_store, 9)))[None], "2x2")[0]
+    expected = encoder(torch.from_numpy(encoder.preprocess(_image(test_store, 9)))[None], "2x2")[0]
     np.testing.assert_allclose(arrays["features"][9], expected, atol=1e-5)
     assert (arrays["id"] == test_store.index["id"]).all() and (arrays["label"] == test_store.labels).all()
 
@@ -157,7 +157,7 @@ def test_embeddings_of_a_folder_carry_names_and_count_as_private(make_run: MakeR
             keys, features = json.loads(file.metadata()["key"]), file.get_tensor("features")
     assert [Path(key).stem for key in keys] == ["a", "b", "c"]
     encoder = load(run)
-    np.testing.assert_allclose(features[2], encoder(torch.from_numpy(encoder.preprocess(_picture(test_store, 0)))[None])[0], atol=1e-5)
+    np.testing.assert_allclose(features[2], encoder(torch.from_numpy(encoder.preprocess(_image(test_store, 0)))[None])[0], atol=1e-5)
 
 
 def test_embeddings_by_an_encoder_without_guarantee_are_private(make_run: MakeRun, test_store: Store, tmp_path: Path) -> None:

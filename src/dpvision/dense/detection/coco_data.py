@@ -97,13 +97,13 @@ class CocoSet:
     name: str
     classes: tuple[tuple[int, str], ...]
     """COCO's id and name of each class, sorted by id; labels are indices into it."""
-    pictures: tuple[CocoImage, ...]
+    images: tuple[CocoImage, ...]
     notes: tuple[str, ...]
     """Counts of what was left out or changed."""
 
     @property
     def num_objects(self) -> int:
-        return sum(len(picture.objects) for picture in self.pictures)
+        return sum(len(image.objects) for image in self.images)
 
 
 def mask_tools() -> ModuleType:
@@ -157,8 +157,8 @@ def load_coco(annotations: Path, images: Path, *, allow_missing: bool = False) -
         found = _object(mark, label, sizes[number], where, counts)
         if found is not None:
             objects[number].append(found)
-    pictures = _pictures(entries, objects, sizes, images, annotations, counts, allow_missing)
-    return CocoSet(annotations.stem, classes, pictures, tuple(f"{count:,} {what}" for what, count in sorted(counts.items())))
+    coco_images = _coco_images(entries, objects, sizes, images, annotations, counts, allow_missing)
+    return CocoSet(annotations.stem, classes, coco_images, tuple(f"{count:,} {what}" for what, count in sorted(counts.items())))
 
 
 def check_apart(train: CocoSet, test: CocoSet) -> None:
@@ -170,7 +170,7 @@ def check_apart(train: CocoSet, test: CocoSet) -> None:
             f"{_WHERE}: {train.name} has {len(train.classes)} classes, {test.name} {len(test.classes)}, different in {shown}; expected the "
             "same ids and names. Use files of one data set."
         )
-    shared = {picture.path.resolve() for picture in train.pictures} & {picture.path.resolve() for picture in test.pictures}
+    shared = {image.path.resolve() for image in train.images} & {image.path.resolve() for image in test.images}
     if shared:
         got = f"{len(shared):,} images are in both training and test, the first is {min(shared).name}"
         raise DataError(f"{_WHERE}: {got}; expected disjoint sets. Use another file, or split it.")
@@ -234,7 +234,7 @@ def _finite(values: Iterable[Any]) -> bool:
     return all(isinstance(v, int | float) and math.isfinite(v) for v in values)
 
 
-def _pictures(
+def _coco_images(
     entries: list[dict],
     objects: dict[int, list[CocoObject]],
     sizes: dict[int, tuple[int, int]],
@@ -243,17 +243,17 @@ def _pictures(
     counts: Counter[str],
     allow_missing: bool,
 ) -> tuple[CocoImage, ...]:
-    place, missing, pictures = image_finder(images, _WHERE), [], []
+    place, missing, found = image_finder(images, _WHERE), [], list[CocoImage]()
     for entry in entries:
         name, number = Path(str(entry.get("file_name"))).name, entry["id"]
         if name in place:
-            pictures.append(CocoImage(number, place[name], *sizes[number], tuple(objects[number])))
+            found.append(CocoImage(number, place[name], *sizes[number], tuple(objects[number])))
         else:
             missing.append(name)
-    if missing and (not pictures or not allow_missing):
-        say = "Check the folder of images." if not pictures else "Restore them, or leave them out with --allow-missing."
+    if missing and (not found or not allow_missing):
+        say = "Check the folder of images." if not found else "Restore them, or leave them out with --allow-missing."
         got = f"{len(missing):,} of {len(entries):,} images of {annotations.name} are not in {images}, the first is {missing[0]}"
         raise DataError(f"{_WHERE}: {got}; expected all. {say}")
     if missing:
         counts["images whose file is missing left out"] = len(missing)
-    return tuple(pictures)
+    return tuple(found)

@@ -68,8 +68,8 @@ def average_precisions(
     from faster_coco_eval import COCOeval_faster
     from faster_coco_eval.faster_eval_api_cpp import COCOevalAccumulate
 
-    places = [i for i, picture in enumerate(test.pictures) if kind == "box" or picture.has_masks]
-    if not any(test.pictures[i].learned for i in places):
+    places = [i for i, image in enumerate(test.images) if kind == "box" or image.has_masks]
+    if not any(test.images[i].learned for i in places):
         return []
     truth, answers = _truth(test, places, kind), _answers(test, found, places, kind)
     judge = COCOeval_faster(truth, answers, _IOU_TYPE[kind], separate_eval=True, print_function=lambda *_: None)
@@ -113,12 +113,10 @@ def _measures(precision: Any) -> dict[str, float]:
 def _truth(test: CocoSet, places: Sequence[int], kind: Kind) -> Any:
     entries: list[dict[str, Any]] = []
     for i in places:
-        picture = test.pictures[i]
-        for thing in picture.objects:
+        image = test.images[i]
+        for thing in image.objects:
             entry = {"image_id": i, "category_id": thing.label + 1, "bbox": _wide(thing.box), "area": thing.area}
-            entry |= {"id": len(entries) + 1, "iscrowd": int(thing.crowd)} | (
-                {"segmentation": picture.runs(thing)} if kind == "mask" else {}
-            )
+            entry |= {"id": len(entries) + 1, "iscrowd": int(thing.crowd)} | ({"segmentation": image.runs(thing)} if kind == "mask" else {})
             entries.append(entry)
     return _coco(test, places, entries)
 
@@ -141,7 +139,7 @@ def _coco(test: CocoSet, places: Sequence[int], entries: list[dict[str, Any]]) -
 
     made = COCO()
     made.dataset = {
-        "images": [{"id": i, "height": test.pictures[i].height, "width": test.pictures[i].width} for i in places],
+        "images": [{"id": i, "height": test.images[i].height, "width": test.images[i].width} for i in places],
         "categories": [{"id": label + 1, "name": name} for label, (_, name) in enumerate(test.classes)],
         "annotations": entries,
     }

@@ -27,7 +27,7 @@ def evaluate_detection(
     public: bool = False,
     work: Path | None = None,
     out: Path | None = None,
-    picture: Path | None = None,
+    sheet: Path | None = None,
     allow_missing: bool = False,
     recompute: bool = False,
     dry_run: bool = False,
@@ -61,7 +61,7 @@ def evaluate_detection(
         public: The images need no protection (as COCO's). Otherwise scores and images go under confidential/.
         work: Folder for checkpoints, with a subfolder per encoder; for private images it must be under confidential/.
         out: Also write all scores here. Scores on private images need a folder named confidential in the path.
-        picture: Draw some test images here (PNG), with truth and predictions; for several encoders, NAME-1.png, NAME-2.png, ...
+        sheet: Draw some test images here (PNG), with truth and predictions; for several encoders, NAME-1.png, NAME-2.png, ...
         allow_missing: Leave out images whose file is missing, and print their number.
         recompute: Recompute the encoder's blocks in the backward pass: less memory, a third more time.
         dry_run: Read everything, count, time a step, and train nothing.
@@ -95,7 +95,7 @@ def evaluate_detection(
     private = not public or any(encoder.confidential for encoder in opened)
     for encoder in opened:
         make_detector(encoder, detection, 1)
-    check_places(out, picture, work, private)
+    check_places(out, sheet, work, private)
     group = join("auto")
     try:
         with Console(stderr=True, quiet=not group.is_main).status("reading") as status:
@@ -103,7 +103,7 @@ def evaluate_detection(
                 load_coco(train, train_images, allow_missing=allow_missing), load_coco(test, test_images, allow_missing=allow_missing)
             )
             check_apart(data.train, data.test)
-            job = DetectionJob(data, detection, hardware, group, work, recompute, picture, status.update)
+            job = DetectionJob(data, detection, hardware, group, work, recompute, sheet, status.update)
             checked_steps(detection.training(), len(training_crops(data.train, opened[0], detection)), group.world_size)
             if dry_run:
                 facts = job.dry(list(encoders), opened)

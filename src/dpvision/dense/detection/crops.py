@@ -55,12 +55,12 @@ def fitted(height: int, width: int, side: int) -> Placement:
     return Placement(max(1, round(height * scale)), max(1, round(width * scale)), 0, 0, False)
 
 
-def jittered(picture: CocoImage, key: StepKey, side: int, jitter: tuple[float, float]) -> Placement:
+def jittered(image: CocoImage, key: StepKey, side: int, jitter: tuple[float, float]) -> Placement:
     """Place the image by large-scale jitter, a function of ``key`` and the image's id alone."""
-    scale_u, top_u, left_u, flip_u = key.uniform_numpy(np.array([picture.id]), "large-scale jitter", 4)[0].tolist()
+    scale_u, top_u, left_u, flip_u = key.uniform_numpy(np.array([image.id]), "large-scale jitter", 4)[0].tolist()
     target = max(1.0, side * (jitter[0] + (jitter[1] - jitter[0]) * scale_u))
-    scale = target / max(picture.height, picture.width)
-    height, width = max(1, round(picture.height * scale)), max(1, round(picture.width * scale))
+    scale = target / max(image.height, image.width)
+    height, width = max(1, round(image.height * scale)), max(1, round(image.width * scale))
     top, left = (int(u * (max(0, full - side) + 1)) for u, full in ((top_u, height), (left_u, width)))
     return Placement(height, width, top, left, flip_u < 0.5)
 
@@ -73,16 +73,16 @@ def square(pixels_HWC: np.ndarray, place: Placement, side: int, mean: Colour) ->
     return x_CSS
 
 
-def example(picture: CocoImage, pixels_HWC: np.ndarray, place: Placement, side: int, mean: tuple[float, float, float]) -> DetectionExample:
+def example(image: CocoImage, pixels_HWC: np.ndarray, place: Placement, side: int, mean: tuple[float, float, float]) -> DetectionExample:
     """Return the placed image and its objects, without crowds. Boxes of objects with masks are recomputed from the cropped mask.
 
     Objects with less than a pixel left in either direction are dropped.
     """
     boxes, labels, masks, has_mask = [], [], [], []
-    for thing in picture.learned:
-        mask, mask_SS = picture.mask(thing), np.zeros((side, side), dtype=np.uint8)
+    for thing in image.learned:
+        mask, mask_SS = image.mask(thing), np.zeros((side, side), dtype=np.uint8)
         if mask is None:
-            box = _placed_box(thing.box, picture, place, side)
+            box = _placed_box(thing.box, image, place, side)
         else:
             part = _resized(Image.fromarray(mask * 255), place, side) > 127
             mask_SS[: part.shape[0], : part.shape[1]] = part
@@ -115,8 +115,8 @@ def _resized(image: Image.Image, place: Placement, side: int) -> np.ndarray:
     return np.ascontiguousarray(part[:, ::-1]) if place.mirrored else part
 
 
-def _placed_box(box: tuple[float, float, float, float], picture: CocoImage, place: Placement, side: int) -> list[float] | None:
-    (rows, columns), down, across = _kept(place, side), place.height / picture.height, place.width / picture.width
+def _placed_box(box: tuple[float, float, float, float], image: CocoImage, place: Placement, side: int) -> list[float] | None:
+    (rows, columns), down, across = _kept(place, side), place.height / image.height, place.width / image.width
     left, right = (min(max(x * across - place.left, 0.0), columns) for x in (box[0], box[2]))
     top, bottom = (min(max(y * down - place.top, 0.0), rows) for y in (box[1], box[3]))
     if place.mirrored:

@@ -73,20 +73,20 @@ def make_detector(
 class TrainingCrops:
     """Images with objects under large-scale jitter, for the training loop."""
 
-    pictures: tuple[CocoImage, ...]
+    images: tuple[CocoImage, ...]
     side: int
     jitter: tuple[float, float]
     mean: tuple[float, float, float]
     seed: int
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
     def load(self, number: int, epoch: int) -> DetectionExample:
         """Return an image with its objects, a function of (seed, epoch, image). Raises DataError if it cannot be read."""
-        picture = self.pictures[number]
-        place = jittered(picture, StepKey(self.seed, epoch), self.side, self.jitter)
-        return example(picture, picture.read(), place, self.side, self.mean)
+        image = self.images[number]
+        place = jittered(image, StepKey(self.seed, epoch), self.side, self.jitter)
+        return example(image, image.read(), place, self.side, self.mean)
 
 
 def training_crops(train: CocoSet, encoder: Encoder, settings: DetectionSettings) -> TrainingCrops:
@@ -95,7 +95,7 @@ def training_crops(train: CocoSet, encoder: Encoder, settings: DetectionSettings
     Raises:
         DataError: there are none.
     """
-    chosen = tuple(picture for picture in train.pictures if picture.learned)
+    chosen = tuple(image for image in train.images if image.learned)
     if not chosen:
         raise DataError(f"detection: {train.name} has no image with an object (without crowds); expected some. Use another file.")
     return TrainingCrops(chosen, settings.image_size, settings.jitter, encoder.mean, settings.seed)
@@ -134,7 +134,7 @@ def train_detector(
 def detect(
     model: Detector,
     encoder: Encoder,
-    pictures: Sequence[CocoImage],
+    images: Sequence[CocoImage],
     settings: DetectionSettings,
     hardware: DenseHardware,
     *,
@@ -148,11 +148,11 @@ def detect(
     """
     model.eval()
     device, side, group = next(model.parameters()).device, settings.image_size, group or Group(0, 1, torch.device("cpu"))
-    mine = pictures[group.rank :: group.world_size]
+    mine = images[group.rank :: group.world_size]
 
-    def load(picture: CocoImage) -> tuple[CocoImage, Placement, Tensor]:
-        place = fitted(picture.height, picture.width, side)
-        return picture, place, square(picture.read(), place, side, encoder.mean)
+    def load(image: CocoImage) -> tuple[CocoImage, Placement, Tensor]:
+        place = fitted(image.height, image.width, side)
+        return image, place, square(image.read(), place, side, encoder.mean)
 
     found: list[Found] = []
     batch: list[tuple[CocoImage, Placement, Tensor]] = []
@@ -162,25 +162,25 @@ def detect(
         if len(batch) == size or i == len(mine) - 1:
             with hardware.autocast(device):
                 answers = model([x.to(device) for *_, x in batch])
-            found += [in_image(answer, picture, place) for answer, (picture, place, _) in zip(answers, batch, strict=True)]
+            found += [in_image(answer, image, place) for answer, (image, place, _) in zip(answers, batch, strict=True)]
             batch = []
             if progress is not None:
-                progress(f"{(i + 1) * group.world_size:,} of {len(pictures):,} test images")
+                progress(f"{(i + 1) * group.world_size:,} of {len(images):,} test images")
     if group.world_size == 1:
         return found
     parts: list[list[Found]] = [[] for _ in range(group.world_size)]
     dist.all_gather_object(parts, found)
-    return [parts[i % group.world_size][i // group.world_size] for i in range(len(pictures))]
+    return [parts[i % group.world_size][i // group.world_size] for i in range(len(images))]
 
 
-def in_image(answer: dict[str, Tensor], picture: CocoImage, place: Placement) -> Found:
+def in_image(answer: dict[str, Tensor], image: CocoImage, place: Placement) -> Found:
     """Convert a detector's output for a square to the image's pixels, without detections in the padding."""
-    across, down = place.width / picture.width, place.height / picture.height
+    across, down = place.width / image.width, place.height / image.height
     box_N4 = answer["boxes"].float().cpu() / torch.tensor([across, down, across, down])
-    limits = torch.tensor([picture.width, picture.height, picture.width, picture.height], dtype=torch.float32)
+    limits = torch.tensor([image.width, image.height, image.width, image.height], dtype=torch.float32)
     inside_N4 = box_N4.clamp(min=0).minimum(limits)
     keep = (inside_N4[:, 2] > inside_N4[:, 0]) & (inside_N4[:, 3] > inside_N4[:, 1])
-    mask_N1HW = paste_masks_in_image(answer["masks"].float().cpu()[keep], box_N4[keep], (picture.height, picture.width))
+    mask_N1HW = paste_masks_in_image(answer["masks"].float().cpu()[keep], box_N4[keep], (image.height, image.width))
     tools = mask_tools()
     runs = tuple(tools.encode(np.asfortranarray((mask[0] > 0.5).numpy().astype(np.uint8))) for mask in mask_N1HW)
     label_N, score_N = answer["labels"].cpu()[keep] - 1, answer["scores"].float().cpu()[keep]

@@ -37,9 +37,9 @@ class DetectionData:
     def notes(self) -> tuple[str, ...]:
         """Notes on images and objects that are left out or count only partly."""
         made = [f"{part.name}: {note}" for part in (self.train, self.test) for note in part.notes]
-        idle = sum(not picture.learned for picture in self.train.pictures)
-        bare = sum(thing.outline is None for picture in self.train.pictures for thing in picture.learned)
-        short = sum(not picture.has_masks for picture in self.test.pictures)
+        idle = sum(not image.learned for image in self.train.images)
+        bare = sum(thing.outline is None for image in self.train.images for thing in image.learned)
+        short = sum(not image.has_masks for image in self.test.images)
         for count, text in (
             (idle, f"{self.train.name}: {idle:,} images without objects are not trained on"),
             (bare, f"{self.train.name}: {bare:,} objects have a box and no mask: they train boxes only"),
@@ -58,7 +58,7 @@ class DetectionJob:
     group: Group
     work: Path | None
     recompute: bool
-    picture: Path | None
+    sheet: Path | None
     say: Say
 
     def model(self, encoder: Encoder) -> Detector:
@@ -75,17 +75,17 @@ class DetectionJob:
         work = None if self.work is None else self.work / folder_name(spec)
         train_detector(model, encoder, self.data.train, self.settings, self.hardware, work=work, group=self.group, progress=say)
         test = self.data.test
-        found = detect(model, encoder, test.pictures, self.settings, self.hardware, group=self.group, progress=say)
+        found = detect(model, encoder, test.images, self.settings, self.hardware, group=self.group, progress=say)
         if not self.group.is_main:
             return []
-        if self.picture is not None:
-            name = self.picture if not number else self.picture.with_stem(f"{self.picture.stem}-{number}")
+        if self.sheet is not None:
+            name = self.sheet if not number else self.sheet.with_stem(f"{self.sheet.stem}-{number}")
             save_sheet(detection_sheet(test, found), name)
         return detection_scores(encoder.name, test, found, self.settings, self.hardware, visibility=visibility, progress=say)
 
     def dry(self, specs: Sequence[str], opened: Sequence[Encoder]) -> dict[str, object]:
         """Return the facts of a dry run, after reading every image once and timing a step."""
-        everything = [*self.data.train.pictures, *self.data.test.pictures]
+        everything = [*self.data.train.images, *self.data.test.images]
         read = ordered_map(lambda p: p.read().shape, everything, workers=self.hardware.workers, ahead=4 * self.hardware.workers)
         for done, _ in enumerate(read):
             if done % 100 == 0:
@@ -99,7 +99,7 @@ class DetectionJob:
         return {
             "encoders": ", ".join(specs),
             "training images with objects": len(crops),
-            "test images": len(self.data.test.pictures),
+            "test images": len(self.data.test.images),
             "classes": len(self.data.train.classes),
             "parameters": sum(p.numel() for p in model.parameters()),
             "steps for each encoder": steps,

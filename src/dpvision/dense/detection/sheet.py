@@ -21,9 +21,9 @@ def detection_sheet(test: CocoSet, found: Sequence[Found], *, most: int = 8, thr
 
     Predictions with a score below ``threshold`` are not drawn. Each class has a fixed colour; classes may share one.
     """
-    places = [i for i, picture in enumerate(test.pictures) if picture.learned] or list(range(len(test.pictures)))
+    places = [i for i, image in enumerate(test.images) if image.learned] or list(range(len(test.images)))
     chosen = [places[round(k)] for k in np.linspace(0, len(places) - 1, min(most, len(places)))]
-    tiles = [tile for i in chosen for tile in (_truth(test, test.pictures[i]), _answer(test, test.pictures[i], found[i], threshold))]
+    tiles = [tile for i in chosen for tile in (_truth(test, test.images[i]), _answer(test, test.images[i], found[i], threshold))]
     columns = 2 * min(_ACROSS, len(chosen))
     sheet = Image.new("RGB", (columns * (_SIDE + _GAP), -(-len(tiles) // columns) * (_SIDE + _GAP)), "white")
     for k, tile in enumerate(tiles):
@@ -31,28 +31,28 @@ def detection_sheet(test: CocoSet, found: Sequence[Found], *, most: int = 8, thr
     return sheet
 
 
-def _truth(test: CocoSet, picture: CocoImage) -> Image.Image:
-    things = picture.learned
-    masks = [picture.mask(thing) for thing in things]
-    empty = np.zeros((picture.height, picture.width), dtype=np.uint8)
+def _truth(test: CocoSet, image: CocoImage) -> Image.Image:
+    things = image.learned
+    masks = [image.mask(thing) for thing in things]
+    empty = np.zeros((image.height, image.width), dtype=np.uint8)
     names = [test.classes[thing.label][1] for thing in things]
     return _drawn(
-        picture, np.array([thing.box for thing in things]), [empty if m is None else m for m in masks], [t.label for t in things], names
+        image, np.array([thing.box for thing in things]), [empty if m is None else m for m in masks], [t.label for t in things], names
     )
 
 
-def _answer(test: CocoSet, picture: CocoImage, found: Found, threshold: float) -> Image.Image:
+def _answer(test: CocoSet, image: CocoImage, found: Found, threshold: float) -> Image.Image:
     keep = np.flatnonzero(found.score_N >= threshold)
     masks = [mask_tools().decode(found.runs[n]) for n in keep]
     labels = [int(found.label_N[n]) for n in keep]
     names = [f"{test.classes[label][1]} {found.score_N[n]:.2f}" for label, n in zip(labels, keep, strict=True)]
-    return _drawn(picture, found.box_N4[keep], masks, labels, names)
+    return _drawn(image, found.box_N4[keep], masks, labels, names)
 
 
-def _drawn(picture: CocoImage, box_N4: np.ndarray, masks: list[np.ndarray], labels: list[int], names: list[str]) -> Image.Image:
-    scale = _SIDE / max(picture.height, picture.width)
-    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
-    x_CHW: Tensor = pil_to_tensor(Image.fromarray(picture.read()).resize(size, Image.Resampling.BILINEAR))
+def _drawn(image: CocoImage, box_N4: np.ndarray, masks: list[np.ndarray], labels: list[int], names: list[str]) -> Image.Image:
+    scale = _SIDE / max(image.height, image.width)
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    x_CHW: Tensor = pil_to_tensor(Image.fromarray(image.read()).resize(size, Image.Resampling.BILINEAR))
     if labels:
         colours = [_COLOURS[label % len(_COLOURS)] for label in labels]
         resized = [np.asarray(Image.fromarray(mask * 255).resize(size)) > 127 for mask in masks]

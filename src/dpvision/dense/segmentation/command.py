@@ -26,7 +26,7 @@ def evaluate_segmentation(
     segmentation: SegmentationSettings = _SETTINGS,
     hardware: DenseHardware = _HARDWARE,
     work: Path | None = None,
-    picture: Path | None = None,
+    sheet: Path | None = None,
     num_shown: int = 6,
     out: Path | None = None,
     dry_run: bool = False,
@@ -42,7 +42,7 @@ def evaluate_segmentation(
       torchrun --nproc-per-node 8 -m dpvision evaluate segmentation vip:vip.pth --ade20k ADEChallengeData2016 --public --work work
       dpvision evaluate segmentation runs/a random:runs/a --train images/train --train-masks masks/train --test images/val
           --test-masks masks/val --classes classes.json --ignore-ids 0 255 --public --segmentation.crop-size 128
-          --segmentation.epochs 20 --segmentation.batch-size 8 --segmentation.warmup-steps 20 --picture sheet.png
+          --segmentation.epochs 20 --segmentation.batch-size 8 --segmentation.warmup-steps 20 --sheet sheet.png
 
     The defaults are the paper's: 100 epochs of ADE20K in batches of 16, infeasible on a CPU. --dry-run opens everything, times one pass
     and prints the expected duration. docs/segmentation.md has each setting and its source.
@@ -63,7 +63,7 @@ def evaluate_segmentation(
         segmentation: Settings of the network and its training; the defaults are the paper's.
         hardware: Hardware settings, which change results only by rounding, and by BatchNorm's statistics of one pass.
         work: Folder for checkpoints, from which the same command resumes after a stop.
-        picture: Write a contact sheet here (PNG): some test images, their truth, and each encoder's predictions.
+        sheet: Write a contact sheet here (PNG): some test images, their truth, and each encoder's predictions.
         num_shown: Number of images on it.
         out: Also write all scores here. Scores on private images need a folder named confidential in the path.
         dry_run: Only print what would be done, and how fast.
@@ -87,19 +87,19 @@ def evaluate_segmentation(
     images = image_files((ade20k or train or Path()).name, public=public)
     opened = [trained_on(open_encoder(spec, ema=ema and is_run(spec)), images) for spec in encoders]
     private = not public or any(encoder.confidential for encoder in opened)
-    check_places(out, picture, work, private)
+    check_places(out, sheet, work, private)
     group = join("auto")
     try:
         with Console(stderr=True, quiet=not group.is_main).status("reading") as status:
             folders = open_folders(ade20k, train, train_masks, test, test_masks, classes, ignore_ids, hardware.workers, status.update)
             steps = [checked_fit(encoder, segmentation, hardware, len(folders[0]), group) for encoder in opened]
-            job = SegmentationJob(*folders, segmentation, hardware, work, group, public, num_shown if picture is not None else 0)
+            job = SegmentationJob(*folders, segmentation, hardware, work, group, public, num_shown if sheet is not None else 0)
             if dry_run:
                 tell_plan(job, encoders, opened, steps, json, status.update)
                 return
             for spec, encoder in zip(encoders, opened, strict=True):
                 job.run(spec, encoder, status.update)
         if group.is_main:
-            tell_scores(job, encoders, out, picture, show_confidential, json)
+            tell_scores(job, encoders, out, sheet, show_confidential, json)
     finally:
         leave()

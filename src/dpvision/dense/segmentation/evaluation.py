@@ -149,8 +149,8 @@ def pixel_counts(
     count_N3K = np.zeros((len(test), 3, num_classes), dtype=np.int64)
     model.eval()
     mine: Sequence[int] = range(group.rank, len(test), group.world_size)
-    pictures = ordered_map(test.read, mine, workers=hardware.workers, ahead=2 * hardware.workers)
-    for done, (number, labelled) in enumerate(zip(mine, pictures, strict=True), 1):
+    images = ordered_map(test.read, mine, workers=hardware.workers, ahead=2 * hardware.workers)
+    for done, (number, labelled) in enumerate(zip(mine, images, strict=True), 1):
         said = predict(model, encoder, labelled.pixels_HWC, settings, hardware)
         count_N3K[number] = count_pixels(labelled.class_HW, said, num_classes)
         say(f"scored {min(done * group.world_size, len(test)):,} of {len(test):,} test images")

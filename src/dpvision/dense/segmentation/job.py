@@ -97,7 +97,7 @@ def open_folders(
     known = load_classes(classes, ignore_ids)
     parts = ((train, train_masks), (test, test_masks))
     first, second = (open_folder(*part, known, workers=workers, progress=say) for part in parts)
-    shared = {picture.resolve() for picture, _ in first.files} & {picture.resolve() for picture, _ in second.files}
+    shared = {image.resolve() for image, _ in first.files} & {image.resolve() for image, _ in second.files}
     if shared:
         got = f"{len(shared):,} images are in both training and test, such as {sorted(shared)[0]}"
         raise ConfigError(f"evaluate: {got}; expected disjoint sets. Split the folders.")
@@ -135,7 +135,7 @@ def tell_plan(job: SegmentationJob, specs: Sequence[str], opened: Sequence[Encod
 
 
 def tell_scores(
-    job: SegmentationJob, specs: Sequence[str], out: Path | None, picture: Path | None, show_confidential: bool, json: bool
+    job: SegmentationJob, specs: Sequence[str], out: Path | None, sheet: Path | None, show_confidential: bool, json: bool
 ) -> None:
     """Print the scores and write them to their files."""
     stores = {"train_data": job.train.name, "test_data": job.test.name}
@@ -151,13 +151,13 @@ def tell_scores(
     ]
     if out is not None:
         written.append(merge_entries(out, [score.to_dict() | stores for score in named]))
-    if picture is not None:
+    if sheet is not None:
         rows = []
         for n, number in enumerate(job.shown):
             labelled = job.test.read(number)
             rows.append(SheetRow(labelled.pixels_HWC, labelled.class_HW, tuple(job.said[spec][n] for spec in specs)))
-        save_sheet(render_sheet(rows, job.test.classes.names, list(specs)), picture)
-        written.append(picture)
+        save_sheet(render_sheet(rows, job.test.classes.names, list(specs)), sheet)
+        written.append(sheet)
     columns = ("encoder", "measure", "score", "95%", "chance")
     body = [(s.name, s.protocol.split(",")[1].strip(), f"{s.value:.1%}", f"{s.low:.1%} to {s.high:.1%}", f"{s.chance:.1%}") for s in named]
     title = f"{job.test.name}: {named[0].n:,} test images, {len(job.test.classes.names)} classes, {named[0].visibility}"

@@ -82,8 +82,8 @@ class SemanticFolder:
         Raises:
             DataError: a file changed since the folder was opened.
         """
-        picture, mask = self.files[number]
-        return Labelled(read_pixels(picture), read_mask(mask, picture, self.classes))
+        image_path, mask = self.files[number]
+        return Labelled(read_pixels(image_path), read_mask(mask, image_path, self.classes))
 
 
 def load_classes(path: Path, ignore_ids: Sequence[int] = (IGNORED,)) -> ClassMap:
@@ -138,7 +138,7 @@ def open_ade20k(root: Path, *, workers: int = 2, progress: Callable[[str], None]
 
 
 def open_folder(
-    pictures: Path,
+    images: Path,
     masks: Path,
     classes: ClassMap,
     *,
@@ -149,7 +149,7 @@ def open_folder(
     """Pair every mask with its image, and check the ids of all masks and the sizes of all images.
 
     Args:
-        pictures: folder; images without a mask are left out (COCO's folders have many), masks without an image are an error.
+        images: folder; images without a mask are left out (COCO's folders have many), masks without an image are an error.
         masks: folder of PNG files with one channel, a class id per pixel.
         name: name of the data in scores; if None, the last two parts of the masks' path.
         progress: called with lines of progress.
@@ -159,17 +159,17 @@ def open_folder(
             or unknown ids, or masks without any labelled pixel.
     """
     shown = name or "/".join(masks.absolute().parts[-2:])
-    mask_of, picture_of = _by_stem(masks, {"png"}, "masks"), _by_stem(pictures, IMAGE_EXTENSIONS, "pictures")
-    missing = sorted(set(mask_of) - set(picture_of))
+    mask_of, image_of = _by_stem(masks, {"png"}, "masks"), _by_stem(images, IMAGE_EXTENSIONS, "images")
+    missing = sorted(set(mask_of) - set(image_of))
     if missing:
-        first = f"{len(missing):,} of {len(mask_of):,} masks have no image in {pictures}, the first is {mask_of[missing[0]].name}"
+        first = f"{len(missing):,} of {len(mask_of):,} masks have no image in {images}, the first is {mask_of[missing[0]].name}"
         raise DataError(f"{_WHERE}: {first}; expected one of the same stem for each. Restore them, or move these masks away.")
-    files = tuple((picture_of[stem], mask_of[stem]) for stem in sorted(mask_of))
+    files = tuple((image_of[stem], mask_of[stem]) for stem in sorted(mask_of))
 
     def look(pair: tuple[Path, Path]) -> bool:
-        picture, mask = pair
-        class_HW = read_mask(mask, picture, classes)
-        size = _opened(picture).size
+        image_path, mask = pair
+        class_HW = read_mask(mask, image_path, classes)
+        size = _opened(image_path).size
         if size != class_HW.shape[::-1]:
             got = f"{class_HW.shape[1]} x {class_HW.shape[0]} px for an image of {size[0]} x {size[1]}"
             raise DataError(f"{_WHERE}: {mask}: {got}; expected the image's size. Resize it without interpolation.")
@@ -194,12 +194,14 @@ def read_pixels(path: Path) -> np.ndarray:
         raise DataError(f"{_WHERE}: {path}: {error}; expected a whole image. Restore it.") from None
 
 
-def read_mask(path: Path, picture: Path, classes: ClassMap) -> np.ndarray:
+def read_mask(path: Path, image_path: Path, classes: ClassMap) -> np.ndarray:
     """Return the class numbers of a mask, uint8 (H, W). Raises DataError as ``open_folder``."""
     image = _opened(path)
     if image.mode not in _SINGLE:
         got = f"{path}: mode {image.mode}, {len(image.getbands())} channels"
-        raise DataError(f"{_WHERE}: {got}; expected one channel with an id for each pixel (of {picture.name}). Convert its colours to ids.")
+        raise DataError(
+            f"{_WHERE}: {got}; expected one channel with an id for each pixel (of {image_path.name}). Convert its colours to ids."
+        )
     try:
         id_HW = np.asarray(image)
     except Exception as error:

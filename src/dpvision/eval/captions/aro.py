@@ -51,19 +51,19 @@ def _read_test(folder: Path, file: str, visibility: Visibility, allow_missing: b
         captions = caption_of(entry, "true_caption", where), caption_of(entry, "false_caption", where)
         group = caption_of(entry, "relation_name", where) if of_relation else _attributes(entry, where)
         if group not in leave_out:
-            items.append((_picture(folder / "images", entry, where), _box(entry, where), captions, group))
+            items.append((_image_path(folder / "images", entry, where), _box(entry, where), captions, group))
     name = "ARO relation" if of_relation else "ARO attribution"
-    pictures, choices, num_missing = collect_items(items, name, visibility, folder.name, allow_missing=allow_missing)
+    images, choices, num_missing = collect_items(items, name, visibility, folder.name, allow_missing=allow_missing)
     return ChoiceTest(
         with_missing(name, num_missing),
-        pictures,
+        images,
         choices,
         groups_called="relations" if of_relation else "pairs of attributes",
         min_group=1 if of_relation else ATTRIBUTION_MIN_GROUP,
     )
 
 
-def _picture(images: Path, entry: Any, where: str) -> Path:
+def _image_path(images: Path, entry: Any, where: str) -> Path:
     name = entry.get("image_path")
     if not isinstance(name, str) or not name or Path(name).name != name:
         raise DataError(f"{where}: image_path={name!r}; expected the name of an image in images/. Download the file again.")

@@ -32,7 +32,7 @@ _MOST_ROWS = 256
 """Captions generated at once, including beams: their keys and values are in memory."""
 
 
-class Picture(NamedTuple):
+class ImageFile(NamedTuple):
     """One image before it is read."""
 
     name: str
@@ -61,15 +61,15 @@ class Captioned(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pictures:
+class ImageFiles:
     """Images in a fixed order. Made by ``find_images``."""
 
-    samples: Iterator[Picture]
+    samples: Iterator[ImageFile]
     visibility: Visibility
     """"public" if all come from public stores; files outside a store count as private, as for ``embed``."""
 
 
-def find_images(places: Sequence[str | Path], workers: int = 2) -> Pictures:
+def find_images(places: Sequence[str | Path], workers: int = 2) -> ImageFiles:
     """Find images in stores, in sources that ``data import`` accepts, and in single files.
 
     Args:
@@ -83,12 +83,12 @@ def find_images(places: Sequence[str | Path], workers: int = 2) -> Pictures:
     stores = [open_store(place) if is_store(place) else None for place in places]
     parts = [_store_images(store) if store else _file_images(place, workers) for store, place in zip(stores, places, strict=True)]
     public = all(store is not None and store.results_visibility == "public" for store in stores)
-    return Pictures(chain.from_iterable(parts), "public" if public else "private")
+    return ImageFiles(chain.from_iterable(parts), "public" if public else "private")
 
 
-def caption_pictures(
+def caption_files(
     captioner: OpenCaptioner,
-    pictures: Iterable[Picture],
+    files: Iterable[ImageFile],
     settings: GenerateSettings | None = None,
     *,
     fit: Fit = "squash",
@@ -111,17 +111,17 @@ def caption_pictures(
     how = settings or GenerateSettings()
     how.longest(captioner.num_tokens, captioner.tokenizer.vocab_size)  # raises before the first image is read
 
-    def read(picture: Picture) -> tuple[Captioned, np.ndarray | None, int]:
-        pixels, problem = None, picture.problem
+    def read(file: ImageFile) -> tuple[Captioned, np.ndarray | None, int]:
+        pixels, problem = None, file.problem
         if problem is None:
             try:
-                pixels = square(decode(picture.image), captioner.image_size, fit)
+                pixels = square(decode(file.image), captioner.image_size, fit)
             except BadImage as error:
                 problem = error.reason
-        return Captioned(picture.name, (), problem), pixels, image_number(picture.image)
+        return Captioned(file.name, (), problem), pixels, image_number(file.image)
 
     waiting: list[tuple[Captioned, np.ndarray | None, int]] = []
-    for found in ordered_map(read, pictures, workers=workers, ahead=2 * batch_size):
+    for found in ordered_map(read, files, workers=workers, ahead=2 * batch_size):
         waiting.append(found)
         if len(waiting) == batch_size:
             yield from _captioned(captioner, waiting, how, seed)
@@ -193,21 +193,21 @@ def _captioned(
         yield made if pixels is None else made._replace(captions=next(said))
 
 
-def _store_images(store: Store) -> Iterator[Picture]:
+def _store_images(store: Store) -> Iterator[ImageFile]:
     for row in range(store.num_records):
         record = store.record(row)
-        yield Picture(record.key, record.image)
+        yield ImageFile(record.key, record.image)
 
 
-def _file_images(place: str | Path, workers: int) -> Iterator[Picture]:
+def _file_images(place: str | Path, workers: int) -> Iterator[ImageFile]:
     path = Path(place)
     if path.is_file() and path.suffix not in (".tar", ".parquet"):
         return _one_file(path)
     folder = f"{path}/" if path.is_dir() else ""
     samples = open_source(path, workers=workers).samples
-    return (Picture(folder + sample.key, sample.image, sample.problem) for sample in samples)
+    return (ImageFile(folder + sample.key, sample.image, sample.problem) for sample in samples)
 
 
-def _one_file(path: Path) -> Iterator[Picture]:
+def _one_file(path: Path) -> Iterator[ImageFile]:
     sample = file_sample(path, str(path), {})
-    yield Picture(sample.key, sample.image, sample.problem)
+    yield ImageFile(sample.key, sample.image, sample.problem)

@@ -30,7 +30,7 @@ from dpvision.eval.score import Score, Visibility, wilson_interval
 class Choice:
     """One item: an image and its candidate captions."""
 
-    picture: int
+    image: int
     """Position of the image in the source."""
     captions: tuple[str, ...]
     """Two or more; the first is true of the image, the others are not."""
@@ -44,7 +44,7 @@ class ChoiceTest(CaptionProtocol):
 
     name: str
     """Name in protocols."""
-    pictures: ImageSource
+    images: ImageSource
     choices: tuple[Choice, ...]
     groups_called: str = "groups"
     """Name of the groups, in the plural."""
@@ -55,11 +55,11 @@ class ChoiceTest(CaptionProtocol):
 
     @property
     def test_data(self) -> str:
-        return self.pictures.test_data
+        return self.images.test_data
 
     @property
     def needs(self) -> Store | None:
-        return self.pictures.store if isinstance(self.pictures, StoreImages) else None
+        return self.images.store if isinstance(self.images, StoreImages) else None
 
     def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
         """Return the scores by protocol, the captioner before its baselines."""
@@ -69,17 +69,17 @@ class ChoiceTest(CaptionProtocol):
         scores: list[Score] = []
         for name, asker, test in asked:
             right_N = answer_choices(asker, test, how.fit, batch_size=how.batch_size, workers=how.workers, progress=how.progress)
-            private = asker.confidential or self.pictures.visibility == "private"
+            private = asker.confidential or self.images.visibility == "private"
             scores += choice_scores(test, right_N, name, "private" if private else "public", f"lowest loss, {how.fit}")
         return sorted(scores, key=lambda score: [s.protocol for s in scores].index(score.protocol))
 
     def dealt_out(self) -> "ChoiceTest":
         """Return the items with each image replaced by the next one: the baseline "other images", which shows what text alone reveals."""
-        asked = sorted({choice.picture for choice in self.choices})
+        asked = sorted({choice.image for choice in self.choices})
         if len(asked) < 2:
             raise DataError(f"{self.name}: items about {len(asked)} image; expected two or more for the baseline. Add images.")
         after = dict(zip(asked, [*asked[1:], asked[0]], strict=True))
-        return replace(self, choices=tuple(replace(choice, picture=after[choice.picture]) for choice in self.choices))
+        return replace(self, choices=tuple(replace(choice, image=after[choice.image]) for choice in self.choices))
 
 
 def encoded_images(
@@ -109,10 +109,10 @@ def answer_choices(
     for n, choice in enumerate(test.choices):
         if len(choice.captions) < 2 or not all(caption.strip() for caption in choice.captions):
             raise DataError(f"{test.name}: captions={choice.captions!r}; expected two or more, none of them empty. Remove the item.")
-        items_of.setdefault(choice.picture, []).append(n)
+        items_of.setdefault(choice.image, []).append(n)
     rows: dict[str, bytes] = {}
     right_N = np.full(len(test.choices), -1, dtype=np.int8)
-    for memory_BSD, place_B in encoded_images(ready, test.pictures, fit, batch_size=batch_size, workers=workers):
+    for memory_BSD, place_B in encoded_images(ready, test.images, fit, batch_size=batch_size, workers=workers):
         asked = [b for b, place in enumerate(place_B.tolist()) if place in items_of]
         if not asked:
             continue
@@ -131,7 +131,7 @@ def answer_choices(
                     raise DataError(f"{test.name}: losses are not finite; expected finite ones. The run diverged: train again.")
                 right_N[n] = best_candidate(loss_C[None], torch.arange(len(loss_C))[None]).item() == 0
         if progress is not None:
-            progress(f"{test.name}: {int(place_B[-1]) + 1:,} of {len(test.pictures):,} images")
+            progress(f"{test.name}: {int(place_B[-1]) + 1:,} of {len(test.images):,} images")
     return right_N
 
 
@@ -160,7 +160,7 @@ def choice_scores(test: ChoiceTest, right_N: np.ndarray, name: str, visibility: 
         raise DataError(f"{test.name}: no item with a readable image; expected one or more. Check the folder of images.")
     choices = [choice for choice, kept in zip(test.choices, kept_N, strict=True) if kept]
     right_N = right_N[kept_N].astype(np.int64)
-    picture_N = np.array([choice.picture for choice in choices])
+    image_N = np.array([choice.image for choice in choices])
     chance_N = np.array([1 / len(choice.captions) for choice in choices])
     names, group_N, num_G = np.unique([choice.group for choice in choices], return_inverse=True, return_counts=True)
     lost = int((~kept_N).sum())
@@ -168,7 +168,7 @@ def choice_scores(test: ChoiceTest, right_N: np.ndarray, name: str, visibility: 
 
     def score(what: str, of: np.ndarray) -> Score:
         value = float(right_N[of].mean())
-        low, high = clustered_interval(right_N[of], picture_N[of])
+        low, high = clustered_interval(right_N[of], image_N[of])
         return Score(name, value, low, high, int(of.sum()), float(chance_N[of].mean()), f"{what}, {how}", visibility)
 
     if len(names) < 2:

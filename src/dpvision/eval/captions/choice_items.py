@@ -41,8 +41,8 @@ def collect_items(
     choices = [
         Choice(place_of.setdefault((path, box), len(place_of)), captions, group) for path, box, captions, group in items if path not in gone
     ]
-    pictures = FileImages(tuple(path for path, _ in place_of), tuple(box for _, box in place_of), visibility, test_data)
-    return pictures, tuple(choices), len(items) - len(choices)
+    images = FileImages(tuple(path for path, _ in place_of), tuple(box for _, box in place_of), visibility, test_data)
+    return images, tuple(choices), len(items) - len(choices)
 
 
 def with_missing(name: str, num_missing: int) -> str:

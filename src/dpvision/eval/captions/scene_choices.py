@@ -34,8 +34,8 @@ def scene_compositional(numbers: Sequence[int], size_px: int = 48) -> ChoiceTest
         choices += [Choice(place, pair, f"swapped {what}") for what, pair in pairs.items() if pair is not None]
     if not choices:
         raise DataError(f"scenes: none of {len(numbers)} has two objects of different colours; expected some. Use more --scenes.")
-    pictures = SceneImages(tuple(numbers), size_px)
-    return ChoiceTest("scene composition", pictures, tuple(choices), groups_called="kinds of swap", show_groups=True)
+    images = SceneImages(tuple(numbers), size_px)
+    return ChoiceTest("scene composition", images, tuple(choices), groups_called="kinds of swap", show_groups=True)
 
 
 def swapped_colours(scene: Scene, draws: Draws) -> tuple[str, str] | None:

@@ -57,8 +57,8 @@ def negclip_test(path: str | Path, images: str | Path, *, visibility: Visibility
 
 
 def _test(name: str, items: list[Item], test_data: str, visibility: Visibility, allow_missing: bool) -> ChoiceTest:
-    pictures, choices, num_missing = collect_items(items, name, visibility, test_data, allow_missing=allow_missing)
-    return ChoiceTest(with_missing(name, num_missing), pictures, choices, groups_called="subsets", show_groups=True)
+    images, choices, num_missing = collect_items(items, name, visibility, test_data, allow_missing=allow_missing)
+    return ChoiceTest(with_missing(name, num_missing), images, choices, groups_called="subsets", show_groups=True)
 
 
 def _entries(path: Path) -> list[tuple[str, Any, str]]:

@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.keys import StepKey
-from dpvision.data.loader import pictures
+from dpvision.data.loader import image_batches
 from dpvision.data.ordered import ordered_map
 from dpvision.data.store import Store
 from dpvision.data.transform import CROP_NUMBERS, crop_box, cut, normalise
@@ -198,7 +198,7 @@ class _Job:
         model.eval()
         data = self.encoder.data
         predicted, truth, read = [], [], []
-        for x_BCHW, row_B, label_B in pictures(
+        for x_BCHW, row_B, label_B in image_batches(
             store, rows, self.encoder.image_size, data, batch_size=self.batch_size, workers=self.workers
         ):
             predicted.append(model(x_BCHW.to(self.device)).argmax(dim=1).cpu().numpy())

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from dpvision.config import DataConfig
 from dpvision.data.keys import StepKey
-from dpvision.data.loader import physical_batches, pictures
+from dpvision.data.loader import image_batches, physical_batches
 from dpvision.data.store import Store
 from dpvision.encoders.encoder import Encoder
 from dpvision.errors import ConfigError, DataError
@@ -289,6 +289,6 @@ class _Views:
         size = self.image_size
         edge = (round(size * self.settings.eval_resize) - size) // 2
         resized = round(size * self.settings.eval_resize)
-        for x_BCHW, row_B, _ in pictures(store, rows, resized, self.data, batch_size=self.batch_size, workers=self.workers):
+        for x_BCHW, row_B, _ in image_batches(store, rows, resized, self.data, batch_size=self.batch_size, workers=self.workers):
             x_BCHW = x_BCHW[..., edge : edge + size, edge : edge + size]
             yield self.feature_of(x_BCHW.to(self.device)), row_B.numpy()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import ClassifierConfig, DataConfig, HeadConfig, RunConfig
-from dpvision.data.loader import pictures
+from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
 from dpvision.encoders.collect import Progress
 from dpvision.encoders.feature_file import Extraction, feature_blocks
@@ -165,7 +165,7 @@ def _scores_of_network(
     rows = check_scorable(config, store, any_is_right=any_is_right)
     score_NK, done = torch.full((len(rows), config.model.num_classes or 0), torch.nan), 0
     size = config.model.encoder.image_size
-    for x_BCHW, row_B, _ in pictures(store, rows, size, config.data, batch_size=hardware.batch_size, workers=hardware.workers):
+    for x_BCHW, row_B, _ in image_batches(store, rows, size, config.data, batch_size=hardware.batch_size, workers=hardware.workers):
         score_BK = model(x_BCHW.to(hardware.device)).float().cpu()
         # Readable images never have NaN scores, which mark unreadable ones.
         score_NK[np.searchsorted(rows, row_B.numpy())] = score_BK.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
