@@ -21,6 +21,7 @@ from dpvision.privacy.account import set_cap, store_account
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.recipes import RECIPES
 
+from ..adapt.lineage_runs import untrained_run
 from ..adapt.runs_of_heads import write_digits
 from ..report.test_statement import problems
 
@@ -199,6 +200,23 @@ def test_simulations_of_private_images_leave_nothing_outside_confidential(
     assert main([*argv, "--resume", "--show-confidential"]) == 0
     assert table.strip() in capsys.readouterr().out
     assert main(["report", str(root / "trial-000")]) == 2
+
+
+def test_results_of_weights_without_a_guarantee_are_not_shown(
+    mine: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Simulations on public images, from an encoder that was trained on private ones without a guarantee."""
+    tainted = untrained_run(tmp_path / "tainted", "private", None)
+    argv = _argv(public, "simulated", "--simulate", "4", *SPACE, "--dataset-size", "100", "--encoder", str(tainted))
+    other = write_digits(tmp_path / "other", 1100, 1200, public=True)
+    assert main([*argv, "--runs", str(tmp_path / "runs"), "--test", str(other.path)]) == 2
+    said = capsys.readouterr()
+    argv = [*_argv(public, "simulated", "--simulate", "4", *SPACE, trials=1), "--dataset-size", "100", "--name", "private-test"]
+    assert main([*argv, "--runs", str(tmp_path / "runs"), "--test", str(mine.path)]) == 0
+    shown = capsys.readouterr()
+    assert "Score" not in shown.err and "best first" not in shown.out, "scores on private images, of trials on public ones"
+    assert "--tuning not_covered" in (tmp_path / "runs" / "private-test" / "confidential" / "trials.txt").read_text()
+    assert "expected public results" in said.err and "Score" not in said.out + said.err and "best first" not in said.out
 
 
 def test_a_private_selection_is_one_charge_at_the_price_printed(

@@ -121,12 +121,13 @@ def tune(args: TuneArgs, argv: Sequence[str]) -> None:
 
     if args.simulate is not None:
         simulated(config.privacy, args.simulate)  # raises with the reason
-    store = open_store(args.data)
-    _check_stores(how, store, None if args.test is None else open_store(args.test), objective)
+    store, test = open_store(args.data), None if args.test is None else open_store(args.test)
+    _check_stores(how, store, test)
+    private = "private" in {one.results_visibility for one in (store, test) if one is not None}
     plan = plan_of(config)
     if how == "charged" and (reason := charged_refusal(plan)):
         raise ConfigError(reason)
-    price = prices(config, plan, args.trials, args.budget, candidates, private=store.results_visibility == "private")
+    price = prices(config, plan, args.trials, args.budget, candidates, private=private)
     table = price_table(price, how, args.trials)
     if args.dry_run:
         result = {"dry_run": True, "how": how, "trials": args.trials, "prices": price.to_dict()}
@@ -138,9 +139,9 @@ def tune(args: TuneArgs, argv: Sequence[str]) -> None:
     if candidates:
         _select(args, candidates)
         return
-    private = how == "simulated" and store.results_visibility == "private"
+    private = private and how == "simulated"
     budget = price.budget if how == "charged" else None
-    study = Study(root, config, space, how, args.trials, objective, args.test, args.simulate, plan, budget, args.quiet)
+    study = Study(root, config, space, how, args.trials, objective, args.test, args.simulate, plan, budget, private, args.quiet)
     asked = {
         "how": how, "space": sorted(args.space), "trials": args.trials, "budget": args.budget, "objective": objective,
         "test": str(args.test), "simulate": args.simulate,
@@ -209,7 +210,7 @@ def _check(args: TuneArgs) -> str:
     return objective
 
 
-def _check_stores(how: How, store: "Store", test: "Store | None", objective: str) -> None:
+def _check_stores(how: How, store: "Store", test: "Store | None") -> None:
     """Refuse stores whose visibility does not fit the way."""
     private = store.results_visibility == "private"
     if how == "public" and private:

@@ -28,6 +28,8 @@ class Price:
     """Number of trials that the budget admits, at most those asked for."""
     one: float
     """Epsilon of a single trial."""
+    of_person: bool
+    """Whether epsilons are a person's."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict, ready for JSON."""
@@ -58,7 +60,7 @@ def prices(config: RunConfig, plan: "DPPlan", trials: int, budget: float | None,
         plan: of one trial.
         budget: epsilon that all trials may cost together; if None, what they cost.
         candidates: of a private selection; may be empty.
-        private: whether results on the store are private.
+        private: whether results of the trials are private, by the store or by the test images.
     """
     from dpvision.cli.tune_trials import charged_event
     from dpvision.privacy.account import RenyiFilter, filter_bound
@@ -71,24 +73,25 @@ def prices(config: RunConfig, plan: "DPPlan", trials: int, budget: float | None,
         one_by_filter = filter_bound([event], plan.delta)
         assert bound is not None and one_by_filter is not None
         one = one_by_filter[0]
-        made = RenyiFilter.of(bound[0] if budget is None else budget, plan.delta)
+        made = RenyiFilter.of(bound[0] if budget is None else min(budget, bound[0]), plan.delta)
         fits = trials if made.admits([event] * trials) else _most(made, event, trials)
         charged = f"{made.epsilon:.4g} for {fits} of {trials} trials, {plan.stated_epsilon:.4g} each alone"
     free = "0 on your private images"
     rows = (
         ("simulated", "no bound: nothing covers it" if private else free, "everything" if private else "nothing", _statement(private)),
-        ("public", "refused: the store is private" if private else free, "nothing", "public"),
+        ("public", "refused: images are private" if private else free, "nothing", "public"),
         ("charged", charged, "losses; not the weights", "charged"),
         ("private-selection", _selection(config, plan, trials, candidates), "the number of runs, the losers", "private selection"),
     )
-    return Price(rows, made, fits, one)
+    return Price(rows, made, fits, one, plan.num_units is not None)
 
 
 def price_table(price: Price, how: How, trials: int) -> str:
     """Return the table of the four ways as text; the chosen one is marked."""
     rows = [(f"{'> ' if way == how else '  '}{way}", *rest) for way, *rest in price.rows]
     delta = "" if price.budget is None else f", at delta {price.budget.delta:.3g}"
-    text = table(f"{trials} trials{delta}", ("way", "epsilon", "confidential", "statement's tuning"), rows)
+    whose = ", epsilon of a person" if price.of_person else ""
+    text = table(f"{trials} trials{delta}{whose}", ("way", "epsilon", "confidential", "statement's tuning"), rows)
     if how == "charged" and price.budget is not None:
         text += (
             f"\nRenyi filter of order {price.budget.order:g}, fixed now: the next trial is refused when all would cost more than epsilon "
@@ -110,7 +113,7 @@ def charged_text(study: "Study", store: "Store") -> tuple[str, dict[str, Any]]:
     bound = filter_bound([charged_event(found.plan, found.steps) for found in ledgers], study.plan.delta)
     account = store_account(store.path)
     assert bound is not None and study.budget is not None
-    total = "unknown" if account.epsilon_filter is None else f"{account.epsilon_filter:.4g}"
+    total = "unknown" if account.epsilon_filter is None else f"{account.epsilon_filter:.4g} at delta {account.delta:.3g}"
     text = (
         f"These trials and the choice among them: epsilon {study.budget.epsilon:.4g} at delta {study.plan.delta:.3g}, the budget fixed "
         f"beforehand; the ledgers of {len(ledgers)} trials hold {bound[0]:.4g}. The epsilon of a single trial does not cover the choice.\n"
@@ -138,8 +141,8 @@ def _selection(config: RunConfig, plan: "DPPlan", trials: int, candidates: tuple
         return "needs two trials or more"
     from dpvision.adapt.prepare import head_plan
 
-    model = replace(config.model, candidates=candidates or ("one_step", "prototypes"), selection_runs=float(trials))
     try:
+        model = replace(config.model, candidates=candidates or ("one_step", "prototypes"), selection_runs=float(trials))
         whole = head_plan(replace(config, model=model))
     except DPVisionError as error:
         return f"refused: {error}"

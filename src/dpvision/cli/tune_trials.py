@@ -46,6 +46,8 @@ class Study:
     """Of every trial under a guarantee, up to the clipping."""
     budget: "RenyiFilter | None" = None
     """Of the charged way."""
+    private: bool = False
+    """Whether results are confidential."""
     quiet: bool = False
 
     @property
@@ -224,6 +226,11 @@ def _run_trial(study: Study, number: int, settings: Settings) -> float:
     make = _fit_head if isinstance(config.model, HeadConfig) else _fit_network
     if not make(config, folder, resume=run_base(folder) is not None, quiet=study.quiet):
         raise TrialStopped
+    if run_base(folder) != folder and not study.private:
+        raise PrivacyError(
+            f"tune: {folder} is confidential, because its weights come from private images without a guarantee; expected public results. "
+            "Start from other weights."
+        )
     return last_loss(folder) if study.objective == LOSS else _score(study, folder)
 
 

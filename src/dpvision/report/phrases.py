@@ -54,8 +54,8 @@ TUNING: dict[Tuning, str] = {
     ),
 }
 CHOICE = (
-    "The choice of this run among several on the same images: what covers it is the total of those runs (history.other_runs), which is "
-    "larger than the epsilon of this run."
+    "The choice of this run among several on the same images: what covers it is the total of those runs (history.other_runs: "
+    "epsilon_filter, and for a person unit_epsilon_total), which is larger than the epsilon of this run."
 )
 SELECTION = (
     "Charged: one setting of a public list was chosen by its score on these images, in a private selection. A secret random number of "
