@@ -44,8 +44,8 @@ def _argv(store: Store | Path, how: str, *more: str, trials: int = 3) -> list[st
     path = store.path if isinstance(store, Store) else store
     return [
         "tune", "transfer.many_steps", "--data", str(path), "--encoder", "pixels", "--num-classes", "10", "--dataset-size", "200",
-        "--epsilon", "2", "--privacy.steps", str(STEPS), "--hardware.workers", "1", "--runs", str(path.parent.parent / "runs"),
-        "--name", "study", "--how", how, "--trials", str(trials), *more,
+        "--epsilon", "2", "--privacy.steps", str(STEPS), "--hardware.workers", "1", "--model.centre", "none",
+        "--runs", str(path.parent.parent / "runs"), "--name", "study", "--how", how, "--trials", str(trials), *more,
     ]  # fmt: skip
 
 
@@ -128,7 +128,7 @@ ledger.Ledger.append = charged(ledger.Ledger.append)
 real = tune_trials.trial_config
 
 def before_the_run(study, settings):
-    if what == "before a run" and charges == 3:
+    if what == "before a run" and charges == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return real(study, settings)
 
@@ -137,14 +137,15 @@ main(argv)
 """
 
 
-@pytest.mark.parametrize(("when", "steps"), [("in a run", 5), ("before a run", 3)])
-def test_after_a_kill_the_same_command_goes_on_and_counts_every_trial(
-    when: str, steps: int, mine: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_after_kills_the_same_command_goes_on_and_counts_every_trial(
+    mine: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Killed in the second trial's run, and again between the third trial's entry in the journal and its run."""
     argv = _argv(mine, "charged", "--test", str(public.path), "--json", *SPACE)
-    done = subprocess.run([sys.executable, "-c", KILLED, when, *argv], capture_output=True, timeout=240)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
-    assert sum(charged for _, charged in _runs(mine)) == steps
+    for when, more, steps in (("in a run", [], 5), ("before a run", ["--resume"], 6)):
+        done = subprocess.run([sys.executable, "-c", KILLED, when, *argv, *more], capture_output=True, timeout=240)
+        assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
+        assert sum(charged for _, charged in _runs(mine)) == steps
     journal = tmp_path / "runs" / "study" / "confidential" / "study.journal"
     with journal.open("ab") as file:
         file.write(b'{"op_code":4,"torn')  # by the crash
@@ -152,7 +153,7 @@ def test_after_a_kill_the_same_command_goes_on_and_counts_every_trial(
     assert main(argv) == 2 and "is taken" in capsys.readouterr().err
     assert main([*argv, "--resume"]) == 0
     result = json.loads(capsys.readouterr().out)
-    # The killed trial went on in its own ledger: three runs, none charged for more than its plan.
+    # The killed trials went on in their own ledgers: three runs, none charged for more than its plan.
     assert _runs(mine) == [("dp", STEPS)] * 3 and result["trials"] == 3
     assert result["epsilon"] == result["charged"] == store_account(mine.path).epsilon_filter
     journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:1]))
@@ -223,7 +224,7 @@ def test_a_private_selection_is_one_charge_at_the_price_printed(
     mine: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)  # an import would fail
-    lists = ["--space", "optim.learning_rate=5,50", "privacy.max_grad_norm=0.5,1.0"]
+    lists = ["--space", "optim.learning_rate=5,50", "model.constant=0,0.1"]
     argv = _argv(mine, "private-selection", *lists, "--test", str(public.path), trials=4)
     assert main([*argv, "--dry-run", "--json"]) == 0
     price = json.loads(capsys.readouterr().out)["prices"]["private-selection"]["epsilon"]
@@ -232,7 +233,7 @@ def test_a_private_selection_is_one_charge_at_the_price_printed(
     plan = next(iter(StoreLedgers.of(mine.path).read_all().values())).plan
     assert _runs(mine) == [("dp", 1)] and plan.selection is not None and plan.selection.mean_runs == 4 and plan.selection.steps == STEPS
     assert price.startswith(f"{plan.epsilon:.4g} for all, with noise multiplier {plan.noise_multiplier:.4g}")
-    names = {candidate_name(one) for one in [{"optim.learning_rate": r, "privacy.max_grad_norm": c} for r in (5, 50) for c in (0.5, 1.0)]}
+    names = {candidate_name(one) for one in [{"optim.learning_rate": r, "model.constant": c} for r in (5, 50) for c in (0, 0.1)]}
     assert result["head"] in names
     run = tmp_path / "runs" / "study"
     assert not list(run.glob("trial-*")) and not (run / "confidential" / "study.journal").exists()
@@ -246,11 +247,22 @@ def test_a_private_selection_is_one_charge_at_the_price_printed(
 
 def test_candidates_share_all_that_is_paid_for() -> None:
     config = RECIPES["transfer.many_steps"]()
-    made = with_candidate(config, candidate_name({"optim.learning_rate": 3, "privacy.max_grad_norm": 0.5, "model.loss": "softmax"}))
-    assert (made.optim.learning_rate, made.privacy.max_grad_norm, made.model.loss) == (3.0, 0.5, "softmax")
-    for name in ("privacy.noise_multiplier", "privacy.steps", "model.unit", "model.head", "model.encoder.spec", "data.resize", "seed"):
-        with pytest.raises(ConfigError, match="candidates share features, releases and noise"):
+    made = with_candidate(config, candidate_name({"optim.learning_rate": 3, "model.bias": None, "model.loss": "softmax"}))
+    assert (made.optim.learning_rate, made.model.bias, made.model.loss) == (3.0, None, "softmax") and made.privacy == config.privacy
+    for name in (
+        "privacy.noise_multiplier",
+        "privacy.steps",
+        "model.unit",
+        "model.head",
+        "model.encoder.spec",
+        "data.resize",
+        "seed",
+        "privacy.max_grad_norm",
+    ):
+        with pytest.raises(ConfigError, match="candidates share features, releases, clipping and noise"):
             with_candidate(config, f"{name}=1")
+    with pytest.raises(ConfigError, match="values in JSON"):
+        with_candidate(config, "optim.name=sgd")
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +360,7 @@ BAD = [
     (["--how", "simulated", "--simulate", "2", "--objective", "loss"], "expected a score"),
     (["--how", "charged", "--trials", "0"], "expected 1 to 10000"),
     (["--how", "charged", "--resume"], "holds no study"),
-    (["--how", "charged", "--non-private"], "expected a private recipe"),
+    (["--how", "charged", "--privacy.guarantee", "none"], "--epsilon 2 with --non-private"),
     (["--how", "charged", "--privacy.sampling", "truncated_poisson", "--privacy.max-batch-size", "200"], "no Renyi accounting"),
 ]  # fmt: skip
 
@@ -375,6 +387,8 @@ def test_network_selection_is_refused_with_the_reason(scenes: Path, capsys: pyte
     assert "has to stay secret" in said and all(way in said for way in ("simulated", "public", "charged"))
     assert main(_network(scenes, "public", "--name", "q", "--space", "model.mask_ratio=0.5,0.75")) == 2
     assert "leave the loss comparable" in capsys.readouterr().err
+    assert main(_network(scenes, "public", "--name", "q", "--space", "optim.eps=1,2", "--privacy.guarantee", "none")) == 2
+    assert "expected a private recipe" in capsys.readouterr().err
 
 
 def test_spaces_are_read_as_typed() -> None:

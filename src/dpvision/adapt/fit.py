@@ -99,9 +99,8 @@ def choose_head(config: RunConfig, stream: FeatureStream, plan: DPPlan, charge: 
     for name in config.model.candidates:
         candidate = with_candidate(config, name)
         assert isinstance(candidate.model, HeadConfig)
-        clipped = replace(plan.run_plans()[0], max_grad_norm=candidate.privacy.max_grad_norm)
-        asked[name] = replace(candidate, model=candidate.model.settled(), optim=with_rate(candidate.optim, clipped))
-    candidates = [Candidate(name, partial(_fit_last, one), one.privacy.max_grad_norm) for name, one in asked.items()]
+        asked[name] = replace(candidate, model=candidate.model.settled(), optim=with_rate(candidate.optim, plan.run_plans()[0]))
+    candidates = [Candidate(name, partial(_fit_last, candidate)) for name, candidate in asked.items()]
     selected = select_head(stream, candidates, plan, charge)
     if selected is None:
         raise PrivacyError(

@@ -74,9 +74,7 @@ def with_candidates(config: RunConfig, candidates: tuple[HeadName, ...]) -> RunC
     return replace(config, model=model, privacy=replace(config.privacy, steps=steps))
 
 
-_OF_A_CANDIDATE = {f"model.{name}" for name in ("loss", "bias", "constant", "feature_norm", "init", "init_scale")} | {
-    "privacy.max_grad_norm"
-}
+_OF_A_CANDIDATE = {f"model.{name}" for name in ("loss", "bias", "constant", "feature_norm", "init", "init_scale")}
 
 
 def candidate_name(settings: Mapping[str, Any]) -> str:
@@ -89,7 +87,7 @@ def candidate_name(settings: Mapping[str, Any]) -> str:
         if not name.startswith("optim.") and name not in _OF_A_CANDIDATE:
             raise ConfigError(
                 f"select: {name}; expected optim.* or one of {', '.join(sorted(_OF_A_CANDIDATE))}, because candidates share features, "
-                "releases and noise. Fix it for all of them."
+                "releases, clipping and noise. Fix it for all of them."
             )
     return " ".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
 
@@ -103,6 +101,9 @@ def with_candidate(config: RunConfig, name: str) -> RunConfig:
     if "=" not in name:
         return replace(with_head(config, cast(HeadName, name)), privacy=config.privacy)
     pairs = (part.partition("=") for part in name.split(" "))
-    settings = {part: json.loads(value) for part, _, value in pairs}
+    try:
+        settings = {part: json.loads(value) for part, _, value in pairs}
+    except ValueError:
+        raise ConfigError(f"select: {name!r}; expected part.name=value, values in JSON, separated by spaces. Correct it.") from None
     candidate_name(settings)
     return with_settings(config, settings)
