@@ -361,7 +361,10 @@ BAD = [
     (["--how", "charged", "--trials", "0"], "expected 1 to 10000"),
     (["--how", "charged", "--resume"], "holds no study"),
     (["--how", "charged", "--privacy.guarantee", "none"], "--epsilon 2 with --non-private"),
-    (["--how", "charged", "--privacy.sampling", "truncated_poisson", "--privacy.max-batch-size", "200"], "no Renyi accounting"),
+    ([
+        "--how", "charged", "--privacy.sampling", "truncated_poisson", "--privacy.expected-batch-size", "100",
+        "--privacy.max-batch-size", "180",
+    ], "no Renyi accounting"),
 ]  # fmt: skip
 
 
