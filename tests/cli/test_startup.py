@@ -9,7 +9,7 @@ import pytest
 
 from dpvision.cli import COMMANDS
 
-SLOW = ("torch", "torchvision", "timm", "scipy", "sklearn", "dp_accounting", "matplotlib", "pyarrow")
+SLOW = ("torch", "torchvision", "timm", "scipy", "sklearn", "dp_accounting", "matplotlib", "pyarrow", "optuna")
 RUN = f"""
 import json, sys
 from dpvision.cli import main
@@ -54,6 +54,11 @@ def test_help_imports_nothing_slow(argv: list[str], tmp_path: Path) -> None:
         (["adapt", "--data", "none", "--num-classes", "3", "--dataset-size", "100"], "dpvision data import SOURCE STORE"),
         (["adapt", "--data", "none", "--num-classes", "3", "--dataset-size", "100", "--name", "taken"], "holds a run already"),
         (["adapt", "--head", "two_steps"], "two_steps"),
+        (["tune", "vip.micor"], "Did you mean"),
+        (["tune", "vip.micro", "--data", "none"], "no --how"),
+        (["tune", "vip.micro", "--how", "public", "--data", "none", "--space", "optim.learning_rat=1,2"], "expected one of"),
+        (["tune", "vip.micro", "--how", "public", "--data", "none", "--space", "seed=1,2"], "changes the guarantee"),
+        (["tune", "vip.micro", "--how", "public", "--data", "none", "--space", "optim.eps=1,2"], "dpvision data import SOURCE STORE"),
         (["data", "import", "none", "store"], "no such file or folder"),
         (["data", "inspect", "none"], "dpvision data import SOURCE STORE"),
         (["data", "split", "none", "a", "b"], "dpvision data import SOURCE STORE"),

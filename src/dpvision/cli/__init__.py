@@ -16,6 +16,7 @@ COMMANDS = {
     "synth": ("synth", "make procedural textures for a warm start: a store, image files or a contact sheet"),
     "train": ("train", "train a recipe, with or without privacy; resume after a stop or a crash"),
     "adapt": ("adapt", "train a private classifier on a public encoder, in one step or many"),
+    "tune": ("tune", "choose settings by simulated, public, charged or privately selected trials; prints what each way costs"),
     "evaluate": ("evaluate", "score encoders by k-NN, linear and few-shot protocols, against random weights and raw pixels"),
     "embed": ("embed", "write an encoder's features for a store or a folder of images"),
     "caption": ("caption", "caption images with a trained captioner"),

@@ -68,9 +68,9 @@ _Head = Literal["auto", "one_step", "many_steps", "least_squares", "feature_cova
 
 
 @dataclass(frozen=True)
-class _What:
-    recipe: RecipeName = "transfer.auto"
-    """Name of a recipe (dpvision adapt --help lists them)."""
+class Shorts:
+    """Short options for settings, applied by ``with_shorts``."""
+
     data: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
     """Store with labels, made by `dpvision data import`."""
     encoder: Annotated[str | None, tyro.conf.arg(metavar="ENCODER")] = None
@@ -82,6 +82,12 @@ class _What:
     epsilon: float | None = None
     """Epsilon of the whole head; 1 if omitted. Short for --privacy.target-epsilon, or for --privacy.target-unit-epsilon if people are
     declared (--privacy.num-units)."""
+
+
+@dataclass(frozen=True)
+class _What(Shorts):
+    recipe: RecipeName = "transfer.auto"
+    """Name of a recipe (dpvision adapt --help lists them)."""
     head: _Head | None = None
     """Kind of head; short for the recipe transfer.HEAD."""
     select: str | None = None
@@ -102,7 +108,7 @@ class AdaptArgs(RunArgs, _What):
 
 
 @dataclass(frozen=True)
-class _Early(Where):
+class Early(Where):
     """Options that determine the defaults of other settings."""
 
     head: str | None = None
@@ -126,16 +132,16 @@ def run(argv: Sequence[str]) -> None:
     argv = spelled_out(argv)
     asks = any(a in ("-h", "--help") for a in argv)
     recipe = argv[0] if not argv[0].startswith("-") else None
-    early = _Early() if asks else tyro.cli(_Early, args=[*argv[recipe is not None :]], return_unknown_args=True, config=CONFIG)[0]
+    early = Early() if asks else tyro.cli(Early, args=[*argv[recipe is not None :]], return_unknown_args=True, config=CONFIG)[0]
     if recipe is not None and early.head is not None and recipe != f"transfer.{early.head}":
         raise ConfigError(f"adapt: recipe {recipe!r} and --head {early.head}; expected one of the two. Drop one.")
     if early.select is not None and (early.head or recipe or "transfer.auto") not in ("auto", "transfer.auto"):
         raise ConfigError(f"adapt: --select {early.select} with {early.head or recipe}; expected one of the two. Drop one.")
     recipe = recipe or _recipe(early)
-    default = AdaptArgs(recipe=recipe, config=_default(recipe, early, typed_privacy(argv)))
+    default = AdaptArgs(recipe=recipe, config=default_config(recipe, early, typed_privacy(argv)))
     rest = list(argv) if not argv[0].startswith("-") else [recipe, *argv]
     args = tyro.cli(AdaptArgs, prog="dpvision adapt", description=_DOC + _recipes(asks), args=rest, default=default, config=CONFIG)
-    config = _with_shorts(args)
+    config = with_shorts(args, args.config)
     if not args.resume and (reason := untyped_delta(get_recipe(recipe).privacy, config.privacy, typed_privacy(argv))):
         raise ConfigError(reason)
     if not isinstance(config.model, HeadConfig):
@@ -155,10 +161,10 @@ def run(argv: Sequence[str]) -> None:
         typed = with_values(chosen, config, typed_settings(argv))
         if typed != chosen:
             made = prepare(typed)
-    _adapt_new(args, made)
+    adapt_new(args, made)
 
 
-def _adapt_new(args: AdaptArgs, made: "Prepared") -> None:
+def adapt_new(args: AdaptArgs, made: "Prepared") -> None:
     from dpvision.adapt.session import new_head_session
     from dpvision.runs.lineage import runs_on
 
@@ -299,7 +305,7 @@ def _train(args: AdaptArgs, config: RunConfig) -> None:
             print(_scores_text(args, scores, root))
 
 
-def _recipe(early: _Early) -> str:
+def _recipe(early: Early) -> str:
     """Return the default recipe: the head's, or the run's with --resume and --name."""
     from dpvision.runs.folder import read_run, run_base
 
@@ -308,9 +314,8 @@ def _recipe(early: _Early) -> str:
     return f"transfer.{early.head or 'auto'}"
 
 
-def _with_shorts(args: AdaptArgs) -> RunConfig:
+def with_shorts(args: Shorts, config: RunConfig) -> RunConfig:
     """Return the config with the short options applied."""
-    config = args.config
     privacy: dict[str, Any] = {}
     if args.epsilon is not None:
         if config.privacy.guarantee == "none":
@@ -341,7 +346,7 @@ def _with_shorts(args: AdaptArgs) -> RunConfig:
     return config
 
 
-def _default(recipe: str, early: _Early, typed: dict[str, str]) -> RunConfig:
+def default_config(recipe: str, early: Early, typed: dict[str, str]) -> RunConfig:
     """Return the default settings: the recipe's, adjusted by the options; with --resume the run's own."""
     if early.resume and (saved := saved_config("adapt", early.root(recipe), recipe)) is not None:
         return saved

@@ -43,8 +43,9 @@ def report(
         beside: Runs of other captioners to show in the gallery. One trained on private images without privacy appears only on the
             operator's page.
         gallery_num: Images of each kind in the gallery: random ones, and random ones among the tenth with the best captions.
-        tuning: How settings and checkpoint were chosen: "none" (fixed beforehand), "public" (on public images only), or
-            "not_covered" (by looking at private results: the statement says that the guarantee does not cover the choice).
+        tuning: How settings and checkpoint were chosen: "none" (fixed beforehand), "public" (on public images only), "charged" (among
+            runs on this store by public scores: their total covers the choice), or "not_covered" (by looking at private results: the
+            statement says that the guarantee does not cover the choice).
         json: Print JSON.
     """
     if not gallery_num >= 1:

@@ -20,7 +20,7 @@ from dpvision.config.models import (
     TimmConfig,
     ViTConfig,
 )
-from dpvision.config.plain import from_dict, to_dict
+from dpvision.config.plain import from_dict, to_dict, with_settings
 from dpvision.config.privacy import PrivacyConfig
 from dpvision.config.run import IMAGENET_MEAN, IMAGENET_STD, DataConfig, HardwareConfig, OptimConfig, RunConfig
 
@@ -29,4 +29,5 @@ __all__ = [
     "CrossMAEConfig", "DataConfig", "EncoderConfig", "FrozenEncoderConfig", "HardwareConfig", "HeadConfig",
     "MAEConfig", "ModelConfig", "OptimConfig",
     "PrivacyConfig", "ResNetConfig", "RunConfig", "TimmConfig", "ViTConfig", "from_dict", "to_dict",
+    "with_settings",
 ]  # fmt: skip

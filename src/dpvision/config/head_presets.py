@@ -1,12 +1,15 @@
 """Default settings of each private head, chosen on public data (docs/heads.md)."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, cast
 
 from dpvision.config.heads import Candidate, HeadConfig
+from dpvision.config.plain import with_settings
 from dpvision.config.run import OptimConfig, RunConfig
+from dpvision.errors import ConfigError
 
 HeadName = Candidate
 
@@ -71,6 +74,36 @@ def with_candidates(config: RunConfig, candidates: tuple[HeadName, ...]) -> RunC
     return replace(config, model=model, privacy=replace(config.privacy, steps=steps))
 
 
-def with_candidate(config: RunConfig, name: HeadName) -> RunConfig:
-    """Make the config of one candidate: its head, optimizer, loss and bias, with the common number of releases."""
-    return replace(with_head(config, name), privacy=config.privacy)
+_OF_A_CANDIDATE = {f"model.{name}" for name in ("loss", "bias", "constant", "feature_norm", "init", "init_scale")}
+
+
+def candidate_name(settings: Mapping[str, Any]) -> str:
+    """Return settings of one head as an entry of ``HeadConfig.candidates``.
+
+    Raises:
+        ConfigError: a setting is not one in which candidates may differ.
+    """
+    for name in settings:
+        if not name.startswith("optim.") and name not in _OF_A_CANDIDATE:
+            raise ConfigError(
+                f"select: {name}; expected optim.* or one of {', '.join(sorted(_OF_A_CANDIDATE))}, because candidates share features, "
+                "releases, clipping and noise. Fix it for all of them."
+            )
+    return " ".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
+
+
+def with_candidate(config: RunConfig, name: str) -> RunConfig:
+    """Make the config of one candidate: its head, optimizer, loss and bias, or its settings, with the common number of releases.
+
+    Raises:
+        ConfigError: a setting is unknown, out of range, or not one in which candidates may differ.
+    """
+    if "=" not in name:
+        return replace(with_head(config, cast(HeadName, name)), privacy=config.privacy)
+    pairs = (part.partition("=") for part in name.split(" "))
+    try:
+        settings = {part: json.loads(value) for part, _, value in pairs}
+    except ValueError:
+        raise ConfigError(f"select: {name!r}; expected part.name=value, values in JSON, separated by spaces. Correct it.") from None
+    candidate_name(settings)
+    return with_settings(config, settings)

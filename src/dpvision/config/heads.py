@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from dpvision.config.checks import check_choices, require
 
@@ -44,8 +44,9 @@ class HeadConfig:
     """'auto': chosen from public numbers before the plan is made (``adapt.recommend``), with the head's steps, optimizer, loss and bias."""
     reason: str | None = None
     """Why the head was chosen, if it was 'auto'."""
-    candidates: tuple[Candidate, ...] = ()
-    """Heads among which a private score chooses (docs/selection.md), under a single charge for all. If empty, ``head`` is used."""
+    candidates: tuple[str, ...] = ()
+    """Heads among which a private score chooses (docs/selection.md), under a single charge for all; or settings of ``head``, each as
+    'part.name=value part.name=value' with values in JSON. If empty, ``head`` is used."""
     selection_runs: float = 10.0
     """Mean of the secret number of runs, of which the best is released."""
     selection_shape: float | None = 1.0
@@ -95,6 +96,10 @@ class HeadConfig:
         if self.candidates:
             different = len(set(self.candidates)) == len(self.candidates) >= 2
             require(different, w, "candidates", self.candidates, "two or more different heads", "For one, set head: it costs less.")
+            known = set(self.candidates) <= set(get_args(Candidate)) or all("=" in name for name in self.candidates)
+            require(known, w, "candidates", self.candidates, f"all among {', '.join(get_args(Candidate))}, or all settings", "Correct one.")
+            of_one = "=" not in self.candidates[0] or self.head != "auto"
+            require(of_one, w, "head", self.head, "a head by name, with settings as candidates", "Use transfer.many_steps.")
             softmax = self.multi_label and "feature_covariance" in self.candidates
             require(not softmax, w, "candidates", self.candidates, "no feature_covariance with multi_label", "Leave it out.")
             require(self.unit, w, "unit", self.unit, "True with candidates, each of which needs a public bound", "Leave it on.")

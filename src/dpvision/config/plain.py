@@ -4,6 +4,7 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from dpvision.errors import ConfigError
@@ -35,6 +36,26 @@ def from_dict(cls: type[T], values: Any, where: str = "config") -> T:
         return cls(**made)
     except TypeError as error:
         raise ConfigError(f"{where}: {error}; expected every setting without a default. Restore the file that the run wrote.") from None
+
+
+def with_settings(config: T, settings: Mapping[str, Any]) -> T:
+    """Return a config with settings replaced, by their dotted names.
+
+    Raises:
+        ConfigError: a name is unknown or is no single setting, a type is wrong, or a value is out of range.
+    """
+    values = to_dict(config)
+    for name, value in settings.items():
+        *parts, last = name.split(".")
+        inner: Any = values
+        for part in parts:
+            inner = inner.get(part) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict) or last not in inner or isinstance(inner[last], dict | list):
+            among = sorted(key for key, old in inner.items() if not isinstance(old, dict | list)) if isinstance(inner, dict) else None
+            known = f"one of {', '.join(among)} in {'.'.join(parts)}" if among and parts else "PART.NAME, as in --help"
+            raise ConfigError(f"settings: {name!r}; expected {known}. Correct the name.")
+        inner[last] = value
+    return from_dict(type(config), values)
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:

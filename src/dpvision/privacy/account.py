@@ -15,6 +15,7 @@ from dpvision.privacy import accountant
 from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import DPPlan, View
+from dpvision.privacy.renyi import ORDERS
 from dpvision.privacy.store_marks import StoreLedgers
 
 _CAP_GRID = np.geomspace(1e-3, 1e5, 8001)
@@ -172,6 +173,46 @@ def check_cap(ledgers: StoreLedgers, parts: list[tuple[DPPlan, int]]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class RenyiFilter:
+    """A Renyi filter whose budget is fixed before the first run (``filter_epsilon`` has the theorem). Made by ``of``."""
+
+    epsilon: float
+    """What all admitted runs together guarantee at ``delta``: at most the budget asked for, on the grid of ``filter_epsilon``."""
+    delta: float
+    order: float
+
+    @classmethod
+    def of(cls, epsilon: float, delta: float) -> "RenyiFilter":
+        """Return the filter of a budget. Its order follows from (epsilon, delta) alone.
+
+        Args:
+            epsilon: at least 0.001.
+            delta: in (0, 1).
+
+        Raises:
+            ConfigError: epsilon is out of range.
+        """
+        if not _CAP_GRID[0] <= epsilon < math.inf:
+            raise ConfigError(f"filter: epsilon={epsilon}; expected a number from {_CAP_GRID[0]:g} on. Use 8.")
+        cap = int(np.searchsorted(_CAP_GRID, epsilon, side="right")) - 1
+        return cls(float(_CAP_GRID[cap]), delta, float(ORDERS[_orders_of_caps(delta)[1][cap]]))
+
+    def admits(self, events: Iterable[dp_event.DpEvent]) -> bool:
+        """Return whether the sum of the events' divergences at the filter's order stays within its budget.
+
+        Raises:
+            PrivacyError: an event has no Renyi accounting.
+        """
+        total = _divergences(events)
+        if total is None:
+            raise PrivacyError(
+                "filter: a run without Renyi accounting; expected poisson or full_batch draws. Use --privacy.sampling poisson."
+            )
+        at = int(np.searchsorted(ORDERS, self.order))
+        return bool(total[at] + _orders_of_caps(self.delta)[0][at] <= self.epsilon)
+
+
 def filter_epsilon(events: Iterable[dp_event.DpEvent], delta: float) -> float | None:
     """Smallest cap whose Renyi filter would have admitted ``events`` in this order; for events chosen after seeing earlier results.
 
@@ -196,23 +237,35 @@ def filter_epsilon(events: Iterable[dp_event.DpEvent], delta: float) -> float | 
 
 def filter_bound(events: Iterable[dp_event.DpEvent], delta: float) -> tuple[float, float, float] | None:
     """Return ``filter_epsilon`` with the filter's bound, (cap, order a, divergence B): the events are (a, B)-RDP."""
-    curves = []
-    for event in events:
-        curve = accountant.rdp_curve(event)
-        if curve is None:
-            return None
-        curves.append(curve)
-    if not curves:
+    events = list(events)
+    total = _divergences(events)
+    if total is None:
+        return None
+    if not events:
         return 0.0, math.inf, 0.0
-    orders = curves[0][0]
-    total = np.sum([divergence for _, divergence in curves], axis=0)
-    conversion = np.log1p(-1 / orders) - np.log(orders * delta) / (orders - 1)
-    chosen = np.argmax((_CAP_GRID[:, None] - conversion) / orders, axis=1)
+    conversion, chosen = _orders_of_caps(delta)
     admitted = total[chosen] + conversion[chosen] <= _CAP_GRID
     if not admitted.any():
         return math.inf, math.inf, math.inf
     first = int(np.argmax(admitted))
-    return float(_CAP_GRID[first]), float(orders[chosen[first]]), float(total[chosen[first]])
+    return float(_CAP_GRID[first]), float(ORDERS[chosen[first]]), float(total[chosen[first]])
+
+
+def _orders_of_caps(delta: float) -> tuple[np.ndarray, np.ndarray]:
+    """c(a, delta) at ``ORDERS``, and the index of the order of each cap of the grid."""
+    conversion = np.log1p(-1 / ORDERS) - np.log(ORDERS * delta) / (ORDERS - 1)
+    return conversion, np.argmax((_CAP_GRID[:, None] - conversion) / ORDERS, axis=1)
+
+
+def _divergences(events: Iterable[dp_event.DpEvent]) -> np.ndarray | None:
+    """Sum of the events' divergences at ``ORDERS``; None if one of them has none."""
+    total = np.zeros(len(ORDERS))
+    for event in events:
+        curve = accountant.rdp_curve(event)
+        if curve is None:
+            return None
+        total = total + curve[1]
+    return total
 
 
 def unit_view(parts: Iterable[tuple[DPPlan, int]]) -> View | None:

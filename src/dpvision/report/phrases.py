@@ -44,11 +44,19 @@ TUNING: dict[Tuning, str] = {
         "Declared by the operator: settings and checkpoint were chosen by public scores alone. A choice among several runs on the same "
         "images is covered by the total of those runs, not by the epsilon of the one that was chosen."
     ),
+    "charged": (
+        "Declared by the operator: settings and checkpoint were chosen among runs on these images, by public scores of their weights. "
+        "Each of those runs is charged to the store's ledgers. Their total (other_runs), not the epsilon of this run, covers the choice."
+    ),
     "not_covered": (
         "Not covered: it is not recorded how the settings and the checkpoint were chosen. If they were chosen by results on these images, "
         "that choice has a privacy cost that epsilon does not include."
     ),
 }
+CHOICE = (
+    "The choice of this run among several on the same images: what covers it is the total of those runs (history.other_runs: "
+    "epsilon_filter, and for a person unit_epsilon_total), which is larger than the epsilon of this run."
+)
 SELECTION = (
     "Charged: one setting of a public list was chosen by its score on these images, in a private selection. A secret random number of "
     "runs was made, each with a setting drawn from the list and with a noisy score, and the best of them is released; epsilon covers all "
@@ -183,11 +191,12 @@ def declared(by: dict[str, Any] | None) -> dict[str, Any] | None:
     return {**by, "text": f"Declared to be public by {who}: {by['name']}, from {by['source']}. This was not verified."}
 
 
-def not_covered_of(lineage: list[dict[str, Any]]) -> list[str]:
-    """Return what the guarantee does not cover because of a statement's lineage."""
+def not_covered_of(lineage: list[dict[str, Any]], tuning: Tuning) -> list[str]:
+    """Return what the guarantee does not cover because of a statement's lineage, and of how the run was chosen."""
     named = [entry["declared"]["name"] for entry in lineage if entry["declared"]]
     return [
         *([f"Weights that were declared to be public ({', '.join(named)}): their training data was not verified."] if named else []),
+        *([CHOICE] if tuning == "charged" else []),
         *([TWINS] if any(entry["deduplicated"] for entry in lineage) else []),
     ]
 

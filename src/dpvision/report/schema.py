@@ -6,7 +6,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-Tuning = Literal["none", "public", "not_covered"]
+Tuning = Literal["none", "public", "charged", "not_covered"]
 """How settings and checkpoint were chosen (``history.tuning`` in the statement)."""
 
 _KINDS: dict[str, type | tuple[type, ...]] = {

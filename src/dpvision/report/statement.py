@@ -88,7 +88,7 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
         "recipe": manifest["config"]["recipe"],
         "scope": {
             "released": head_phrases.released(plan) if head else phrases.released(plan),
-            "not_covered": phrases.not_covered(plan) + (phrases.not_covered_of(lineage) if guarantee else []),
+            "not_covered": phrases.not_covered(plan) + (phrases.not_covered_of(lineage, tuning) if guarantee else []),
             "trust_model": phrases.trust_model(plan),
             "adjacency": unit_phrases.ADJACENCY_OF_PEOPLE if of_people else phrases.ADJACENCY,
             "unit": {

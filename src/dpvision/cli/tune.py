@@ -1,0 +1,298 @@
+"""``dpvision tune``: choose settings by several runs, in one of four ways whose price is printed first."""
+
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from dpvision.cli.adapt import AdaptArgs, Early, Shorts, adapt_new, default_config, with_shorts
+from dpvision.cli.output import CONFIG, RecipeName, emit, may_show, private_scores, shown
+from dpvision.cli.paths import check_store
+from dpvision.cli.recipe import get_recipe, typed_privacy, untyped_delta
+from dpvision.cli.run_args import STOPPED, RunArgs, check_places
+from dpvision.cli.tune_price import Price, charged_refusal, price_table, prices
+from dpvision.cli.tune_space import How, grid, parse_space
+from dpvision.cli.tune_trials import LOSS, OWN_HEAD, Study, Trial, TrialStopped, check_study, plan_of, search, study_folder, trial_folder
+from dpvision.config import ClassifierConfig, HeadConfig, RunConfig, to_dict
+from dpvision.config.head_presets import candidate_name
+from dpvision.errors import ConfigError
+from dpvision.eval.probes.settings import checked_protocols
+
+if TYPE_CHECKING:
+    from dpvision.data.store import Store
+
+_MOST_CANDIDATES = 100
+_OWN = {
+    "data", "how", "space", "trials", "budget", "test", "objective", "simulate",
+    "name", "runs", "resume", "dry-run", "quiet", "show-confidential", "json",
+}  # fmt: skip
+"""Options that are not of the run that uses the best settings."""
+
+_DOC = """Choose settings of a recipe by trials. Trials on private images cost privacy: a table of what each way costs is printed first.
+
+  dpvision tune vip.micro --how public --data stores/public --space "optim.learning_rate=log 1e-4..1e-2" --trials 20 --dry-run
+  dpvision tune vip.micro --how simulated --simulate 4 --data stores/public --space "privacy.steps=100,200,400"
+  dpvision tune transfer.many_steps --how charged --budget 8 --epsilon 2 --data stores/mine --num-classes 10 --dataset-size 20000
+                --test stores/test --space "optim.learning_rate=log 1..100" "privacy.max_grad_norm=0.5,1,2"
+  dpvision tune transfer.many_steps --how private-selection --epsilon 2 --data stores/mine --num-classes 10 --dataset-size 20000
+                --space "optim.learning_rate=3,10,30"
+
+A setting's values are a list A,B,C, a range LOW..HIGH (of whole numbers if both are), or log LOW..HIGH, searched by Optuna (extra `tune`).
+Each trial is a run, RUNS/NAME/trial-NNN; a trial that fails or crashes counts. docs/tuning.md explains the four ways."""
+
+
+@dataclass(frozen=True)
+class _What(Shorts):
+    recipe: RecipeName = "transfer.many_steps"
+    """Name of a recipe; a head by its name, such as transfer.many_steps."""
+    how: How | None = None
+    """simulated: TAN simulations (--simulate K). public: private runs on public images. charged: private runs on the private images, each
+    charged. private-selection: a secret number of runs, one charge, for heads."""
+    space: tuple[str, ...] = ()
+    """Settings to vary: NAME=A,B,C, NAME=LOW..HIGH or "NAME=log LOW..HIGH"."""
+    trials: int = 20
+    """Number of trials; with private-selection the mean of their secret number."""
+    budget: float | None = None
+    """Epsilon that all trials together may cost (charged). If omitted, what --trials cost."""
+    test: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
+    """Labelled store of other images to score trials on; public, unless trials are simulated. If omitted, trials are compared by loss."""
+    objective: str | None = None
+    """own_head, a protocol of `dpvision evaluate` (knn, ridge, ...), or loss. If omitted, own_head for classifiers, ridge for other
+    networks, loss without --test."""
+    simulate: Annotated[float | None, tyro.conf.arg(metavar="K")] = None
+    """Divides batch and noise of simulated trials."""
+
+
+@dataclass(frozen=True)
+class TuneArgs(RunArgs, _What):
+    """Arguments of `dpvision tune`."""
+
+    resume: bool = False
+    """Continue a stopped or killed study: the same command, with --resume."""
+    dry_run: bool = False
+    """Print what each way costs and stop."""
+
+
+def run(argv: Sequence[str]) -> None:
+    """Parse and run."""
+    asks = any(a in ("-h", "--help") for a in argv)
+    if not argv or (argv[0].startswith("-") and not asks):
+        print(f"usage: dpvision tune RECIPE --how WAY --space NAME=VALUES ... --data STORE\n\n{_DOC}")
+        sys.exit(2)
+    recipe = TuneArgs.recipe if argv[0].startswith("-") else argv[0]
+    early = Early() if asks else tyro.cli(Early, args=[*argv[1:]], return_unknown_args=True, config=CONFIG)[0]
+    default = TuneArgs(recipe=recipe, config=default_config(recipe, replace(early, resume=False), typed_privacy(argv)))
+    words = [recipe, *argv] if argv[0].startswith("-") else list(argv)
+    args = tyro.cli(TuneArgs, prog="dpvision tune", description=_DOC, args=words, default=default, config=CONFIG)
+    args = replace(args, config=with_shorts(args, args.config), name=args.name or f"tune-{recipe}")
+    if reason := untyped_delta(get_recipe(recipe).privacy, args.config.privacy, typed_privacy(argv)):
+        raise ConfigError(reason)
+    tune(args, argv)
+
+
+def tune(args: TuneArgs, argv: Sequence[str]) -> None:
+    """Print the prices, run the trials, and print what they found."""
+    config, how = args.config, args.how
+    objective = _check(args)
+    assert how is not None and args.data is not None, "checked"
+    space = parse_space(args.space, config, how)
+    candidates = tuple(candidate_name(one) for one in grid(space, _MOST_CANDIDATES)) if how == "private-selection" else ()
+    if objective == LOSS and (views := [name for name in space if name.startswith(("data.", "model."))]) and not candidates:
+        raise ConfigError(f"tune: {views[0]} with --objective loss; expected settings that leave the loss comparable. Give --test STORE.")
+    root = args.root(args.recipe)
+    if candidates:
+        check_places(root, config, dry_run=args.dry_run)
+    else:
+        check_store(args.data, args.test)
+        if not args.dry_run:
+            check_study(root, resume=args.resume)
+            if importlib.util.find_spec("optuna") is None:
+                raise ConfigError(
+                    "tune: optuna is not installed; expected it for the search. uv pip install 'optuna>=5,<6' (extra `tune`)."
+                )
+    from dpvision.data.open import open_store
+    from dpvision.privacy.simulation import simulated
+
+    if args.simulate is not None:
+        simulated(config.privacy, args.simulate)  # raises with the reason
+    store, test = open_store(args.data), None if args.test is None else open_store(args.test)
+    _check_stores(how, store, test)
+    private = "private" in {one.results_visibility for one in (store, test) if one is not None}
+    plan = plan_of(config)
+    if how == "charged" and (reason := charged_refusal(plan)):
+        raise ConfigError(reason)
+    price = prices(config, plan, args.trials, args.budget, candidates, private=private)
+    table = price_table(price, how, args.trials)
+    if args.dry_run:
+        result = {"dry_run": True, "how": how, "trials": args.trials, "prices": price.to_dict()}
+        emit(result, args.json, f"{table}\nDry run: nothing was trained or charged.")
+        return
+    args.say(table)
+    if how == "charged" and price.fits == 0:
+        raise ConfigError(f"tune: --budget {args.budget:g}; expected at least {price.one:.4g}, the price of one trial. Give more.")
+    if candidates:
+        _select(args, candidates)
+        return
+    private = private and how == "simulated"
+    budget = price.budget if how == "charged" else None
+    study = Study(root, config, space, how, args.trials, objective, args.test, args.simulate, plan, budget, private, args.quiet)
+    asked = {
+        "how": how, "space": sorted(args.space), "trials": args.trials, "budget": args.budget, "objective": objective,
+        "test": str(args.test), "simulate": args.simulate,
+        "config": {name: value for name, value in to_dict(config).items() if name != "hardware"},
+    }  # fmt: skip
+    with study_folder(root, asked, resume=args.resume) as folder:
+        try:
+            trials = search(study, folder, _told(args.quiet, may_show(private, args.show_confidential)))
+        except TrialStopped:
+            print("Stopped; the trial is saved. Continue with --resume.", file=sys.stderr)
+            sys.exit(STOPPED)
+        _finish(args, argv, study, trials, price, store, folder, private)
+
+
+def _told(quiet: bool, all_of_it: bool) -> Callable[[str, str], None]:
+    """Return what prints progress: a line, and if results may be printed what depends on them."""
+
+    def say(text: str, detail: str) -> None:
+        if not quiet:
+            print(text + (detail if all_of_it else ""), file=sys.stderr, flush=True)
+
+    return say
+
+
+def _check(args: TuneArgs) -> str:
+    """Refuse what needs no data to be refused, and return the objective."""
+    how, model, privacy = args.how, args.config.model, args.config.privacy
+    if how is None:
+        raise ConfigError("tune: no --how; expected simulated, public, charged or private-selection. docs/tuning.md compares them.")
+    if args.data is None:
+        raise ConfigError("tune: no --data; expected a store made by `dpvision data import`. Give --data STORE.")
+    if privacy.guarantee != "dp":
+        raise ConfigError(f"tune: guarantee={privacy.guarantee}; expected a private recipe to tune. Name one.")
+    if isinstance(model, HeadConfig) and (model.head == "auto" or model.candidates):
+        raise ConfigError(f"tune: {args.recipe} chooses its head; expected one head. Name it, e.g. transfer.many_steps.")
+    if not 1 <= args.trials <= 10_000:
+        raise ConfigError(f"tune: --trials {args.trials}; expected 1 to 10000. Use 20.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("tune: WORLD_SIZE above 1; expected one process. Start it without torchrun.")
+    if (args.simulate is not None) != (how == "simulated"):
+        raise ConfigError(f"tune: --how {how} with --simulate {args.simulate}; expected --simulate K exactly with simulated. E.g. 4.")
+    if args.budget is not None and (how != "charged" or not 0 < args.budget < float("inf")):
+        raise ConfigError(f"tune: --budget {args.budget:g} with --how {how}; expected a positive epsilon, with charged. Drop or change it.")
+    if how == "private-selection":
+        if not isinstance(model, HeadConfig):
+            raise ConfigError(
+                f"tune: private-selection of {args.recipe}; expected a head. The number of trainings has to stay secret, and hours of "
+                "training, with a line in the ledger for each step, would tell it. Use --how simulated, public or charged."
+            )
+        if args.resume or args.objective is not None or args.trials < 2:
+            raise ConfigError("tune: private-selection with --resume, --objective or one trial; expected none of them: it is one charge.")
+        return OWN_HEAD
+    if how == "charged" and args.test is None:
+        raise ConfigError(
+            "tune: charged without --test; expected public labelled images to score on, which costs nothing: losses and scores on private "
+            "images are not covered by the charge. Give --test STORE, or use private-selection for a head."
+        )
+    own = isinstance(model, HeadConfig | ClassifierConfig)
+    objective = args.objective or (LOSS if args.test is None else OWN_HEAD if own else "ridge")
+    if objective == LOSS and (how == "charged" or isinstance(model, HeadConfig)):
+        raise ConfigError(f"tune: loss as the objective of {how} trials of {args.recipe}; expected a score on --test STORE. Give one.")
+    if objective != LOSS:
+        checked_protocols([objective])
+        if args.test is None:
+            raise ConfigError(f"tune: --objective {objective} without --test; expected labelled images to score on. Give --test STORE.")
+    return objective
+
+
+def _check_stores(how: How, store: "Store", test: "Store | None") -> None:
+    """Refuse stores whose visibility does not fit the way."""
+    private = store.results_visibility == "private"
+    if how == "public" and private:
+        raise ConfigError(
+            f"tune: --how public with {store.path}, whose results are private; expected public images like yours. Import them with "
+            "--public, or use --how charged."
+        )
+    if how == "charged" and not private:
+        raise ConfigError(f"tune: --how charged with {store.path}, which is public; expected private images. Use --how public: it is free.")
+    if how in ("public", "charged") and test is not None and test.results_visibility == "private":
+        raise ConfigError(
+            f"tune: --test {test.path}, whose scores are private; expected public images, because choosing by private scores is a "
+            "selection that is not charged. Import them with --public."
+        )
+
+
+def _select(args: TuneArgs, candidates: tuple[str, ...]) -> None:
+    """Choose among settings of one head by a private score (no Optuna: settings are drawn uniformly)."""
+    from dpvision.adapt.prepare import prepare
+
+    assert isinstance(args.config.model, HeadConfig)
+    model = replace(args.config.model, candidates=candidates, selection_runs=float(args.trials))
+    config = replace(args.config, model=model)
+    shared = {name: getattr(args, name) for name in {f.name for f in fields(AdaptArgs)} & {f.name for f in fields(TuneArgs)}}
+    adapt_new(AdaptArgs(**shared | {"config": config}), prepare(config))
+
+
+def _finish(
+    args: TuneArgs, argv: Sequence[str], study: Study, trials: list[Trial], price: Price, store: "Store", folder: Path, private: bool
+) -> None:
+    """Print the trials from best to worst, what they cost, and the commands that use the best one."""
+    from dpvision.cli.tune_price import charged_text
+
+    scored = [trial for trial in trials if trial.score is not None]
+    scored.sort(key=lambda trial: trial.score or 0.0, reverse=study.maximize)
+    lines = [f"{len(scored)} of {len(trials)} trials have a score ({study.objective}), best first:"]
+    for trial in [*scored, *(trial for trial in trials if trial.score is None)]:
+        settings = "  ".join(f"{name}={shown(value)}" for name, value in trial.settings.items())
+        lines.append(f"  trial {trial.number:3d}  {'failed' if trial.score is None else format(trial.score, '.5g'):>9}  {settings}")
+    commands = _commands(args, argv, study, scored[0], private) if scored else []
+    found = "\n".join([*lines, *(["To use the best:", *(f"  {command}" for command in commands)] if commands else [])])
+    (folder / "trials.txt").write_text(found + "\n")
+    cost, spent = charged_text(study, store) if study.how == "charged" else ("", {})
+    text = private_scores(found, [str(folder / "trials.txt")], args.show_confidential) if private else found
+    result: dict[str, Any] = {"run": str(study.root), "how": study.how, "trials": len(trials), "prices": price.to_dict(), **spent}
+    if may_show(private, args.show_confidential or args.json):
+        best = scored[0] if scored else None
+        result |= {"best": best and {"trial": best.number, "score": best.score, "settings": dict(best.settings)}, "commands": commands}
+    emit(result, args.json, "\n".join(filter(None, [text, cost])))
+    if not scored:
+        raise ConfigError("tune: every trial failed; expected one with a score. The reasons are above.")
+
+
+def _commands(args: TuneArgs, argv: Sequence[str], study: Study, best: Trial, private: bool) -> list[str]:
+    """Return the commands that release the best trial, or repeat it on private images, with the declaration of how it was chosen."""
+    if study.how == "charged":
+        return [f"dpvision report {trial_folder(study.root, best.number)} --tuning charged"]
+    short = isinstance(study.config.model, HeadConfig | ClassifierConfig)
+    words = ["dpvision", "adapt" if short else "train", args.recipe, "--data", str(args.data) if private else "STORE"]
+    for name, values in _typed(argv[1:]):
+        if name.replace("-", "_") not in best.settings and name not in _OWN:
+            words += [f"--{name if short else _long(name, study.config)}", *values]
+    for name, value in best.settings.items():
+        option = f"--{name.replace('_', '-')}"
+        part, _, last = option.rpartition(".")
+        words += [option if value else f"{part}.no-{last}"] if isinstance(value, bool) else [option, str(value)]
+    return [shlex.join(words), f"dpvision report RUN --tuning {'not_covered' if private else 'public'}"]
+
+
+def _typed(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return the options of a command line, with dashes, and their values."""
+    found: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            found.append((name.replace("_", "-"), [value] if equals else []))
+        else:
+            found[-1][1].append(word)
+    return found
+
+
+def _long(name: str, config: RunConfig) -> str:
+    """Return a short option's setting, for `dpvision train`, which has no short ones."""
+    target = "target-epsilon" if config.privacy.num_units is None else "target-unit-epsilon"
+    return {"epsilon": f"privacy.{target}", "dataset-size": "privacy.dataset-size"}.get(name, name)

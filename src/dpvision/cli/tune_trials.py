@@ -1,0 +1,315 @@
+"""The trials of ``dpvision tune``: ordinary runs, chosen by Optuna, scored, and counted before they start.
+
+RUNS/NAME/trial-NNN is a run; RUNS/NAME/confidential holds the study: study.json (what was asked), study.journal (Optuna's; it has times)
+and trials.txt. A trial is in the journal, on the disk, before its run is made: a crash loses no count.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpvision.cli.tune_space import How, Range, Settings, Space
+from dpvision.config import HeadConfig, RunConfig, with_settings
+from dpvision.errors import CheckpointError, ConfigError, DPVisionError, PrivacyError
+
+if TYPE_CHECKING:
+    from dpvision.privacy.account import RenyiFilter
+    from dpvision.privacy.plan import DPPlan
+
+FORMAT = "dpvision-tune-1"
+LOSS = "loss"
+OWN_HEAD = "own_head"
+
+
+class TrialStopped(Exception):
+    """A signal stopped a trial, which is saved."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is searched, and how."""
+
+    root: Path
+    config: RunConfig
+    space: Space
+    how: How
+    trials: int
+    objective: str
+    test: Path | None
+    simulate: float | None
+    plan: "DPPlan"
+    """Of every trial under a guarantee, up to the clipping."""
+    budget: "RenyiFilter | None" = None
+    """Of the charged way."""
+    private: bool = False
+    """Whether results are confidential."""
+    quiet: bool = False
+
+    @property
+    def maximize(self) -> bool:
+        return self.objective != LOSS
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A finished trial; without a score it failed."""
+
+    number: int
+    settings: Settings
+    score: float | None
+
+
+def trial_folder(root: Path, number: int) -> Path:
+    """Return the run folder of a trial."""
+    return root / f"trial-{number:03d}"
+
+
+@contextlib.contextmanager
+def study_folder(root: Path, asked: dict[str, Any], *, resume: bool) -> Iterator[Path]:
+    """Make or reopen a study's confidential folder, locked for the duration of the block.
+
+    Args:
+        asked: what the study is of, ready for JSON; on resume it must be the same.
+
+    Raises:
+        CheckpointError: the folder is taken, holds no study, or is in use.
+        ConfigError: the resumed study asked for something else.
+    """
+    folder, file = root / "confidential", root / "confidential" / "study.json"
+    check_study(root, resume=resume)
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(f"tune: {root} is in use by another process. Wait for it, or choose another --name.") from None
+        from dpvision.files import write_json
+
+        asked = {"format": FORMAT, **asked}
+        if resume:
+            saved = json.loads(file.read_bytes())
+            other = [name for name in asked if saved.get(name) != asked[name]]
+            if other:
+                raise ConfigError(
+                    f"tune: {', '.join(other)} differ from those of {root}; expected the same command with --resume, because the price was "
+                    "printed for it. Repeat it as it was, or choose another --name."
+                )
+        else:
+            write_json(file, asked)
+        yield folder
+
+
+def check_study(root: Path, *, resume: bool) -> None:
+    """Refuse a new study in a folder that is taken, and a resumed one in a folder without a study.
+
+    Raises:
+        CheckpointError: as said.
+    """
+    found = (root / "confidential" / "study.json").exists()
+    if resume and not found:
+        raise CheckpointError(f"tune: {root} holds no study; expected one with --resume. Drop --resume, or correct --name and --runs.")
+    if not resume and root.exists() and any(root.iterdir()):
+        raise CheckpointError(f"tune: {root} is taken; expected a new name. Use --resume to continue a study, or another --name.")
+
+
+def search(study: Study, folder: Path, say: Callable[[str, str], None]) -> list[Trial]:
+    """Run the trials that are left and return all finished ones.
+
+    Args:
+        say: called with a line, and with what follows from results, which may be private.
+
+    Raises:
+        TrialStopped: by a signal; the study can be resumed.
+        PrivacyError: the store's ledgers or cap refuse a trial.
+        CheckpointError: the journal lacks trials that have run folders.
+    """
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+    from optuna.trial import TrialState
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    journal = folder / "study.journal"
+    _drop_torn_line(journal)
+    Path(f"{journal}.lock").unlink(missing_ok=True)  # of a process that was killed: the study's own lock is ours
+    storage = JournalStorage(JournalFileBackend(str(journal)))
+    found = optuna.create_study(
+        storage=storage, study_name="tune", direction="maximize" if study.maximize else "minimize", load_if_exists=True,
+    )  # fmt: skip
+    found.sampler = optuna.samplers.TPESampler(seed=study.config.seed + len(found.trials))
+    distributions = _distributions(study.space)
+
+    lost = [path.name for path in study.root.glob("trial-*") if int(path.name.removeprefix("trial-")) >= len(found.trials)]
+    if lost:
+        raise CheckpointError(
+            f"tune: {journal} does not count {', '.join(lost)}; expected every run folder. Restore it, or start a new study."
+        )
+
+    def finish(number: int, settings: Settings, *, resume: bool = False) -> None:
+        try:
+            value = _run_trial(study, number, settings)
+        except DPVisionError as error:
+            found.tell(number, state=TrialState.FAIL)
+            if isinstance(error, PrivacyError) and not resume:  # the next one would be refused, too
+                raise
+            say(f"Trial {number} of {study.trials} ended.", f" It failed, and counts: {error}")
+            return
+        found.tell(number, value)
+        say(f"Trial {number} of {study.trials} ended.", f" Score: {value:.5g}")
+
+    for one in found.get_trials(states=(TrialState.RUNNING,)):
+        if one.params.keys() == distributions.keys():
+            finish(one.number, one.params, resume=True)
+        else:  # killed before it had its settings
+            found.tell(one.number, state=TrialState.FAIL)
+    while (begun := len(found.trials)) < study.trials:
+        if study.budget is not None and not study.budget.admits([charged_event(study.plan)] * (begun + 1)):
+            say(f"Refused: trial {begun} would exceed the budget of epsilon {study.budget.epsilon:.4g}. The search ends here.", "")
+            break
+        asked = found.ask(distributions)
+        finish(asked.number, asked.params)
+    finished = found.get_trials(states=(TrialState.COMPLETE, TrialState.FAIL))
+    return [Trial(one.number, one.params, one.value) for one in finished]
+
+
+def charged_event(plan: "DPPlan", steps: int | None = None) -> Any:
+    """Return the event of a plan's steps (all if None) for what its stated epsilon is for: a record, or a person."""
+    from dpvision.privacy.account import unit_view
+
+    return plan.event(plan.steps if steps is None else steps, unit_view([(plan, plan.steps)]) or "record")
+
+
+def trial_config(study: Study, settings: Settings) -> RunConfig:
+    """Return a trial's config.
+
+    Raises:
+        ConfigError: the settings contradict each other.
+        PrivacyError: they change the price.
+    """
+    config = with_settings(study.config, settings)
+    if study.simulate is not None:
+        from dpvision.privacy.simulation import simulated
+
+        return replace(config, privacy=simulated(config.privacy, study.simulate))
+    if study.how == "charged":
+        plan = plan_of(config)
+        if not replace(plan, max_grad_norm=study.plan.max_grad_norm, clipping=study.plan.clipping).same_mechanism(study.plan):
+            raise PrivacyError(
+                f"tune: {dict(settings)} changes the plan of a trial; expected the one that was priced. Leave it out of --space."
+            )
+    return config
+
+
+def plan_of(config: RunConfig) -> "DPPlan":
+    """Return the plan that a run with this config executes; raises as ``make_plan``."""
+    if isinstance(config.model, HeadConfig):
+        from dpvision.adapt.prepare import head_plan
+
+        return head_plan(config)
+    from dpvision.privacy.plan import make_plan
+
+    return make_plan(config.privacy)
+
+
+def _run_trial(study: Study, number: int, settings: Settings) -> float:
+    """Run or go on with one trial, and return its score."""
+    from dpvision.runs.folder import run_base
+
+    folder = trial_folder(study.root, number)
+    config = trial_config(study, settings)
+    make = _fit_head if isinstance(config.model, HeadConfig) else _fit_network
+    if not make(config, folder, resume=run_base(folder) is not None, quiet=study.quiet):
+        raise TrialStopped
+    if run_base(folder) != folder and not study.private:
+        raise PrivacyError(
+            f"tune: {folder} is confidential, because its weights come from private images without a guarantee; expected public results. "
+            "Start from other weights."
+        )
+    return last_loss(folder) if study.objective == LOSS else _score(study, folder)
+
+
+def _fit_network(config: RunConfig, folder: Path, *, resume: bool, quiet: bool) -> bool:
+    from dpvision.encoders.starting_weights import open_parent
+    from dpvision.train.loop import fit
+    from dpvision.train.start import new_session, resumed_session
+
+    with resumed_session(folder, None, open_parent) if resume else new_session(config, folder, open_parent) as session:
+        return fit(session, quiet=quiet)
+
+
+def _fit_head(config: RunConfig, folder: Path, *, resume: bool, quiet: bool) -> bool:
+    from dpvision.adapt.session import adapt, new_head_session, resumed_head_session
+
+    with resumed_head_session(folder) if resume else new_head_session(config, folder) as session:
+        if not session.finished:
+            adapt(session)
+        return session.run.ledger.steps == session.plan.steps or session.finished
+
+
+def last_loss(folder: Path) -> float:
+    """Return the mean training loss of the last tenth of a run's steps; confidential where the store is private.
+
+    Raises:
+        ConfigError: it is not finite.
+    """
+    lines = (folder / "confidential" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines[-max(1, len(lines) // 10) :]]
+    known = [loss for loss in losses if loss is not None]
+    mean = math.fsum(known) / len(known) if known else math.nan
+    if not math.isfinite(mean):
+        raise ConfigError("tune: the loss is not finite at the end; expected a number. Lower the largest learning rate of --space.")
+    return mean
+
+
+def _score(study: Study, folder: Path) -> float:
+    """Score a trial on the test store, write its scores as ``dpvision evaluate`` does, and return the first of the network's own.
+
+    Raises:
+        PrivacyError: the score is private where trials must have public ones.
+    """
+    from dpvision.data.open import open_store
+    from dpvision.eval.probes.own_head import score_own_head
+    from dpvision.eval.probes.protocols import make_protocols
+    from dpvision.eval.probes.suite import evaluate
+    from dpvision.eval.score import is_of_the_run
+    from dpvision.eval.score_file import NOTHING_FITTED, write_scores
+
+    assert study.test is not None
+    store, workers = open_store(study.test), study.config.hardware.workers
+    if study.objective == OWN_HEAD:
+        scores, fitted = score_own_head(folder, store, workers=workers), NOTHING_FITTED
+    else:
+        protocols = make_protocols((study.objective,))
+        scores, fitted = evaluate(folder, store, protocols=protocols, against=(), workers=workers), study.test.name
+    value = next(score for score in scores if is_of_the_run(score.name))
+    if study.how in ("public", "charged") and value.visibility != "public":
+        raise PrivacyError("tune: the score of a trial is private; expected a public one, which costs nothing. Use public test images.")
+    write_scores(folder, scores, train_data=fitted, test_data=study.test.name)
+    return value.value
+
+
+def _distributions(space: Space) -> dict[str, Any]:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    def of(values: Range | tuple[Any, ...]) -> Any:
+        if not isinstance(values, Range):
+            return CategoricalDistribution(values)
+        if values.whole:
+            return IntDistribution(int(values.low), int(values.high), log=values.log)
+        return FloatDistribution(values.low, values.high, log=values.log)
+
+    return {name: of(values) for name, values in space.items()}
+
+
+def _drop_torn_line(journal: Path) -> None:
+    """Remove an unfinished last line, which a crash left before anything of it was executed."""
+    if journal.exists() and (data := journal.read_bytes()) and not data.endswith(b"\n"):
+        from dpvision.files import write_file
+
+        write_file(journal, data[: data.rfind(b"\n") + 1])
