@@ -19,7 +19,7 @@ _FREE = ("optim.", "model.", "data.", "privacy.max_grad_norm", "privacy.clipping
 _OF_THE_PRICE = ("privacy.expected_batch_size", "privacy.steps")
 """Settings that may vary where trials cost no epsilon and a target fixes that of the run afterwards."""
 _FIXED = {
-    "data.store", "data.pictures", "data.tokenizer", "model.kind", "model.num_classes", "model.multi_label", "model.vocab_size",
+    "data.store", "data.images", "data.tokenizer", "model.kind", "model.num_classes", "model.multi_label", "model.vocab_size",
 }  # fmt: skip
 _FIXED_OF_HEADS = {"model.head", "model.reason", "model.selection_runs", "model.selection_shape", "model.encoder"}
 
