@@ -213,7 +213,7 @@ def test_epsilon_rdp_is_that_of_the_best_order_also_where_a_series_does_not_conv
             assert renyi.poisson_gaussian(rate, noise)[chosen] == pytest.approx(by_hand, rel=1e-6)
 
 
-@pytest.mark.parametrize(("rate", "noise"), [(0.001, 0.5), (0.01, 1.0), (0.2, 3.0), (0.5, 50.0), (0.9, 0.1)])
+@pytest.mark.parametrize(("rate", "noise"), [(0.001, 0.5), (0.01, 1.0), (0.2, 3.0), (0.5, 50.0), (0.9, 0.1), (1.0, 2.0)])
 def test_renyi_divergences_are_at_most_dp_accountings_and_equal_at_integer_orders(rate: float, noise: float) -> None:
     theirs = rdp.RdpAccountant()
     theirs.compose(dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(noise)))

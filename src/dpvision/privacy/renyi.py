@@ -23,11 +23,11 @@ def poisson_gaussian(sample_rate: float, noise_multiplier: float) -> np.ndarray:
     """Renyi divergence of one Poisson-sampled Gaussian step at ``ORDERS``, float64 of the same shape.
 
     Args:
-        sample_rate: in (0, 1).
+        sample_rate: more than 0, at most 1.
         noise_multiplier: more than 0; below 0.02 the divergence without sampling is given, which is an upper bound.
     """
     plain = ORDERS / (2 * noise_multiplier**2)
-    if not noise_multiplier >= _LEAST_NOISE:
+    if not noise_multiplier >= _LEAST_NOISE or sample_rate == 1:
         return plain
     log_moment = np.concatenate([_integrals(sample_rate, noise_multiplier), _sums(sample_rate, noise_multiplier)])
     # Rounding is far below 1e-9; the divergence is never more than without sampling, and never negative.
