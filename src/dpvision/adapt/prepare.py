@@ -87,8 +87,8 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     model = _check_asked(config)
     assert config.data.store is not None and model.num_classes is not None and model.encoder.spec is not None
     store = open_store(config.data.store)
-    count, by_person = config.privacy.max_records_per_unit, config.privacy.sampling_unit == "person"
-    row_N = np.arange(store.num_records) if by_person else store.eligible_rows(count, config.seed)
+    by_person = config.privacy.sampling_unit == "person"
+    row_N = np.arange(store.num_records) if by_person else store.eligible_rows(config.privacy.max_records_per_unit, config.seed)
     _check_declared(config.privacy, store, row_N)
     device = distributed.join(config.hardware.device).device
     encoder = open_public(model.encoder, device)
@@ -101,10 +101,18 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     if by_person:
         check_people(store)
     check_labels(store, row_N, model.num_classes, multi_label=model.multi_label)
-    people = PersonImages.chosen(store, count, config.seed) if by_person else None
-    row_N, labelled = (row_N, row_N) if people is None else (people.row_M, people.label_row_P)
-    label = store.targets(labelled, model.num_classes) if model.multi_label else store.labels[labelled]
-    return Prepared(config, plan, store, row_N, label, people, encoder, encoder_lineage(config, encoder, store, plan), device)
+    lineage = encoder_lineage(config, encoder, store, plan)
+    return Prepared(config, plan, store, *rows_and_labels(config, store), encoder, lineage, device)
+
+
+def rows_and_labels(config: RunConfig, store: Store) -> tuple[np.ndarray, np.ndarray, PersonImages | None]:
+    """Return the fields ``row_N``, ``label`` and ``people`` of ``Prepared``."""
+    cfg, model = config.privacy, config.model
+    assert isinstance(model, HeadConfig) and model.num_classes is not None
+    people = PersonImages.chosen(store, cfg.max_records_per_unit, config.seed) if cfg.sampling_unit == "person" else None
+    row_N = store.eligible_rows(cfg.max_records_per_unit, config.seed) if people is None else people.row_M
+    labelled = row_N if people is None else people.label_row_P
+    return row_N, store.targets(labelled, model.num_classes) if model.multi_label else store.labels[labelled], people
 
 
 def settled(config: RunConfig, encoder: Encoder, pooling: str, width: int) -> RunConfig:
