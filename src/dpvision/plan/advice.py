@@ -110,7 +110,7 @@ def advise(q: Question, recipe_of: RecipeOf) -> Advice:
 
 
 def head_signal(q: Question) -> float:
-    """Noise-free size of a mean gradient over its noise, for a head: rows / sigma, scaled to ten classes. A row is an image, or a person."""
+    """Noise-free size of a mean gradient over its noise, for a head: rows (images, or people) / sigma, scaled to ten classes."""
     sigma = float(gaussian_mechanism.get_sigma_gaussian(q.epsilon, q.delta))
     return (q.people or q.images) / sigma * 10 / (q.labels or 10)
 
