@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from dpvision.adapt.person_rows import PersonImages
+from dpvision.adapt.prepare import prepare
 from dpvision.config import PrivacyConfig, RunConfig
 from dpvision.data.keys import StepKey
 from dpvision.data.people import People
@@ -20,6 +22,8 @@ from dpvision.train import loop, start, step
 from dpvision.train.loop import Session, fit
 from dpvision.train.start import new_session
 
+from ..adapt.heads_of_people import C as HEAD_C
+from ..adapt.heads_of_people import moves, people_head_config, without_person
 from ..train.people_store import NUM_IMAGES, PEOPLE, people_config, people_store, sums, without
 from .planting import planted
 
@@ -168,3 +172,49 @@ def test_delta_by_images(config: RunConfig) -> None:
     check()
     with planted(plans, "default_delta", lambda population: 1 / (2 * asked.dataset_size), "delta does not follow the number of people"):
         check()
+
+
+def check_heads(store: Store) -> None:
+    """The person with the most images moves no sum of a head by more than the clip norm."""
+    made = prepare(people_head_config(store))
+    unit_P, size_P = np.unique(store.index["unit"], return_counts=True)
+    unit = int(unit_P[size_P.argmax()])
+    moved = max(moves(made, store, [unit])[unit].values())
+    assert moved <= HEAD_C, "a person moves a head's sum by more than the clip norm"
+
+
+def test_images_as_rows_of_a_head(store: Store) -> None:
+    """A person's images are counted one by one: each is a row of its own, with its own clip."""
+
+    def each_image(store: Store, count: int, seed: int) -> PersonImages:
+        row_M = store.eligible_rows(count, seed)
+        return PersonImages(row_M, np.arange(len(row_M)), np.arange(len(row_M) + 1))
+
+    check_heads(store)
+    with planted(PersonImages, "chosen", staticmethod(each_image), "moves a head's sum by more than the clip norm"):
+        check_heads(store)
+
+
+def test_images_of_a_row_chosen_by_the_store(store: Store) -> None:
+    """One generator for the whole store chooses: which images make a row follows from how many others there are."""
+    real = PersonImages.chosen
+
+    def by_store(store: Store, count: int, seed: int) -> PersonImages:
+        return real(store, count, seed + store.num_records)
+
+    def check_rows() -> None:
+        unit_P = np.unique(store.index["unit"])
+        rows = {int(unit): set() for unit in unit_P}
+        for other in (store, *(without_person(store, int(unit)) for unit in unit_P)):
+            images = PersonImages.chosen(other, 3, 0)
+            for p in range(len(images.start_P) - 1):
+                own = images.row_M[images.place_M[images.start_P[p] : images.start_P[p + 1]]]
+                rows[int(other.index["unit"][own[0]])].add(tuple(other.index["id"][own].tolist()))
+        assert all(len(found) == 1 for found in rows.values()), "a person's row depends on other people"
+
+    check_rows()
+    with planted(PersonImages, "chosen", staticmethod(by_store), "a person's row depends on other people"):
+        check_rows()
+    check_heads(store)
+    with planted(PersonImages, "chosen", staticmethod(by_store), "moves a head's sum by more than the clip norm"):
+        check_heads(store)

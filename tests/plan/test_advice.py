@@ -174,6 +174,14 @@ def test_pretraining_on_images_of_people_draws_people_and_compares_it(capsys: py
     assert "people, 1 image of each" in said and "images, one of a person" in said
 
 
+def test_a_head_on_images_of_people_draws_people_and_is_expected_to_do_as_well_as_on_as_many_images() -> None:
+    people, images = (advise(Question(epsilon=3.0, labels=10, **given)) for given in ({"images": 18_000, "people": 4000}, {"images": 4000}))
+    assert "--privacy.num-units 4000 --privacy.sampling-unit person --privacy.max-records-per-unit 5" in people.commands[1]
+    assert people.expected == images.expected and people.signal["head_signal"] == images.signal["head_signal"]
+    few = advise(Question(images=600, people=60, epsilon=8.0, labels=10))
+    assert few.way == "too little data" and "6 people of each class" in few.why
+
+
 def test_the_recommendation_is_printed_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--images", "50000", "--labels", "10", "--epsilon", "1"]) == 0
     said = capsys.readouterr().out

@@ -395,9 +395,3 @@ def test_a_record_without_a_person_or_with_two_is_refused(tmp_path: Path, capsys
             with new_session(settings, tmp_path / "run"):
                 pass
     assert open_store(import_samples(samples, tmp_path / "good", unit_from="person").path).meta["shared_images"] == 0
-
-
-def test_heads_do_not_draw_people(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["adapt", "--data", str(store.path), "--num-classes", "3", "--dataset-size", str(NUM_IMAGES), "--epsilon", "8", "--dry-run"]
-    argv += ["--privacy.num-units", str(PEOPLE), "--privacy.sampling-unit", "person"]
-    assert "sampling_unit='person'; expected 'record'" in refused(argv, capsys)

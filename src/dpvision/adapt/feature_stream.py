@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpvision.adapt.person_rows import PersonFeatures
 from dpvision.errors import DataError
 
 LARGEST_NORM = 1e15
@@ -60,8 +61,8 @@ class Block(NamedTuple):
 class FeatureStream:
     """Features and labels, in memory or memory-mapped; read in blocks of about 64 MiB."""
 
-    feature_ND: np.ndarray
-    """float32 or float16."""
+    feature_ND: np.ndarray | PersonFeatures
+    """float32 or float16. Where people are drawn, the N rows are people's."""
     label: np.ndarray
     """Integers (N,); or (N, K), 1 for each class that a record belongs to and 0 elsewhere."""
     num_classes: int

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from dpvision.adapt.frequency import frequency_decay
+from dpvision.adapt.person_rows import PersonImages
 from dpvision.adapt.rate import with_rate
 from dpvision.adapt.recommend import WIDEST, recommend_head
 from dpvision.adapt.release import full_batch_noise
@@ -32,7 +33,7 @@ from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 from dpvision.models.timm_cache import find_timm_weights
 from dpvision.privacy.plan import DPPlan, ask_selection, default_delta, draft_plan, make_plan
 from dpvision.runs.lineage import inherit
-from dpvision.runs.store_checks import check_labels, check_store
+from dpvision.runs.store_checks import check_labels, check_people, check_store
 from dpvision.train import distributed
 
 _UNDECLARED = 1
@@ -50,9 +51,11 @@ class Prepared:
     plan: DPPlan
     store: Store
     row_N: np.ndarray
-    """int64 rows of the store that take part."""
+    """Sorted int64 rows of the store that take part: those whose features are computed."""
     label: np.ndarray
-    """int64 (N,), or uint8 (N, K) for multi-label records."""
+    """int64 (N,), or uint8 (N, K) for multi-label records; where people are drawn, of P people."""
+    people: PersonImages | None
+    """Where people are drawn, whose the rows are."""
     encoder: Encoder
     lineage: list[dict[str, Any]]
     """The encoder's lineage."""
@@ -84,7 +87,8 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     model = _check_asked(config)
     assert config.data.store is not None and model.num_classes is not None and model.encoder.spec is not None
     store = open_store(config.data.store)
-    row_N = store.eligible_rows(config.privacy.max_records_per_unit, config.seed)
+    by_person = config.privacy.sampling_unit == "person"
+    row_N = np.arange(store.num_records) if by_person else store.eligible_rows(config.privacy.max_records_per_unit, config.seed)
     _check_declared(config.privacy, store, row_N)
     device = distributed.join(config.hardware.device).device
     encoder = open_public(model.encoder, device)
@@ -94,9 +98,21 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     if not model.candidates:
         config = replace(config, model=_with_decay(config.model, encoder, plan), optim=with_rate(config.optim, plan))
     check_store(plan, store, row_N)
+    if by_person:
+        check_people(store)
     check_labels(store, row_N, model.num_classes, multi_label=model.multi_label)
-    label = store.targets(row_N, model.num_classes) if model.multi_label else store.labels[row_N]
-    return Prepared(config, plan, store, row_N, label, encoder, encoder_lineage(config, encoder, store, plan), device)
+    lineage = encoder_lineage(config, encoder, store, plan)
+    return Prepared(config, plan, store, *rows_and_labels(config, store), encoder, lineage, device)
+
+
+def rows_and_labels(config: RunConfig, store: Store) -> tuple[np.ndarray, np.ndarray, PersonImages | None]:
+    """Return the fields ``row_N``, ``label`` and ``people`` of ``Prepared``."""
+    cfg, model = config.privacy, config.model
+    assert isinstance(model, HeadConfig) and model.num_classes is not None
+    people = PersonImages.chosen(store, cfg.max_records_per_unit, config.seed) if cfg.sampling_unit == "person" else None
+    row_N = store.eligible_rows(cfg.max_records_per_unit, config.seed) if people is None else people.row_M
+    labelled = row_N if people is None else people.label_row_P
+    return row_N, store.targets(labelled, model.num_classes) if model.multi_label else store.labels[labelled], people
 
 
 def settled(config: RunConfig, encoder: Encoder, pooling: str, width: int) -> RunConfig:
@@ -123,7 +139,9 @@ def settled(config: RunConfig, encoder: Encoder, pooling: str, width: int) -> Ru
         epsilon = math.inf if privacy.target_epsilon is None else privacy.target_epsilon
         if privacy.target_unit_epsilon is not None:
             epsilon = draft_plan(privacy).epsilon or math.inf
-        head, reason = recommend_head(privacy.dataset_size, config.model.num_classes, epsilon, width, _delta(privacy))
+        head, reason = recommend_head(
+            privacy.sampled_from, config.model.num_classes, epsilon, width, _delta(privacy), people=privacy.sampling_unit == "person"
+        )
         config = with_head(config, head, reason)
     assert isinstance(config.model, HeadConfig)
     config = replace(config, model=config.model.settled())
@@ -153,7 +171,7 @@ def head_plan(config: RunConfig) -> DPPlan:
         return make_plan(cfg, ask_selection(cfg, mean_runs=model.selection_runs, shape=model.selection_shape))
     target, records = cfg.target_epsilon, 1
     if cfg.num_units is not None and cfg.target_unit_epsilon is not None:
-        target, records = cfg.target_unit_epsilon, cfg.max_records_per_unit
+        target, records = cfg.target_unit_epsilon, cfg.clipped_per_unit
     if cfg.guarantee != "dp" or cfg.sampling != "full_batch" or target is None:
         return make_plan(cfg)
     noise = records * full_batch_noise(target, _delta(cfg), cfg.steps)

@@ -20,16 +20,17 @@ WIDEST = 8192
 
 
 def recommend_head(
-    num_records: int, num_classes: int, epsilon: float, feature_width: int, delta: float | None = None
+    num_records: int, num_classes: int, epsilon: float, feature_width: int, delta: float | None = None, *, people: bool = False
 ) -> tuple[HeadName, str]:
     """Return the recommended head, and the reason in one sentence.
 
     Args:
-        num_records: N, as declared.
+        num_records: N, as declared; where people are drawn, their number.
         num_classes: K, as declared.
         epsilon: of the whole head; positive, infinite without a guarantee.
         feature_width: D.
         delta: if None, ``privacy.plan.default_delta``.
+        people: whether people are drawn, for the words of the reason.
 
     Raises:
         ConfigError: a number is out of range.
@@ -40,11 +41,11 @@ def recommend_head(
             "least one record, two classes and one feature dimension, and a positive epsilon. Set --dataset-size, --num-classes, --epsilon."
         )
     noise = mean_noise(num_records, epsilon, delta)
-    per_class = num_records / num_classes
+    per_class, several = num_records / num_classes, "people" if people else "records"
     if per_class < FEWEST_RECORDS_OF_A_CLASS:
-        return "prototypes", f"{per_class:.3g} records a class: only class means are worth measuring"
+        return "prototypes", f"{per_class:.3g} {several} a class: only class means are worth measuring"
     return "many_steps", (
-        f"{num_records:,} records and noise of {noise:.2g} in each coordinate of their mean gradient: "
+        f"{num_records:,} {several} and noise of {noise:.2g} in each coordinate of their mean gradient: "
         f"gradient steps, at a rate that goes by this noise, for {feature_width:,} feature dimensions"
     )
 

@@ -25,6 +25,7 @@ from dpvision.adapt.descent import Progress
 from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.fit import Fitted, choose_head, fit_head
 from dpvision.adapt.frequency import frequency_scale
+from dpvision.adapt.person_rows import PersonFeatures
 from dpvision.adapt.prepare import Prepared, prepare
 from dpvision.adapt.release import Releases
 from dpvision.checkpoint import Checkpoint
@@ -153,11 +154,12 @@ def adapt(
     secrets = secrets or Secrets()
     made, start = session.prepared, time.monotonic()
     stream = feature_stream(made, progress)
-    bad = _count_bad(stream.feature_ND)
-    if bad == stream.num_records:
+    image_ND = stream.feature_ND.image_MD if isinstance(stream.feature_ND, PersonFeatures) else stream.feature_ND
+    bad = _count_bad(image_ND)
+    if bad == len(image_ND):
         raise DataError(f"features: non-finite for all {bad} records; expected finite ones. Look at them: dpvision data inspect STORE.")
     features_s = time.monotonic() - start
-    about = {"records": stream.num_records, "without_features": bad, "features_s": features_s}
+    about = {"records": len(image_ND), "without_features": bad, "features_s": features_s}
     # A signal does not stop a selection early: the point where it stopped would reveal the number of runs, which is secret.
     doing = "finishing the selection" if made.model.candidates else "finishing this step"
     with StopRequest(f"{doing}, then saving the head", session.unsaved) as request:
@@ -178,7 +180,7 @@ def adapt(
 
 
 def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None) -> FeatureStream:
-    """Return the features, cached or computed now, and labels of the records that take part."""
+    """Return the features, cached or computed now, and labels of the records (where people are drawn, of the people) that take part."""
     cfg, hardware = made.model, made.config.hardware
     assert cfg.encoder.pooling is not None and cfg.num_classes is not None
     # Features of public images by confidential weights are private and must not be kept in a public store's folder.
@@ -191,7 +193,8 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
     centre_D = texture_centre(made.encoder, cfg.encoder.pooling, made.device) if needs_centre else None
     order_D = made.encoder.order_D
     scale_D = None if order_D is None else frequency_scale(order_D, cfg.frequency_decay or 1.0)
-    return FeatureStream(feature_ND, made.label, cfg.num_classes, centre_D=centre_D, unit=cfg.unit, scale_D=scale_D)
+    rows = feature_ND if made.people is None else PersonFeatures(feature_ND, made.people)
+    return FeatureStream(rows, made.label, cfg.num_classes, centre_D=centre_D, unit=cfg.unit, scale_D=scale_D)
 
 
 def save(session: HeadSession, config: RunConfig, fitted: Fitted, chosen: dict[str, Any] | None) -> Path:

@@ -38,7 +38,6 @@ from dpvision.cli.run_args import (
 from dpvision.cli.train import TrainArgs, train
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.head_presets import PRESETS, HeadName, with_candidates, with_head
-from dpvision.config.heads import check_head_draws
 from dpvision.errors import OPERATOR_ONLY, ConfigError
 
 if TYPE_CHECKING:
@@ -122,6 +121,8 @@ class Early(Where):
 class _EarlyPrivacy:
     guarantee: str | None = None
     dataset_size: int | None = None
+    num_units: int | None = None
+    sampling_unit: str | None = None
 
 
 def run(argv: Sequence[str]) -> None:
@@ -174,7 +175,7 @@ def adapt_new(args: AdaptArgs, made: "Prepared") -> None:
     if args.dry_run:
         result = {"dry_run": True, **made.plan.to_dict(), "store_visibility": made.store.visibility}
         result |= {
-            "operator_only": {"num_records": len(made.row_N)},
+            "operator_only": {"num_records": len(made.row_N), **({} if made.people is None else {"num_people": len(made.label)})},
             "head": made.model.head,
             "candidates": made.model.candidates,
             "reason": made.model.reason,
@@ -328,7 +329,7 @@ def with_shorts(args: Shorts, config: RunConfig) -> RunConfig:
         privacy |= {"target_epsilon" if config.privacy.num_units is None else "target_unit_epsilon": args.epsilon}
     if args.dataset_size is not None:
         privacy["dataset_size"] = args.dataset_size
-        if config.privacy.sampling == "full_batch":
+        if config.privacy.sampling == "full_batch" and config.privacy.sampling_unit == "record":
             privacy["expected_batch_size"] = args.dataset_size
     config = replace(config, privacy=replace(config.privacy, **privacy))
     if args.data is not None:
@@ -351,14 +352,15 @@ def default_config(recipe: str, early: Early, typed: dict[str, str]) -> RunConfi
     if early.resume and (saved := saved_config("adapt", early.root(recipe), recipe)) is not None:
         return saved
     config = get_recipe(recipe)
-    if isinstance(config.model, HeadConfig):
-        check_head_draws(typed.get("sampling_unit", "record"))
     changes: dict[str, Any] = {}
     if early.privacy.guarantee in ("none", "simulated"):
         changes |= {"guarantee": early.privacy.guarantee, "noise_multiplier": None, "target_epsilon": None}
     declared = early.privacy.dataset_size if early.dataset_size is None else early.dataset_size
     if declared is not None and declared >= 1 and config.privacy.sampling == "full_batch":
         changes |= {"dataset_size": declared, "expected_batch_size": declared}
+        people = early.privacy.num_units if early.privacy.sampling_unit == "person" else None
+        if people is not None and people >= 1:
+            changes |= {"num_units": people, "sampling_unit": "person", "expected_batch_size": people}
     config = replace(config, privacy=with_budget(replace(config.privacy, **changes), typed))
     return config if early.select is None else with_candidates(config, _candidates(early.select))
 

@@ -39,11 +39,12 @@ def head_text(made: "Prepared") -> str:
 
 
 def _features_cost(made: "Prepared") -> str:
-    """Return the disk space and time for the features of the declared number of records, as text."""
+    """Return the disk space and time for the features of the declared number of records (of people, as many as may take part), as text."""
     from dpvision.encoders.feature_file import feature_dtype, seconds_per_image
 
-    count, width = made.plan.dataset_size, made.model.encoder.width
-    dtype = feature_dtype(made.encoder, count, width)
+    plan, width = made.plan, made.model.encoder.width
+    dtype = feature_dtype(made.encoder, plan.dataset_size, width)
+    count = plan.dataset_size if made.people is None else min(plan.dataset_size, plan.max_records_per_unit * plan.sampled_from)
     size = dtype.itemsize * count * width
     amount = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
     minutes = seconds_per_image(made.encoder, made.device) * count / 60

@@ -189,7 +189,8 @@ def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Linea
         head = f"NO PRIVACY GUARANTEE (guarantee={plan.guarantee!r})"
     if plan.guarantee == "dp" and (behind := runs_on(lineage, store.store_id)):
         head += f", this run alone\nTotal of these weights on this store: {spent(plan, plan.steps, behind)[1]}"
-    by_person = plan.sampling_unit == "person"
+    by_person, of_head = plan.sampling_unit == "person", config.model.kind == "head"
+    several = plan.max_records_per_unit if by_person and not of_head else 1
     return head + "\n" + pairs(
         {
             "recipe": config.recipe,
@@ -197,15 +198,21 @@ def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Linea
             "declared records": plan.dataset_size,
             "declared people": plan.num_units,
             "images per person, at most": None if plan.num_units is None or by_person else plan.max_records_per_unit,
-            "images per person in a step": plan.max_records_per_unit if by_person else None,
+            "images per person in a step": plan.max_records_per_unit if by_person and not of_head else None,
+            "a person's row": _row_of_a_person(plan.max_records_per_unit) if by_person and of_head else None,
             "sampling": f"{plan.sampling}, of people" if by_person else plan.sampling,
             "expected batch size": plan.expected_batch_size,
             "steps": plan.steps,
-            "sample-gradients": round(plan.steps * plan.expected_batch_size) * (plan.max_records_per_unit if by_person else 1),
+            "sample-gradients": round(plan.steps * plan.expected_batch_size) * several,
             "noise multiplier": plan.noise_multiplier,
             "clip norm": plan.max_grad_norm if plan.max_grad_norm is not None else "none",
         }
     )  # fmt: skip
+
+
+def _row_of_a_person(count: int) -> str:
+    """Return what a head sees of a person, as text."""
+    return "the features of one image" if count == 1 else f"the mean of the features of at most {count} images of one class"
 
 
 def _default(recipe: str, argv: Sequence[str]) -> RunConfig:

@@ -117,9 +117,3 @@ class HeadConfig:
     def num_parameters(self) -> int:
         """int: number of weights and biases; 0 until classes and encoder are set."""
         return (self.num_classes or 0) * (self.encoder.width + 1) if self.encoder.width else 0
-
-
-def check_head_draws(sampling_unit: str) -> None:
-    """Refuse a head whose plan draws people (decision 0034)."""
-    remedy = "Drop --privacy.sampling-unit: max_records_per_unit bounds a person."
-    require(sampling_unit == "record", "privacy", "sampling_unit", sampling_unit, "'record' for a head, which clips each image", remedy)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dpvision.config.checks import check_choices, require
-from dpvision.config.heads import check_head_draws
 from dpvision.config.models import MAEConfig, ModelConfig
 from dpvision.config.privacy import PrivacyConfig
 
@@ -169,11 +168,12 @@ class RunConfig:
 
     @property
     def views(self) -> int:
-        """int: images in a step for one clipped gradient: data.views, times max_records_per_unit where people are drawn."""
+        """int: images in a step for one clipped gradient of a network: data.views, times max_records_per_unit where people are drawn."""
         return self.data.views * (self.privacy.max_records_per_unit if self.privacy.sampling_unit == "person" else 1)
 
     def __post_init__(self) -> None:
-        if self.model.kind == "head":
-            check_head_draws(self.privacy.sampling_unit)
+        if self.model.kind == "head" and self.privacy.sampling_unit == "person":
+            chosen = self.model.candidates
+            require(not chosen, "model", "candidates", chosen, "none with privacy.sampling_unit='person'", "Name one head: --head NAME.")
         require(not self.data.own_sizes, "run", "data.own_sizes", self.data.own_sizes, "none: a frozen encoder sets it", "Leave it out.")
         require(0 <= self.seed < 2**31, "run", "seed", self.seed, "between 0 and 2^31 - 1", "Use a small integer.")

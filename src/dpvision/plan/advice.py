@@ -110,9 +110,9 @@ def advise(q: Question, recipe_of: RecipeOf) -> Advice:
 
 
 def head_signal(q: Question) -> float:
-    """Noise-free size of a mean gradient over its noise, for a head: N / (k sigma), scaled to ten classes."""
-    sigma = float(gaussian_mechanism.get_sigma_gaussian(q.epsilon, q.delta)) * q.images_of_a_person
-    return q.images / sigma * 10 / (q.labels or 10)
+    """Noise-free size of a mean gradient over its noise, for a head: rows (images, or people) / sigma, scaled to ten classes."""
+    sigma = float(gaussian_mechanism.get_sigma_gaussian(q.epsilon, q.delta))
+    return (q.people or q.images) / sigma * 10 / (q.labels or 10)
 
 
 def expected_accuracy(data: str, strength: float, classes: int, without: HeadResult | None = None) -> float:
@@ -147,11 +147,11 @@ def _head(q: Question) -> Advice:
     strength = head_signal(q)
     low, high = sorted((expected_accuracy("cifar10", strength, q.labels), expected_accuracy("mednist", strength, q.labels)))
     chance = 100 / q.labels
-    few = q.images / q.labels < FEWEST_OF_A_CLASS
+    few, several = (q.people or q.images) / q.labels < FEWEST_OF_A_CLASS, "people" if q.people else "images"
     weak = high - chance < LEAST_ABOVE_CHANCE * (100 - chance)
     people = ""
     if q.people is not None:
-        people = f" --privacy.num-units {q.people} --privacy.max-records-per-unit {q.images_of_a_person}"
+        people = f" --privacy.num-units {q.people} --privacy.sampling-unit person --privacy.max-records-per-unit {q.images_of_a_person}"
     encoder = f" --encoder {q.public_encoder}" if q.public_encoder else ""
     declared = f"--num-classes {q.labels} --dataset-size {q.images} --epsilon {q.epsilon:g}"
     command = f"dpvision adapt --data STORE {declared}{people}{encoder} --name head"
@@ -166,10 +166,10 @@ def _head(q: Question) -> Advice:
     )
     hours, how = head_hours(q.images, q.labels, q.public_encoder is not None, q.gpus, q.device)
     shown = f"{low:.0f}% (images as hard as CIFAR-10) to {high:.0f}% (as easy as MedNIST); chance is {chance:.1f}%"
-    figures = {"head_signal": strength, "images_of_a_class": q.images / q.labels}
+    figures = {"head_signal": strength, f"{several}_of_a_class": (q.people or q.images) / q.labels}
     if few or weak:
         reason = (
-            f"{q.images / q.labels:.3g} images of each class; below {FEWEST_OF_A_CLASS} a private head stayed near chance"
+            f"{(q.people or q.images) / q.labels:.3g} {several} of each class; below {FEWEST_OF_A_CLASS} a private head stayed near chance"
             if few
             else f"at epsilon {q.epsilon:g} the noise hides the classes even of images as easy as MedNIST"
         )
@@ -267,7 +267,7 @@ def _pretraining(q: Question, recipe_of: RecipeOf) -> Advice:
             "once there are labels.",
             (embed,), "the public features' score: private training added nothing measurable", None, evidence,
             round(q.images * FEATURE_S / 3600, 2), "baseline features, two cores, measured",
-            figures, _more_of_pretraining(q, name, rho, recipe_of), _warnings(q, None, bound=False), draws,
+            figures, _more_of_pretraining(q, name, rho, recipe_of), _warnings(q, None), draws,
         )  # fmt: skip
     size = name.partition(".")[2].partition("_")[0]
     start = f"synthetic.{name.partition('.')[0]}_{size}"
@@ -296,7 +296,7 @@ def _pretraining(q: Question, recipe_of: RecipeOf) -> Advice:
         "before you use it.",
         (*first, train, "dpvision evaluate runs/private patches+scattering --train PUBLIC_TRAIN --test PUBLIC_TEST"),
         f"{gain}; no score on your images can be promised",
-        None, evidence, hours, how, figures, _more_of_pretraining(q, name, rho, recipe_of), _warnings(q, hours, bound=False), draws,
+        None, evidence, hours, how, figures, _more_of_pretraining(q, name, rho, recipe_of), _warnings(q, hours), draws,
     )  # fmt: skip
 
 
@@ -323,16 +323,13 @@ def _more_of_pretraining(q: Question, name: str, rho: float, recipe_of: RecipeOf
     }
 
 
-def _warnings(q: Question, hours: float | None, *, bound: bool = True) -> tuple[str, ...]:
-    """Notes on time and guarantee; ``bound``: a person is covered by a group bound, not drawn."""
+def _warnings(q: Question, hours: float | None) -> tuple[str, ...]:
+    """Notes on time and guarantee."""
     found = []
     if q.hours is not None and hours is not None and hours > q.hours:
         found.append(f"about {hours:.3g} hours are needed and {q.hours:g} are there: use a smaller model, fewer images or more devices")
     if q.epsilon > 10:
         found.append(f"epsilon {q.epsilon:g} is a weak guarantee; above 20 training is refused")
-    if bound and q.images_of_a_person > 1:
-        k = q.images_of_a_person
-        found.append(f"the guarantee is for a person with up to {k} images (if all have equally many), and needs up to {k} times the noise")
     return tuple(found)
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from dpvision.privacy.plan import DPPlan
+from dpvision.report import unit_phrases
 from dpvision.report.phrases import CLIPPED
 
 HEADS = (
@@ -25,14 +26,23 @@ def released(plan: DPPlan) -> str:
 
 
 def clipping(plan: DPPlan) -> str:
-    """Return what bounds a record's influence."""
+    """Return what bounds the influence of a record, or of a person who is drawn."""
     if plan.max_grad_norm is None:
         return "None."
-    factor = CLIPPED[plan.clipping]
+    factor, k, row = CLIPPED[plan.clipping], plan.max_records_per_unit, ""
+    if plan.sampling_unit == "person":
+        row = f" A person has one row of features, {'those of one image' if k == 1 else f'the mean over at most {k} images of one label'}."
     return (
-        f"Each record's whole contribution to a release (the gradient of the head, or its moments and counts together) is {factor} "
-        "(norms in float64)."
+        f"Each {plan.sampling_unit}'s whole contribution to a release (the gradient of the head, or its moments and counts together) is "
+        f"{factor} (norms in float64).{row}"
     )
+
+
+def unit_of_people(plan: DPPlan) -> str:
+    """Return the unit of the guarantee of a plan that draws people."""
+    k = plan.max_records_per_unit
+    which = "One image of each person takes part" if k == 1 else f"At most {k} images of a person take part, with one label"
+    return unit_phrases.one_person(plan, f"{which}, in every release the same, chosen from the seed and that person's ids and labels.")
 
 
 def preprocessing(config: dict[str, Any]) -> list[str]:

@@ -95,7 +95,7 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
                 "max_records_per_unit": plan.max_records_per_unit,
                 "num_units": plan.num_units,
                 "sampling_unit": plan.sampling_unit,
-                "text": unit_phrases.unit(plan) if of_people else phrases.unit(plan),
+                "text": ((head_phrases.unit_of_people if head else unit_phrases.unit) if of_people else phrases.unit)(plan),
             },
             "dataset_size": {
                 "value": plan.dataset_size,

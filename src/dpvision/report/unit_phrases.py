@@ -51,10 +51,18 @@ def summary(plan: DPPlan, guarantee: dict[str, Any]) -> tuple[str, list[str]]:
 
 def unit(plan: DPPlan) -> str:
     """Return the unit of the guarantee of a plan that draws people."""
+    return one_person(
+        plan,
+        f"At most {plan.max_records_per_unit} of a person's images take part in a step, chosen from the seed, the step and those images' "
+        "ids.",
+    )
+
+
+def one_person(plan: DPPlan, which: str) -> str:
+    """Return the unit of a plan that draws people, with a sentence on which of their images take part."""
     return (
-        f"One person, with all their images: {plan.num_units:,} people are declared, a public number. {RECORD} People are drawn: "
-        f"at most {plan.max_records_per_unit} of a person's images take part in a step, chosen from the seed, the step and those images' "
-        "ids. Every epsilon is for a person. There is none for a single image of a person: without it, the person still takes part."
+        f"One person, with all their images: {plan.num_units:,} people are declared, a public number. {RECORD} People are drawn. {which} "
+        "Every epsilon is for a person. There is none for a single image of a person: without it, the person still takes part."
     )
 
 
