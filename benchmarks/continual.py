@@ -1,21 +1,23 @@
 """Continual pre-training at micro size: do 5,000 public photographs and then 45,000 private ones gain over either alone?
 
     python benchmarks/continual.py --cifar DIR --work DIR [--seeds 0,1,2] [--arms A,B] [--warm N] [--public N] [--private N] [--batch N]
-                                   [--tested N] [--quick] [--json FILE]
+                                   [--textures N] [--tested N] [--quick] [--json FILE]
 
 DIR of --cifar holds train.parquet and test.parquet. Rows of train.parquet whose number is a multiple of 10 are public, the rest private, a
 rule that looks at no image. Runs the product, `dpvision train` in DIR of --work, unless a complete run is there; N are sample-gradients:
 
     random        the network of vip.micro as its seed initialises it
-    start         synthetic.vip_micro, --warm N: what all others begin with
+    start         synthetic.vip_micro on --textures files, --warm N: what all others begin with
     warm          (a) start + as many textures as "public" has photographs: the warm start alone
     public        (b) start + vip.continual_public_micro on the public images, --public N, 64 a step
     private       (c) warm + vip.micro on the private images, epsilon 8, --private N, --batch of them a step
     continual     (d) public + vip.continual_micro on the private images: the same settings as (c)
     non_private   (e) public + the private images (imported as public) without clipping or noise, as many, 64 a step: the upper bound
+    continual@3e-3  an arm at another learning rate than its recipe's
 
-(a) to (e) have equal counts of public steps, (c) to (e) of images after them. Scores: ridge probes fitted on the 5,000 public photographs and
-tested on the first --tested test ones. Value, low and high in the JSON are median, least and greatest over seeds; rows "A - B" are differences seed by seed.
+(a) to (e) have equal counts of public steps, (c) to (e) of images after them. Scores: ridge probes fitted on the 5,000 public photographs
+and tested on the first --tested test ones. Value, low and high in the JSON are median, least and greatest over seeds; rows "A - B" are
+differences seed by seed.
 """
 
 import argparse
@@ -35,15 +37,15 @@ from dpvision.eval.probes.suite import evaluate
 
 ARMS = ("random", "warm", "public", "private", "continual", "non_private")
 DIFFERENCES = (
-    ("public", "warm"), ("private", "warm"), ("continual", "public"), ("continual", "private"), ("continual", "warm"),
+    ("public", "warm"), ("private", "warm"), ("continual", "public"), ("continual", "private"), ("continual", "warm"), ("continual@3e-3", "public"), ("continual@3e-3", "continual"),
     ("non_private", "public"), ("continual", "non_private"),
 )  # fmt: skip
 SMALL_BATCH = 64
 PUBLIC_EVERY = 10
 
 
-def make_stores(cifar: Path, work: Path, tested: int) -> dict[str, Path]:
-    """Stores of the public and the private share, of the private images as public ones, and of the test images, unless they are there."""
+def make_stores(cifar: Path, work: Path, tested: int, textures: int) -> dict[str, Path]:
+    """Make the stores that are not there: the public and the private share, the latter as a public one too, test images and textures."""
     train, test = (pq.read_table(cifar / f"{split}.parquet") for split in ("train", "test"))
     public = np.arange(len(train)) % PUBLIC_EVERY == 0
     rows = {"public": train.filter(public), "private": train.filter(~public), "test": test.slice(0, tested)}
@@ -54,6 +56,9 @@ def make_stores(cifar: Path, work: Path, tested: int) -> dict[str, Path]:
         if not stores[name].exists():
             pq.write_table(table, source := work / f"{name}.parquet")
             dpvision(["data", "import", str(source), str(stores[name]), *([] if name == "private" else ["--public"])])
+    stores["textures"] = work / "stores" / "textures"
+    if not stores["textures"].exists():
+        dpvision(["synth", str(stores["textures"]), "--num", str(textures), "--size-px", "40", "--files", "--workers", "1"])
     return stores
 
 
@@ -74,17 +79,18 @@ def command(arm: str, seed: int, stores: dict[str, Path], args: argparse.Namespa
     def after(parent: str) -> list[str]:
         return ["--init-from", str(train(parent, seed, stores, args))]
 
-    if arm == "start":
-        return ["synthetic.vip_micro", *sizes(args.warm, SMALL_BATCH)]
-    if arm == "warm":
-        return ["synthetic.vip_micro", *after("start"), *sizes(args.public, SMALL_BATCH)]
+    arm, _, rate = arm.partition("@")
+    if arm in ("start", "warm"):
+        textures = ["--data", str(stores["textures"]), "--privacy.dataset-size", str(args.textures)]
+        parent, count = ([], args.warm) if arm == "start" else (after("start"), args.public)
+        return ["synthetic.vip_micro", *textures, *parent, *sizes(count, SMALL_BATCH)]
     if arm == "public":
         return ["vip.continual_public_micro", "--data", str(stores["public"]), *after("start"), *sizes(args.public, SMALL_BATCH)]
     if arm == "non_private":
         data = ["--data", str(stores["private_as_public"]), "--privacy.dataset-size", "45000"]
         return ["vip.continual_public_micro", *data, *after("public"), *sizes(args.private, SMALL_BATCH)]
-    parent = {"private": "warm", "continual": "public"}[arm]
-    return ["vip.continual_micro", "--data", str(stores["private"]), *after(parent), *sizes(args.private, args.batch)]
+    line = ["vip.continual_micro", "--data", str(stores["private"]), *after({"private": "warm", "continual": "public"}[arm])]
+    return [*line, *sizes(args.private, args.batch), *(["--optim.learning-rate", rate] if rate else [])]
 
 
 def train(arm: str, seed: int, stores: dict[str, Path], args: argparse.Namespace) -> Path:
@@ -108,18 +114,19 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--warm", type=int, default=16_000)
-    parser.add_argument("--public", type=int, default=20_000)
+    parser.add_argument("--warm", type=int, default=12_800)
+    parser.add_argument("--public", type=int, default=16_000)
     parser.add_argument("--private", type=int, default=25_000)
     parser.add_argument("--batch", type=int, default=2500, help="expected batch of the private arms")
+    parser.add_argument("--textures", type=int, default=6000)
     parser.add_argument("--tested", type=int, default=5000)
     parser.add_argument("--quick", action="store_true", help="one seed, one or two steps an arm")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.work = args.work.resolve()
     if args.quick:
-        args.seeds, args.warm, args.public, args.private, args.batch = "0", 128, 128, 500, 250
-    stores = make_stores(args.cifar, args.work, args.tested)
+        args.seeds, args.textures, args.warm, args.public, args.private, args.batch = "0", 200, 128, 128, 500, 250
+    stores = make_stores(args.cifar, args.work, args.tested, args.textures)
     found: dict[tuple[str, str], list[float]] = {}
     for seed in map(int, args.seeds.split(",")):
         for arm in args.arms.split(","):

@@ -59,8 +59,8 @@ def require_public(store: Store, recipe: str) -> None:
     """
     if store.visibility != "public":
         raise DataError(
-            f"store: {store.path} is private; expected public images, because {recipe} trains without privacy and a private run starts from "
-            "its weights. Give it a store that was imported with --public, and the private images to the step after it."
+            f"store: {store.path} is private; expected public images, because {recipe} trains without privacy, and a private run starts "
+            "from its weights. Pass a store that was imported with --public; the private images belong to the private run."
         )
 
 
