@@ -37,15 +37,15 @@ from dpvision.eval.probes.suite import evaluate
 
 ARMS = ("random", "warm", "public", "private", "continual", "non_private")
 DIFFERENCES = (
-    ("public", "warm"), ("private", "warm"), ("continual", "public"), ("continual", "private"), ("continual", "warm"), ("continual@3e-3", "public"), ("continual@3e-3", "continual"),
-    ("non_private", "public"), ("continual", "non_private"),
+    ("public", "warm"), ("private", "warm"), ("continual", "public"), ("continual", "private"), ("continual", "warm"),
+    ("continual@3e-3", "public"), ("continual@3e-3", "private"), ("non_private", "public"), ("non_private", "continual"),
 )  # fmt: skip
 SMALL_BATCH = 64
 PUBLIC_EVERY = 10
 
 
 def make_stores(cifar: Path, work: Path, tested: int, textures: int) -> dict[str, Path]:
-    """Make the stores that are not there: the public and the private share, the latter as a public one too, test images and textures."""
+    """Stores of the public share, of the private one (also as a public store), of test images and of textures; made where missing."""
     train, test = (pq.read_table(cifar / f"{split}.parquet") for split in ("train", "test"))
     public = np.arange(len(train)) % PUBLIC_EVERY == 0
     rows = {"public": train.filter(public), "private": train.filter(~public), "test": test.slice(0, tested)}

@@ -53,7 +53,7 @@ def test_the_statement_names_the_public_step_and_charges_the_private_one_alone(
     with new_session(tiny(f"vip.continual_public_{size}", photographs, PUBLIC, None), first) as session:
         fit(session, quiet=True)
     public = make_statement(first)
-    assert public["guarantee"] is None and [entry["visibility"] for entry in public["lineage"]] == ["public"]
+    assert public["guarantee"] is None and [entry["visibility"] for entry in public["history"]["lineage"]] == ["public"]
 
     config = tiny(f"vip.continual_{size}", scenes, PRIVATE, first)
     with new_session(config, then) as session:
@@ -62,7 +62,7 @@ def test_the_statement_names_the_public_step_and_charges_the_private_one_alone(
         fit(session, quiet=True)
     statement = make_statement(then)
     alone = make_plan(config.privacy)
-    assert [(e["store_id"], e["visibility"], e["guarantee"] is None) for e in statement["lineage"]] == [
+    assert [(e["store_id"], e["visibility"], e["guarantee"] is None) for e in statement["history"]["lineage"]] == [
         (open_store(photographs).store_id, "public", True),
         (open_store(scenes).store_id, "private", False),
     ]
