@@ -76,7 +76,7 @@ def test_a_private_store_is_refused_to_the_public_step(size: str, scenes: Path, 
     with pytest.raises(DataError, match=r"is private; expected public images.*imported with --public"), new_session(config, tmp_path / "x"):
         pass
     assert not (tmp_path / "x").exists()
-    with new_session(replace(config, data=replace(config.data, pictures="store")), tmp_path / "y"):
+    with new_session(replace(config, data=replace(config.data, images="store")), tmp_path / "y"):
         pass  # nothing else was in the way
 
 
@@ -95,7 +95,7 @@ def test_both_steps_have_all_images_of_the_run_that_is_private_alone(size: str) 
     )  # fmt: skip
     counts = public.privacy.dataset_size, private.privacy.dataset_size
     assert sum(counts) == alone.privacy.dataset_size and counts[0] == round(alone.privacy.dataset_size / 10)
-    assert public.privacy.guarantee == "none" and public.data.pictures == "public" and public.init_from == f"runs/{warm.recipe}"
+    assert public.privacy.guarantee == "none" and public.data.images == "public" and public.init_from == f"runs/{warm.recipe}"
     assert replace(public, recipe=warm.recipe, privacy=warm.privacy, data=warm.data, init_from=None) == warm
     assert replace(private, recipe=alone.recipe, privacy=alone.privacy, init_from=alone.init_from) == alone
     assert private.init_from == f"runs/{public.recipe}" and private.privacy.steps == alone.privacy.steps

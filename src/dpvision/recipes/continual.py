@@ -4,10 +4,10 @@
     dpvision train vip.continual_public_micro --data PUBLIC     images imported with --public; no guarantee, costs no epsilon
     dpvision train vip.continual_micro --data STORE             the rest: epsilon 8, from runs/vip.continual_public_micro
 
-The paper's: noise slows early training most, so the public images come first; 10% of the images are public; epsilon 8. It trains
-classifiers on ImageNet-21k. Ours: ViP's masked autoencoder. Step 1 starts from ViP's warm start on textures and repeats its schedule on the
-public images (``--init-from None``: random weights, as in the paper); step 2 has ViP's private settings, with the noise that the smaller
-number of records needs. What the micro recipes gained is in docs/vip.md.
+From the paper's abstract: a tenth of the images are public, epsilon is 8, and public images first mitigate much of what noise costs
+pre-training; it trains classifiers of ImageNet-21k. Everything else is ours: network and loss are ViP's; step 1 starts from ViP's warm
+start on textures (``--init-from None``: from random weights) and repeats its schedule on the public images; step 2 has ViP's private
+settings, with the noise that the smaller number of images needs. docs/vip.md has what the micro recipes gained.
 """
 
 from dataclasses import replace
