@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,24 @@ def test_the_commands_are_understood_up_to_the_missing_store(
     for command in private:
         assert main(shlex.split(command)[1:]) == 2
         assert "dpvision data import SOURCE STORE" in capsys.readouterr().err, command
+
+
+def test_continual_training_names_the_recipe_of_its_size() -> None:
+    """Its network and private steps are those that the recommendation was computed for."""
+    asked = Question(3_000_000, 8, gpus=8, device="H100", public_encoder="runs/public")
+    commands = {
+        "vip.continual_base": asked,
+        "vip.continual_micro": replace(asked, gpus=0, device=None),
+        "dpcap.base_2m": replace(asked, captions=True),
+        "vip.base_2m": replace(asked, public_encoder=None),
+    }
+    for recipe, question in commands.items():
+        (train,) = (c for c in advise(question).commands if "--data STORE" in c)
+        assert train.startswith(f"dpvision train {recipe} ") and ("--init-from runs/public" in train) == (recipe != "vip.base_2m")
+    for ours, sized_for in (("vip.continual_base", "vip.base_2m"), ("vip.continual_micro", "vip.micro")):
+        one, other = get_recipe(ours), get_recipe(sized_for)
+        assert one.model == other.model and one.optim == other.optim and one.privacy.steps == other.privacy.steps
+        assert one.privacy.expected_batch_size == other.privacy.expected_batch_size
 
 
 def test_pretraining_on_images_of_people_draws_people_and_compares_it(capsys: pytest.CaptureFixture[str]) -> None:

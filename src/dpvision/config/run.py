@@ -18,8 +18,9 @@ class DataConfig:
 
     store: str | None = None
     """Folder made by ``dpvision data import``."""
-    images: Literal["store", "textures"] = "store"
-    """'textures': if no store is named, ``dpvision train`` makes one of privacy.dataset_size procedural textures."""
+    images: Literal["store", "textures", "public"] = "store"
+    """'textures': if no store is named, ``dpvision train`` makes one of privacy.dataset_size procedural textures. 'public': a private store
+    is refused."""
     crop_scale: tuple[float, float] = (0.2, 1.0)
     """Area range of the random resized crop (ViP: 0.2 to 1)."""
     horizontal_flip: bool = True

@@ -279,10 +279,13 @@ def _pretraining(q: Question, recipe_of: RecipeOf) -> Advice:
     target = f"--privacy.target-{'' if q.people is None else 'unit-'}epsilon {q.epsilon:g}"
     from_public = f" --init-from {q.public_encoder}" if q.public_encoder else ""
     declared = f"--privacy.dataset-size {q.images} {target}{units} --privacy.delta None"
-    train = f"dpvision train {name} --data STORE {declared}{from_public} --name private"
+    continual = q.public_encoder is not None and not q.captions
+    chosen = f"vip.continual_{size}" if continual else name  # network and steps are those of ``name``
+    train = f"dpvision train {chosen} --data STORE {declared}{from_public} --name private"
     first = () if q.public_encoder else (f"dpvision train {start}",)
     way: Way = "continual training" if q.public_encoder else "private pre-training"
     begin = "public weights" if q.public_encoder else "a warm start on procedural textures"
+    begin += f" (vip.continual_public_{size} makes such weights from public images)" if continual else ""
     best = ours[0]
     gain = (
         f"about {best.trained - best.start:+.1f} points over the warm start in our nearest experiment ({best.probe})"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from dpvision.config import RunConfig
 from dpvision.recipes import (
+    continual,
     demo,
     dpcap,
     dpcap_micro,
@@ -29,6 +30,10 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "vip.micro": vip.micro,
     "vip.micro_random_start": vip.micro_random_start,
     "vip.micro_non_private": vip.micro_non_private,
+    "vip.continual_public_base": continual.public_base,
+    "vip.continual_base": continual.base,
+    "vip.continual_public_micro": continual.public_micro,
+    "vip.continual_micro": continual.micro,
     "synthetic.vip_nano": synthetic.vip_nano,
     "synthetic.vip_tiny": synthetic.vip_tiny,
     "synthetic.vip_small": synthetic.vip_small,

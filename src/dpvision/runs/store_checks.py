@@ -51,6 +51,19 @@ def check_store(plan: DPPlan, store: Store, rows: np.ndarray) -> None:
     )
 
 
+def require_public(store: Store, recipe: str) -> None:
+    """Refuse a private store to a recipe that is for public images: without a guarantee, no private run could start from its weights.
+
+    Raises:
+        DataError: the store was imported without --public.
+    """
+    if store.visibility != "public":
+        raise DataError(
+            f"store: {store.path} is private; expected public images, because {recipe} trains without privacy, and a private run starts "
+            "from its weights. Pass a store that was imported with --public; the private images belong to the private run."
+        )
+
+
 def check_people(store: Store) -> None:
     """Refuse a store in which some record does not belong to exactly one person: a plan that draws people could not remove one of them.
 

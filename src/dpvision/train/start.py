@@ -28,7 +28,7 @@ from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.runs.folder import read_run
 from dpvision.runs.lineage import inherit, shaped_in_confidence
 from dpvision.runs.run import Stopped, new_run
-from dpvision.runs.store_checks import check_labels, check_people, check_store
+from dpvision.runs.store_checks import check_labels, check_people, check_store, require_public
 from dpvision.train import distributed
 from dpvision.train.distributed import together
 from dpvision.train.feed import to_device
@@ -147,6 +147,8 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
     """Make store, model, optimizer and lineage on this process's device. No collective call: any rank may fail here."""
     assert config.data.store is not None, "_check_paths refused that"
     store = open_store(Path(config.data.store))
+    if config.data.images == "public":
+        require_public(store, config.recipe)
     by_person = plan.sampling_unit == "person"
     rows = np.arange(store.num_records) if by_person else store.eligible_rows(plan.max_records_per_unit, config.seed)
     check_store(plan, store, rows)
