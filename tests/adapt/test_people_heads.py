@@ -27,7 +27,7 @@ from dpvision.privacy.composition import check_total
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.plan import make_plan
 
-from ..data.pictures import encode, png, spoil
+from ..data.image_files import encode, png, spoil
 from ..train.people_store import NUM_IMAGES, PEOPLE, people_store
 from .heads_of_people import C, moves, people_head_config, stream_of, sums, without_person
 
