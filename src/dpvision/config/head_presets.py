@@ -104,6 +104,8 @@ def with_candidate(config: RunConfig, name: str) -> RunConfig:
     try:
         settings = {part: json.loads(value) for part, _, value in pairs}
     except ValueError:
-        raise ConfigError(f"select: {name!r}; expected part.name=value, values in JSON, separated by spaces. Correct it.") from None
+        raise ConfigError(
+            f"select: {name!r}; expected part.name=value, values in JSON, separated by spaces. E.g. optim.learning_rate=3"
+        ) from None
     candidate_name(settings)
     return with_settings(config, settings)

@@ -97,7 +97,14 @@ class HeadConfig:
             different = len(set(self.candidates)) == len(self.candidates) >= 2
             require(different, w, "candidates", self.candidates, "two or more different heads", "For one, set head: it costs less.")
             known = set(self.candidates) <= set(get_args(Candidate)) or all("=" in name for name in self.candidates)
-            require(known, w, "candidates", self.candidates, f"all among {', '.join(get_args(Candidate))}, or all settings", "Correct one.")
+            require(
+                known,
+                w,
+                "candidates",
+                self.candidates,
+                f"all among {', '.join(get_args(Candidate))}, or all settings",
+                "Give one_step,prototypes.",
+            )
             of_one = "=" not in self.candidates[0] or self.head != "auto"
             require(of_one, w, "head", self.head, "a head by name, with settings as candidates", "Use transfer.many_steps.")
             softmax = self.multi_label and "feature_covariance" in self.candidates

@@ -53,7 +53,7 @@ def with_settings(config: T, settings: Mapping[str, Any]) -> T:
         if not isinstance(inner, dict) or last not in inner or isinstance(inner[last], dict | list):
             among = sorted(key for key, old in inner.items() if not isinstance(old, dict | list)) if isinstance(inner, dict) else None
             known = f"one of {', '.join(among)} in {'.'.join(parts)}" if among and parts else "PART.NAME, as in --help"
-            raise ConfigError(f"settings: {name!r}; expected {known}. Correct the name.")
+            raise ConfigError(f"settings: {name!r}; expected {known}. `dpvision train --help` lists them.")
         inner[last] = value
     return from_dict(type(config), values)
 
