@@ -7,7 +7,7 @@
 From the paper's abstract: a tenth of the images are public, epsilon is 8, and public images first mitigate much of what noise costs
 pre-training; it trains classifiers of ImageNet-21k. Everything else is ours: network and loss are ViP's; step 1 starts from ViP's warm
 start on textures (``--init-from None``: from random weights) and repeats its schedule on the public images; step 2 has ViP's private
-settings, with the noise that the smaller number of images needs. A trial with a twentieth of the private steps gained nothing (docs/log.md).
+settings, with the noise that fewer images need. A trial with a twentieth of the private steps gained nothing (docs/log.md).
 """
 
 from dataclasses import replace
