@@ -17,7 +17,7 @@ How = Literal["simulated", "public", "charged", "private-selection"]
 _FORM = "NAME=VALUE,VALUE,..., NAME=LOW..HIGH, or NAME=log LOW..HIGH"
 _FREE = ("optim.", "model.", "data.", "privacy.max_grad_norm", "privacy.clipping")
 _OF_THE_PRICE = ("privacy.expected_batch_size", "privacy.steps")
-"""Settings that may vary where trials cost no epsilon and a target fixes that of the run afterwards."""
+"""Settings that may vary only if the trials cost no epsilon and the recipe has a target epsilon, which the final run then meets."""
 _FIXED = {
     "data.store", "data.images", "data.tokenizer", "model.kind", "model.num_classes", "model.multi_label", "model.vocab_size",
 }  # fmt: skip
