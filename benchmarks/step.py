@@ -4,9 +4,9 @@
 
 "private" is what ``train.loop.fit`` does in a step, by the same functions: draw, load, clip, totals (of the physical batches in float64,
 and the metrics), reduce, noise, optimizer, ledger. "non_private" trains a copy of the model on the same records: full physical batches, one
-backward pass each into ``.grad``, torch's AdamW; its "clip" is that pass. Both sides take a step in every round, in turn; the first round
-is not counted. Steps of Poisson size: --batch expected records out of three times as many scenes at the model's image size, at first
-weights; captioners have a vocabulary of 400.
+backward pass each into ``.grad``, torch's AdamW; its "clip" is that pass. Both sides take a step in every round, in turn, after a
+physical batch that is not counted; each step is printed to standard error when it ends. Steps of Poisson size: --batch expected
+records out of three times as many scenes at the model's image size, at first weights; captioners have a vocabulary of 400.
 
 Seconds a step by the clock; "load" is the time waited for the loader's threads. "time_ratio" and "cpu_ratio" (CPU time of all threads) are
 private over non-private in the same round; the goal is 1.15 at Base with --batch 256. --small: models of 32 px, seconds in all.
@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import copy
 import io
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,16 +25,19 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from common import row, write_result
 from PIL import Image
 
 from dpvision.config import CaptionerConfig, RunConfig
+from dpvision.data.batch import Batch
 from dpvision.data.importer import import_samples
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.sources import Sample
 from dpvision.data.tokenizer import train_tokenizer
+from dpvision.dp.clip import clipped_sum
 from dpvision.dp.noise import privatize
 from dpvision.optim.ema import update_average
 from dpvision.optim.schedule import learning_rate
@@ -108,15 +112,11 @@ def private_step(s: Session) -> tuple[int, dict[str, float]]:
 
 def plain_step(s: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> tuple[int, dict[str, float]]:
     """The same records by an ordinary training loop."""
-    parts, hardware, key = Parts(), s.config.hardware, StepKey(s.config.seed, step)
+    parts, key = Parts(), StepKey(s.config.seed, step)
     with parts.part("draw"):
         rows = s.rows[s.plan.draw(step, len(s.rows), derive_rng(DRAW_KEY, step))]
-    batches = physical_batches(
-        s.store, rows, key, s.config.data, s.config.model.encoder.image_size,
-        physical_batch_size=hardware.physical_batch_size, workers=hardware.workers, captions=s.words,
-    )  # fmt: skip
     optimizer.zero_grad()
-    for batch in parts.waiting("load", batches):
+    for batch in parts.waiting("load", full_batches(s, rows, key)):
         with parts.part("clip"):
             s.loss_fn(model, batch, key).sum().backward()
     with parts.part("optimizer"):
@@ -125,6 +125,23 @@ def plain_step(s: Session, model: torch.nn.Module, optimizer: torch.optim.Optimi
                 p.grad.div_(s.plan.expected_batch_size)
         optimizer.step()
     return len(rows), parts.seconds
+
+
+def full_batches(s: Session, rows: np.ndarray, key: StepKey) -> Iterator[Batch]:
+    """Full physical batches of these rows of the store."""
+    hardware = s.config.hardware
+    return physical_batches(
+        s.store, rows, key, s.config.data, s.config.model.encoder.image_size,
+        physical_batch_size=hardware.physical_batch_size, workers=hardware.workers, captions=s.words,
+    )  # fmt: skip
+
+
+def warm_up(s: Session, model: torch.nn.Module) -> None:
+    """A physical batch on both sides, so that no step finds the model's calls or makes a library start."""
+    key = StepKey(s.config.seed, 0)
+    batch = next(full_batches(s, s.rows[: s.config.hardware.physical_batch_size], key))
+    clipped_sum(s.loss_fn, s.model, batch, key, max_grad_norm=s.plan.max_grad_norm)
+    s.loss_fn(model, batch, key).sum().backward()
 
 
 def make_config(name: str, args: argparse.Namespace, folder: Path) -> RunConfig:
@@ -159,13 +176,14 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         s = stack.enter_context(start.new_session(make_config(name, args, Path(folder)), Path(folder, "run")))
         model = copy.deepcopy(s.model)
         plain = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
-        for number in range(-1, args.rounds):
+        warm_up(s, model)
+        for number in range(args.rounds):
             for variant in sorted(found, reverse=number % 2 == 0):
                 wall, cpu = time.perf_counter(), time.process_time()
-                step = private_step(s) if variant == "private" else plain_step(s, model, plain, number + 1)
+                step = private_step(s) if variant == "private" else plain_step(s, model, plain, number)
                 costs = {**step[1], "step": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "records": step[0]}
-                if number >= 0:
-                    found[variant].append(costs)
+                found[variant].append(costs)
+                print(f"{name} {variant}: {costs['step']:.1f} s, CPU {costs['cpu']:.1f} s, {step[0]} records", file=sys.stderr)
     for ours, theirs in zip(found["private"], found["non_private"], strict=True):
         assert ours["records"] == theirs["records"], "both sides take the same draw"
     rows = [
