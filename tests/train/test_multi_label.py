@@ -33,7 +33,7 @@ from dpvision.privacy.sampling import derive_rng
 from dpvision.runs.run import Secrets
 from dpvision.runs.store_checks import check_labels
 from dpvision.synthetic.scenes import LABELS
-from dpvision.train import start
+from dpvision.train import gates, start
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session, resumed_session
 from dpvision.train.step import step_sum
@@ -141,8 +141,8 @@ def test_a_record_without_a_list_contributes_exactly_zero(config: RunConfig, hal
 def test_the_gates_look_at_batches_of_zeros_and_ones(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Tensor] = []
     for name in ("check_separable", "check_exact"):
-        real = getattr(start, name)
-        monkeypatch.setattr(start, name, lambda f, m, batch, key, real=real: (seen.append(batch.label_B), real(f, m, batch, key)))
+        real = getattr(gates, name)
+        monkeypatch.setattr(gates, name, lambda f, m, batch, key, real=real: (seen.append(batch.label_B), real(f, m, batch, key)))
     with new_session(config, tmp_path / "run"):
         pass
     assert len(seen) == 2 and all(label.shape == (4, NUM_CLASSES) and label.dtype == torch.uint8 for label in seen)

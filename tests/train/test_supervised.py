@@ -34,7 +34,7 @@ from dpvision.privacy.plan import draft_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.recipes import RECIPES
 from dpvision.runs.run import Secrets
-from dpvision.train import loop, start
+from dpvision.train import gates, loop, start
 from dpvision.train.loop import fit
 from dpvision.train.parent import start_from
 from dpvision.train.start import new_session, resumed_session
@@ -171,9 +171,9 @@ def test_the_gates_see_a_gradient_of_every_parameter_though_the_head_starts_at_z
         return {name for name, grad in zip(names, grads, strict=True) if grad.any()}
 
     seen: list[set[str]] = []
-    real = start.check_exact
+    real = gates.check_exact
     monkeypatch.setattr(
-        start,
+        gates,
         "check_exact",
         lambda loss_fn, model, batch, key: (seen.append(moving(model, loss_fn, batch, key)), real(loss_fn, model, batch, key)),
     )

@@ -1,13 +1,11 @@
 """Make a session from a config: every check that can refuse a run comes before the first step is charged."""
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint, state_tensors
@@ -19,7 +17,7 @@ from dpvision.data.store import Store
 from dpvision.devices import require_precision
 from dpvision.dp.clip import LossFn
 from dpvision.dp.compiled import CompiledBlocks, compile_blocks
-from dpvision.dp.support import check_at_sizes, check_compiled, check_exact, check_separable
+from dpvision.dp.support import check_compiled
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models import make_model
 from dpvision.optim.ema import make_ema
@@ -32,6 +30,7 @@ from dpvision.runs.store_checks import check_labels, check_people, check_store, 
 from dpvision.train import distributed
 from dpvision.train.distributed import together
 from dpvision.train.feed import to_device
+from dpvision.train.gates import check_gates
 from dpvision.train.loop import Session
 from dpvision.train.memory import require_fit
 from dpvision.train.objectives import example_batch, loss_function
@@ -172,11 +171,9 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
         check_constants(config, parent)
         start_from(model, config.model, parent)
     loss_fn = loss_function(config)
-    if plan.guarantee == "dp":
-        perturbed = _perturb_zeros(model)
-        check_separable(loss_fn, perturbed, example_batch(config), StepKey(config.seed, 0))
-        check_exact(loss_fn, perturbed, example_batch(config), StepKey(config.seed, 0))
-        check_at_sizes(loss_fn, perturbed, example_batch(config, config.hardware.physical_batch_size), StepKey(config.seed, 0))
+    if plan.guarantee == "dp" and group.is_main:
+        # The same on every rank, and in float64 twice the memory of the weights several times over: once is enough.
+        check_gates(config, model, loss_fn)
     start = None if plan.guarantee == "dp" else frozenset(contents(model.state_dict().values()))
     model.to(group.device)
     if group.device.type != "cpu":
@@ -228,14 +225,3 @@ def _check_paths(config: RunConfig, open_parent: OpenParent) -> None:
             f"run: init_from={init_from!r} does not exist; expected the run that this one starts from. "
             f"{make}, or pass --init-from None for random weights."
         )
-
-
-def _perturb_zeros(model: nn.Module) -> nn.Module:
-    """Copy a model with small values in parameters that are all zero: behind a zero head all gradients vanish, and any sum is exact."""
-    copied = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            if not parameter.any():
-                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return copied
