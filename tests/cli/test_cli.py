@@ -80,6 +80,16 @@ def test_doctor_counts_what_the_model_trains(recipe: str, capsys: pytest.Capture
     assert sum(result["parts"].values()) == result["num_parameters"] > 1_000
 
 
+def test_a_check_that_takes_minutes_is_announced(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [word for word in _tiny(store, tmp_path) if word != "--quiet"] + ["--dry-run"]
+    assert main(argv) == 0 and "Checking the network" not in capsys.readouterr().out
+    monkeypatch.setattr("dpvision.cli.train._SLOW_TO_CHECK", 1000)
+    assert main(argv) == 0 and capsys.readouterr().out.startswith("Checking the network (")
+    assert main([*argv, "--non-private"]) == 0 and "Checking the network" not in capsys.readouterr().out
+
+
 def test_the_way_from_training_to_statement(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dry = _run(capsys, [*_tiny(store, tmp_path), "--dry-run", "--json"])
     assert dry["dry_run"] and not (tmp_path / "first").exists()

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from dpvision.train.loop import Session
     from dpvision.weights import Lineage
 
+_SLOW_TO_CHECK = 20_000_000
+"""Parameters from which the gates before a run are announced, since they take more than seconds."""
 _DOC = """Train a recipe on a store, privately unless the recipe is non-private.
 
 The plan (noise, steps, epsilon) is printed before any compute is spent, and the ledger next to the store is charged before each
@@ -109,6 +111,7 @@ def train(args: TrainArgs) -> None:
     if not args.resume:
         check_places(root, config, dry_run=args.dry_run)
     from dpvision.encoders.starting_weights import open_parent
+    from dpvision.models import count_parameters
     from dpvision.runs.folder import read_run
     from dpvision.runs.lineage import runs_on
     from dpvision.train.loop import fit
@@ -116,9 +119,13 @@ def train(args: TrainArgs) -> None:
 
     main_process = int(os.environ.get("RANK", "0")) == 0
     if args.resume:
-        opened = resumed_session(root, resumed_hardware("train", root, config, read_run(root)[1]), open_parent)
+        asked, config = config, read_run(root)[1]
+        opened = resumed_session(root, resumed_hardware("train", root, asked, config), open_parent)
     else:
         opened = new_session(config, root, open_parent)
+    if main_process and config.privacy.guarantee == "dp" and (num := count_parameters(config.model)) >= _SLOW_TO_CHECK:
+        size = f"{num / 1e6:.0f} million parameters"
+        args.say(f"Checking the network ({size}) on public records, in float64: a minute of one core for 50 million.")
     if args.dry_run:
         plan, store, num_records, lineage = check_run(config, open_parent)
         if main_process:
