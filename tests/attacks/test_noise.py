@@ -115,7 +115,7 @@ GUARANTEED = ["privacy", "dp", "train", "adapt", "data/keys.py", "data/loader.py
 PUBLIC = {
     # file: what draws public numbers there, by a fixed or published seed, and why the guarantee does not rest on it.
     "dp/support.py": "example batch of the gates",
-    "train/start.py": "example weights of the gates",
+    "train/gates.py": "example weights of the gates",
     "train/objectives.py": "the public example batch",
     "adapt/descent.py": "random features of a published seed",
     "adapt/select.py": "random records of the rehearsal",
