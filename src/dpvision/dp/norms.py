@@ -15,7 +15,7 @@ from dpvision.dp.products import wide
 from dpvision.dp.rule import Pass, by_record, leading, require
 from dpvision.precision import autocast_dtype
 
-_PART_NUMBERS = 2**16
+_PART_NUMBERS = 2**18
 
 
 def layer_norm(

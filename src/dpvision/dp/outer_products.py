@@ -19,7 +19,7 @@ from dpvision.dp.products import OUTER_NUMBERS, accumulated, product, scaled, wi
 from dpvision.dp.rounding import sum_dtype
 from dpvision.dp.sides import OneHot, Side
 
-_TILE_NUMBERS = 2**20
+_TILE_NUMBERS = 2**22
 """Numbers of a weight that the sums of blocks are added to at a time."""
 
 
