@@ -12,7 +12,7 @@ from feature_sets import no_noise, releases_of
 from dpvision.adapt.descent import MANY_STEPS, many_steps
 from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.prepare import prepare
-from dpvision.adapt.rate import FINAL_NOISE, HALVING, LONGEST, final_noise, steps_rate, with_rate
+from dpvision.adapt.rate import FINAL_NOISE, HALVING, LONGEST, MOST_STEPS, enough_steps, final_noise, stable_rate, steps_rate, with_rate
 from dpvision.adapt.release import full_batch_plan
 from dpvision.adapt.session import adapt, new_head_session
 from dpvision.checkpoint import load_checkpoint
@@ -31,8 +31,9 @@ def test_the_weights_end_with_the_noise_that_the_rule_says(steps: int, max_grad_
     """Of no records, the head is noise alone. Momentum has yet to pass on the last steps' noise: a tenth at 200 steps, more at 30."""
     plan = full_batch_plan(20_000, 1.0, steps=steps, max_grad_norm=max_grad_norm)
     nothing = FeatureStream(np.zeros((0, 300), dtype=np.float32), np.zeros(0, dtype=np.int64), 20, unit=True)
-    found = float(many_steps(nothing, releases_of(plan)).last.weight_KD.std())
-    promised = final_noise(plan, with_rate(MANY_STEPS, plan))
+    optim = with_rate(MANY_STEPS, plan, bounded=False)
+    found = float(many_steps(nothing, releases_of(plan), optim=optim).last.weight_KD.std())
+    promised = final_noise(plan, optim)
     share = 1 - MANY_STEPS.momentum ** np.arange(1, steps + 1)
     assert found == pytest.approx(promised * math.sqrt(np.mean(share**2)), rel=0.03)
     s = plan.noise_std / 20_000 / math.sqrt(steps)
@@ -42,15 +43,15 @@ def test_the_weights_end_with_the_noise_that_the_rule_says(steps: int, max_grad_
 def test_the_way_depends_on_the_budget_and_not_on_how_it_is_cut() -> None:
     """T r / (1 - m) is the same for all steps and momenta, longer with more budget and with more records, and bounded."""
     ways = [
-        steps_rate(full_batch_plan(5000, 2.0, steps=steps), momentum) * steps / (1 - momentum)
+        steps_rate(full_batch_plan(5000, 2.0, steps=steps), momentum, bounded=False) * steps / (1 - momentum)
         for steps in (1, 10, 60)
         for momentum in (0.0, 0.9)
     ]
     assert ways == pytest.approx([ways[0]] * 6, rel=1e-9)
-    by_epsilon = [steps_rate(full_batch_plan(5000, e, steps=60), 0.9) for e in (0.01, 0.1, 1, 3, 10, 20)]
-    by_count = [steps_rate(full_batch_plan(n, 1.0, steps=60), 0.9) for n in (10, 300, 5000, 10**6, 10**9)]
+    by_epsilon = [steps_rate(full_batch_plan(5000, e, steps=60), 0.9, bounded=False) for e in (0.01, 0.1, 1, 3, 10, 20)]
+    by_count = [steps_rate(full_batch_plan(n, 1.0, steps=60), 0.9, bounded=False) for n in (10, 300, 5000, 10**6, 10**9)]
     assert by_epsilon == sorted(by_epsilon) and by_count == sorted(by_count)
-    assert by_count[-1] == pytest.approx(0.1 * LONGEST / 60) == steps_rate(no_noise(10, steps=60), 0.9)
+    assert by_count[-1] == pytest.approx(0.1 * LONGEST / 60) == steps_rate(no_noise(10, steps=60), 0.9, bounded=False)
 
 
 def test_the_rule_takes_poisson_batches() -> None:
@@ -59,6 +60,38 @@ def test_the_rule_takes_poisson_batches() -> None:
     plan = make_plan(asked)
     s = 1.0 / 500 / 10
     assert steps_rate(plan, 0.9) * 100 / 0.1 * s == pytest.approx(FINAL_NOISE / (1 + (HALVING * s) ** 2))
+
+
+def loss_after(steps: int, rate: float, share: float) -> float:
+    """Mean loss of the head after noiseless steps on the worst rows there are, all the same; ``share`` of them have the second class."""
+    x_ND, label = np.ones((100, 1), dtype=np.float32), (np.arange(100) < 100 * share).astype(np.int64)
+    stream = FeatureStream(x_ND, label, 2)
+    head = many_steps(stream, releases_of(no_noise(100, steps=steps)), optim=replace(MANY_STEPS, learning_rate=rate)).last
+    return float(torch.nn.functional.cross_entropy(torch.from_numpy(x_ND) @ head.weight_KD.T, torch.from_numpy(label)))
+
+
+def test_the_bound_on_the_rate_is_where_steps_diverge() -> None:
+    """At the bound the loss comes to rest, near the labels' entropy (clipping moves it). Above 2 (1 + m) / (2 p (1 - p)) it swings."""
+    for share in (0.4, 0.25, 0.1):
+        entropy = -share * math.log(share) - (1 - share) * math.log(1 - share)
+        ends = [loss_after(steps, stable_rate(0.9), share) for steps in (400, 401, 420)]
+        assert max(ends) - min(ends) < 1e-4 and max(ends) < entropy + 0.005
+    limit = 2 * 1.9 / (2 * 0.4 * 0.6)
+    swings = [loss_after(steps, 1.1 * limit, 0.4) for steps in (400, 401, 420)]
+    assert max(swings) - min(swings) > 0.005 and stable_rate(0.9) < 0.6 * limit
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0])
+@pytest.mark.parametrize("records", [300, 20_000, 10**7])
+def test_more_steps_keep_the_way_where_the_rate_is_bounded(records: int, epsilon: float) -> None:
+    plan = full_batch_plan(records, epsilon, steps=60)
+    steps = enough_steps(plan, 0.9)
+    longer = full_batch_plan(records, epsilon, steps=steps)
+    way = steps_rate(plan, 0.9, bounded=False) * 60
+    assert 60 <= steps <= MOST_STEPS and steps_rate(longer, 0.9) <= stable_rate(0.9)
+    assert steps == 60 or steps_rate(full_batch_plan(records, epsilon, steps=steps - 1), 0.9) == stable_rate(0.9)
+    kept = steps_rate(longer, 0.9) * steps
+    assert kept == pytest.approx(way, rel=1e-6) if steps < MOST_STEPS else kept <= way * (1 + 1e-6)
 
 
 def test_only_what_the_rule_is_for_may_go_without_a_rate() -> None:

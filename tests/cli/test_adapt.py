@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from dpvision.adapt.rate import MOST_STEPS
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli import main
 from dpvision.cli.recipe import typed_settings, with_values
@@ -76,9 +77,15 @@ def test_what_is_typed_overrides_what_auto_chose(stores: tuple[Store, Store], tm
     argv = _argv(stores[0], tmp_path, "--dataset-size", "900", "--privacy.guarantee", "none", "--dry-run", "--json")
     assert main(argv) == 0
     chosen = json.loads(capsys.readouterr().out)
-    assert chosen["head"] == "many_steps" and chosen["steps"] == 60 and chosen["guarantee"] == "none"
-    assert main([*argv, "--privacy.steps", "5"]) == 0
-    assert json.loads(capsys.readouterr().out)["steps"] == 5
+    assert chosen["head"] == "many_steps" and chosen["steps"] == MOST_STEPS and chosen["guarantee"] == "none"
+    for steps in ("5", "60"):
+        assert main([*argv, "--privacy.steps", steps]) == 0
+        assert json.loads(capsys.readouterr().out)["steps"] == int(steps)
+    for other in (["--encoder", "patches"], ["--optim.learning-rate", "1"]):
+        assert main([*argv, *other]) == 0
+        assert json.loads(capsys.readouterr().out)["steps"] == 60
+    assert main([*argv, "--head", "many_steps"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == MOST_STEPS
     assert main([*argv, "--head", "prototypes"]) == 0
     assert json.loads(capsys.readouterr().out)["head"] == "prototypes"
 

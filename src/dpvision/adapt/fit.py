@@ -80,12 +80,15 @@ def _chosen(cfg: HeadConfig, trained: Trained) -> Fitted:
     return Fitted(head, trained.ema, trained.progress)
 
 
-def choose_head(config: RunConfig, stream: FeatureStream, plan: DPPlan, charge: Callable[[], int]) -> tuple[RunConfig, Selected]:
+def choose_head(
+    config: RunConfig, stream: FeatureStream, plan: DPPlan, charge: Callable[[], int], *, bounded: bool = True
+) -> tuple[RunConfig, Selected]:
     """Choose the best of ``config.model.candidates`` by a private score.
 
     Args:
         plan: must have a selection.
         charge: ``ledger.append``; called once, before anything is computed from the records.
+        bounded: as in ``rate.steps_rate``, for candidates without a rate.
 
     Returns:
         The config of the chosen candidate, and everything that the selection releases.
@@ -99,7 +102,8 @@ def choose_head(config: RunConfig, stream: FeatureStream, plan: DPPlan, charge: 
     for name in config.model.candidates:
         candidate = with_candidate(config, name)
         assert isinstance(candidate.model, HeadConfig)
-        asked[name] = replace(candidate, model=candidate.model.settled(), optim=with_rate(candidate.optim, plan.run_plans()[0]))
+        optim = with_rate(candidate.optim, plan.run_plans()[0], bounded=bounded)
+        asked[name] = replace(candidate, model=candidate.model.settled(), optim=optim)
     candidates = [Candidate(name, partial(_fit_last, candidate)) for name, candidate in asked.items()]
     selected = select_head(stream, candidates, plan, charge)
     if selected is None:

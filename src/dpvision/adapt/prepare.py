@@ -17,7 +17,7 @@ import torch
 
 from dpvision.adapt.frequency import frequency_decay
 from dpvision.adapt.person_rows import PersonImages
-from dpvision.adapt.rate import with_rate
+from dpvision.adapt.rate import enough_steps, with_rate
 from dpvision.adapt.recommend import WIDEST, recommend_head
 from dpvision.adapt.release import full_batch_noise
 from dpvision.checkpoint import load_checkpoint
@@ -96,13 +96,27 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     config = settled(config, encoder, pooling, width)
     plan = plan or head_plan(config)
     if not model.candidates:
-        config = replace(config, model=_with_decay(config.model, encoder, plan), optim=with_rate(config.optim, plan))
+        optim = with_rate(config.optim, plan, bounded=not encoder.standard_rows)
+        config = replace(config, model=_with_decay(config.model, encoder, plan), optim=optim)
     check_store(plan, store, row_N)
     if by_person:
         check_people(store)
     check_labels(store, row_N, model.num_classes, multi_label=model.multi_label)
     lineage = encoder_lineage(config, encoder, store, plan)
     return Prepared(config, plan, store, *rows_and_labels(config, store), encoder, lineage, device)
+
+
+def with_enough_steps(config: RunConfig, made: Prepared) -> RunConfig:
+    """Return ``config`` with as many full-batch steps as the rate's rule wants for this encoder (``rate.enough_steps``).
+
+    Args:
+        config: without 'auto', and with the head's default number of steps, which stays where the rule does not apply.
+        made: what ``prepare`` made of it.
+    """
+    ruled = config.optim.learning_rate is None and config.privacy.sampling == "full_batch" and not made.encoder.standard_rows
+    if not ruled or made.model.head != "many_steps" or made.model.candidates:
+        return config
+    return replace(config, privacy=replace(config.privacy, steps=enough_steps(made.plan, config.optim.momentum)))
 
 
 def rows_and_labels(config: RunConfig, store: Store) -> tuple[np.ndarray, np.ndarray, PersonImages | None]:

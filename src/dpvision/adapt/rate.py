@@ -12,6 +12,13 @@ of length 1. The rule fixes this noise, and thereby L:
 
 A rate that is too small costs more accuracy than the noise, until noise dominates the gradient (s near 1 / HALVING). Then later gradients
 add no information, and a small L, which amounts to one step split into T, is best. docs/log.md (2026-11-22) has the figures.
+
+Gradient steps with momentum diverge where r times the curvature of the loss exceeds 2 (1 + m). On rows of length 1 the curvature is at most
+CURVATURE, and features whose rows lie close together come near it. Unless features are known to stay far from it, r is therefore at most
+
+    STABLE 2 (1 + m) / CURVATURE
+
+and more steps keep L (``enough_steps``); full batches divide their budget over any number of steps without loss.
 """
 
 import math
@@ -27,18 +34,49 @@ HALVING = 100.0
 """1 / s at which the final weights have half of that noise: 100 records at a noise multiplier of 1."""
 LONGEST = 1e5
 """Upper bound on L; reached without noise, or with millions of records."""
+CURVATURE = 0.5
+"""Largest eigenvalue of the softmax loss's second derivative in a record's scores, diag(p) - p p^T. That of the sigmoid loss is 1/4."""
+STABLE = 0.6
+"""Share of the limit, which is that of a quadratic loss: with equal rows and two classes the softmax loss swings forever from 0.75 on, not
+at 0.67 (docs/log.md, 2026-11-23)."""
+MOST_STEPS = 500
+"""Upper bound on ``enough_steps``, for the sake of time; beyond it, L is shortened."""
 
 
-def steps_rate(plan: DPPlan, momentum: float) -> float:
+def steps_rate(plan: DPPlan, momentum: float, *, bounded: bool = True) -> float:
     """Return the learning rate for the plan's steps of SGD.
 
+    Args:
+        bounded: whether to keep to ``stable_rate``, which only features of known low curvature may exceed.
+
     >>> from dpvision.adapt.release import full_batch_plan
-    >>> round(steps_rate(full_batch_plan(50_000, 1.0, steps=60), 0.9), 1)
-    15.5
+    >>> plan = full_batch_plan(50_000, 1.0, steps=60)
+    >>> round(steps_rate(plan, 0.9, bounded=False), 1), round(steps_rate(plan, 0.9), 1)
+    (15.5, 4.6)
     """
+    rate = (1 - momentum) * _length(plan) / plan.steps
+    return min(rate, stable_rate(momentum)) if bounded else rate
+
+
+def stable_rate(momentum: float) -> float:
+    """Return the largest rate that the rule gives to features of any curvature."""
+    return STABLE * 2 * (1 + momentum) / CURVATURE
+
+
+def enough_steps(plan: DPPlan, momentum: float) -> int:
+    """Return the smallest number of full-batch steps, from the plan's on, at which ``stable_rate`` does not shorten L; at most MOST_STEPS.
+
+    >>> from dpvision.adapt.release import full_batch_plan
+    >>> [enough_steps(full_batch_plan(n, 8.0, steps=60), 0.9) for n in (2_000, 10_000, 1_000_000)]
+    [60, 274, 500]
+    """
+    enough = math.ceil((1 - momentum) * _length(plan) / stable_rate(momentum))
+    return max(plan.steps, min(enough, MOST_STEPS))
+
+
+def _length(plan: DPPlan) -> float:
     s = mean_noise(plan)
-    length = LONGEST if s == 0 else min(FINAL_NOISE / (1 + (HALVING * s) ** 2) / s, LONGEST)
-    return (1 - momentum) * length / plan.steps
+    return LONGEST if s == 0 else min(FINAL_NOISE / (1 + (HALVING * s) ** 2) / s, LONGEST)
 
 
 def final_noise(plan: DPPlan, optim: OptimConfig) -> float:
@@ -51,8 +89,11 @@ def mean_noise(plan: DPPlan) -> float:
     return plan.noise_std / (plan.expected_batch_size * math.sqrt(plan.steps))
 
 
-def with_rate(optim: OptimConfig, plan: DPPlan) -> OptimConfig:
+def with_rate(optim: OptimConfig, plan: DPPlan, *, bounded: bool = True) -> OptimConfig:
     """Return ``optim``, with ``steps_rate`` as its learning rate if it has none.
+
+    Args:
+        bounded: as in ``steps_rate``.
 
     Raises:
         ConfigError: the learning rate is None and the optimizer is not SGD.
@@ -63,4 +104,4 @@ def with_rate(optim: OptimConfig, plan: DPPlan) -> OptimConfig:
         raise ConfigError(
             f"optim: learning_rate=None with name={optim.name!r}; expected a number (only 'sgd' has a default). Give --optim.learning-rate."
         )
-    return replace(optim, learning_rate=steps_rate(plan, optim.momentum))
+    return replace(optim, learning_rate=steps_rate(plan, optim.momentum, bounded=bounded))

@@ -164,7 +164,8 @@ def adapt(
     doing = "finishing the selection" if made.model.candidates else "finishing this step"
     with StopRequest(f"{doing}, then saving the head", session.unsaved) as request:
         if made.model.candidates:
-            config, selected = choose_head(session.config, stream, session.plan, _charger(session.run))
+            charge, bounded = _charger(session.run), not made.encoder.standard_rows
+            config, selected = choose_head(session.config, stream, session.plan, charge, bounded=bounded)
             fitted, chosen = Fitted(selected.head), {"candidate": selected.candidate, "score": selected.score}
         else:
             keys = secrets.draw, secrets.noise

@@ -152,16 +152,18 @@ def run(argv: Sequence[str]) -> None:
         _resume(args, config, default.config)
         return
     check_places(args.root(recipe), config, dry_run=args.dry_run)
-    from dpvision.adapt.prepare import prepare
+    from dpvision.adapt.prepare import prepare, with_enough_steps
 
     made = prepare(config)
     if config.model.head == "auto" and not config.model.candidates:
         # The head's steps and optimizer become the defaults; typed settings stay.
         assert made.model.head != "auto"
         chosen = with_head(config, made.model.head, made.model.reason)
-        typed = with_values(chosen, config, typed_settings(argv))
-        if typed != chosen:
-            made = prepare(typed)
+        config = with_values(chosen, config, typed_settings(argv))
+        if config != chosen:
+            made = prepare(config)
+    if "steps" not in typed_privacy(argv) and (longer := with_enough_steps(config, made)) != config:
+        made = prepare(longer)
     adapt_new(args, made)
 
 

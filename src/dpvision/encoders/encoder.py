@@ -50,8 +50,8 @@ class Encoder:
     crop: Literal["random", "centre"] = "random"
     """As in ``DataConfig``: for a run that resized its images, the part of an image to use (``evaluation_box``)."""
     standard_rows: bool = False
-    """Whether its features are already centred and of length 1. A head then subtracts no other centre, and they are stored as
-    float16, with a relative rounding error of at most 1 / 2,048."""
+    """Whether its features are already centred, whitened and of length 1. A head then subtracts no other centre, its rate is not bounded
+    for stability (``adapt.rate``), and they are stored as float16, with a relative rounding error of at most 1 / 2,048."""
     order_D: Tensor | None = field(default=None, compare=False)
     """Spatial frequency of each feature dimension, int64 from 0 (the average over positions), or None. Private heads give low frequencies
     more weight under much noise (``adapt.frequency``)."""
