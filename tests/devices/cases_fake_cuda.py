@@ -39,11 +39,14 @@ SUBJECTS = distinct()
 
 def losses(config: RunConfig, loss_fn: Any, *, left_behind: str = "") -> Tensor:
     """Losses of two records on fake CUDA tensors; ``left_behind`` is the name of a parameter or buffer that stays on the CPU."""
-    with FakeTensorMode():
+    with torch.device("meta") if "'timm'" in str(config.model) else FakeTensorMode():  # timm reads numbers of tensors that it makes
         model = make_model(config.model, config.seed)
-        tensors = {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
-        assert not left_behind or left_behind in tensors
-        moved = {name: t if name == left_behind else torch.empty_like(t, device=CUDA) for name, t in tensors.items()}
+    tensors = {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    assert not left_behind or left_behind in tensors
+    with FakeTensorMode():
+        moved = {
+            name: torch.empty(t.shape, dtype=t.dtype, device="cpu" if name == left_behind else CUDA) for name, t in tensors.items()
+        }
         batch = Batch._make(None if t is None else torch.empty_like(t, device=CUDA) for t in example_batch(config, 2))
         return functional_call(LossModule(loss_fn, model), prefixed(moved), (batch, StepKey(0, 0)))
 

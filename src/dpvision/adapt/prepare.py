@@ -93,8 +93,12 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     device = distributed.join(config.hardware.device).device
     encoder = open_public(model.encoder, device)
     pooling, width = check_alone(encoder, model.encoder.pooling, device)
+    ruled = plan is None and model.head == "auto"
     config = settled(config, encoder, pooling, width)
     plan = plan or head_plan(config)
+    if ruled:
+        config = with_enough_steps(config, encoder, plan)
+        plan = head_plan(config)
     if not model.candidates:
         optim = with_rate(config.optim, plan, bounded=not encoder.standard_rows)
         config = replace(config, model=_with_decay(config.model, encoder, plan), optim=optim)
@@ -106,17 +110,18 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     return Prepared(config, plan, store, *rows_and_labels(config, store), encoder, lineage, device)
 
 
-def with_enough_steps(config: RunConfig, made: Prepared) -> RunConfig:
+def with_enough_steps(config: RunConfig, encoder: Encoder, plan: DPPlan) -> RunConfig:
     """Return ``config`` with as many full-batch steps as the rate's rule wants for this encoder (``rate.enough_steps``).
 
     Args:
-        config: without 'auto', and with the head's default number of steps, which stays where the rule does not apply.
-        made: what ``prepare`` made of it.
+        config: with the head's default number of steps, which stays where the rule does not apply.
+        plan: the config's.
     """
-    ruled = config.optim.learning_rate is None and config.privacy.sampling == "full_batch" and not made.encoder.standard_rows
-    if not ruled or made.model.head != "many_steps" or made.model.candidates:
+    model, ruled = config.model, config.optim.learning_rate is None and config.privacy.sampling == "full_batch"
+    assert isinstance(model, HeadConfig)
+    if not ruled or encoder.standard_rows or model.head != "many_steps" or model.candidates:
         return config
-    return replace(config, privacy=replace(config.privacy, steps=enough_steps(made.plan, config.optim.momentum)))
+    return replace(config, privacy=replace(config.privacy, steps=enough_steps(plan, config.optim.momentum)))
 
 
 def rows_and_labels(config: RunConfig, store: Store) -> tuple[np.ndarray, np.ndarray, PersonImages | None]:

@@ -160,9 +160,10 @@ def run(argv: Sequence[str]) -> None:
         assert made.model.head != "auto"
         chosen = with_head(config, made.model.head, made.model.reason)
         config = with_values(chosen, config, typed_settings(argv))
-        if config != chosen:
+        if config != chosen or "steps" in typed_privacy(argv):
             made = prepare(config)
-    if "steps" not in typed_privacy(argv) and (longer := with_enough_steps(config, made)) != config:
+    longer = with_enough_steps(config, made.encoder, made.plan)
+    if longer.privacy.steps != made.plan.steps and "steps" not in typed_privacy(argv):
         made = prepare(longer)
     adapt_new(args, made)
 

@@ -93,7 +93,14 @@ def attends(network: nn.Module) -> bool:
 def frozen(network: PooledNetwork, device: str | torch.device, **about: Any) -> Encoder:
     """Freeze ``network``, move it to ``device``, and return it as an encoder; ``about`` are the other fields of ``Encoder``."""
     network = network.eval().requires_grad_(False).to(device)
-    return Encoder(poolings=network.poolings, backbone=lambda: copy.deepcopy(network).cpu().train().requires_grad_(True), **about)
+    return Encoder(poolings=network.poolings, backbone=lambda: _copy_on_cpu(network).train().requires_grad_(True), **about)
+
+
+def _copy_on_cpu(network: PooledNetwork) -> PooledNetwork:
+    """Return a copy on the CPU. On the network's own device nothing is copied."""
+    tensors: dict[int, Any] = {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in network.buffers()}
+    tensors |= {id(parameter): nn.Parameter(parameter.detach().to("cpu", copy=True)) for parameter in network.parameters()}
+    return copy.deepcopy(network, tensors)
 
 
 def _of_map(map_BDHW: Tensor) -> dict[str, Tensor]:
