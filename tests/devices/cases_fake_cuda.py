@@ -44,9 +44,7 @@ def losses(config: RunConfig, loss_fn: Any, *, left_behind: str = "") -> Tensor:
     tensors = {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
     assert not left_behind or left_behind in tensors
     with FakeTensorMode():
-        moved = {
-            name: torch.empty(t.shape, dtype=t.dtype, device="cpu" if name == left_behind else CUDA) for name, t in tensors.items()
-        }
+        moved = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu" if name == left_behind else CUDA) for name, t in tensors.items()}
         batch = Batch._make(None if t is None else torch.empty_like(t, device=CUDA) for t in example_batch(config, 2))
         return functional_call(LossModule(loss_fn, model), prefixed(moved), (batch, StepKey(0, 0)))
 
