@@ -31,7 +31,7 @@ def one_step() -> RunConfig:
 
 
 def many_steps() -> RunConfig:
-    """60 full-batch steps of SGD with momentum from zeros, at a rate that follows from the plan; others are settings (docs/heads.md)."""
+    """60 to 500 full-batch steps of SGD with momentum from zeros, at a rate that follows from the plan (docs/heads.md)."""
     return _of("many_steps")
 
 
