@@ -33,7 +33,7 @@ def main() -> None:
     for side in map(int, args.sizes.split(",")):
         x_BCHW = torch.rand(args.images, 3, side, side, generator=torch.Generator().manual_seed(0)).to(args.device)
         for name, scattering in (("patches", False), ("patches+scattering", True)):
-            features = PatchFeatures({side: load_constants(side)}, scattering=scattering).to(args.device)
+            features = PatchFeatures({side: load_constants(side)}, scattering=scattering, device=args.device)
             seconds = []
             with torch.inference_mode():
                 features(x_BCHW[:16])
