@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
-from dpvision.config import HeadConfig, RunConfig, to_dict
+from dpvision.config import HeadConfig, RunConfig, TimmConfig, to_dict
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.dp.per_record import LossModule, prefixed
@@ -39,7 +39,9 @@ SUBJECTS = distinct()
 
 def losses(config: RunConfig, loss_fn: Any, *, left_behind: str = "") -> Tensor:
     """Losses of two records on fake CUDA tensors; ``left_behind`` is the name of a parameter or buffer that stays on the CPU."""
-    with torch.device("meta") if "'timm'" in str(config.model) else FakeTensorMode():  # timm reads numbers of tensors that it makes
+    assert not isinstance(config.model, HeadConfig)
+    # timm calls .item() on tensors that it makes while it builds a network.
+    with torch.device("meta") if isinstance(config.model.encoder, TimmConfig) else FakeTensorMode():
         model = make_model(config.model, config.seed)
     tensors = {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
     assert not left_behind or left_behind in tensors

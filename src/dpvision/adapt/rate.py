@@ -35,10 +35,10 @@ HALVING = 100.0
 LONGEST = 1e5
 """Upper bound on L; reached without noise, or with millions of records."""
 CURVATURE = 0.5
-"""Largest eigenvalue of the softmax loss's second derivative in a record's scores, diag(p) - p p^T. That of the sigmoid loss is 1/4."""
+"""Upper bound on the eigenvalues of diag(p) - p p^T, the Hessian of the softmax loss in a record's scores; sigmoid: 1/4."""
 STABLE = 0.6
-"""Share of the limit, which is that of a quadratic loss: with equal rows and two classes the softmax loss swings forever from 0.75 on, not
-at 0.67 (docs/log.md, 2026-11-23)."""
+"""Share of the stability limit, which holds for a quadratic loss. On identical rows of two classes, the softmax loss oscillates without end
+at 0.75 of it and converges at 0.67 (docs/log.md, 2026-11-23)."""
 MOST_STEPS = 500
 """Upper bound on ``enough_steps``, for the sake of time; beyond it, L is shortened."""
 
