@@ -1,12 +1,15 @@
 """The parts of a whole training step, with privacy and without, from stored JPEG files: no cost hides between benchmarks.
 
     python benchmarks/step.py [--small] [--models A,B] [--batch N] [--physical N] [--rounds N] [--threads N] [--json FILE]
+    torchrun --nproc-per-node 2 benchmarks/step.py --threads 1 ...
 
 "private" is what ``train.loop.fit`` does in a step, by the same functions: draw, load, clip, totals (of the physical batches in float64,
 and the metrics), reduce, noise, optimizer, ledger. "non_private" trains a copy of the model on the same records: full physical batches, one
 backward pass each into ``.grad``, torch's AdamW; its "clip" is that pass. Both sides take a step in every round, in turn, after a
 physical batch that is not counted; each step is printed to standard error when it ends. Steps of Poisson size: --batch expected
 records out of three times as many scenes at the model's image size, at first weights; captioners have a vocabulary of 400.
+
+Under torchrun the ranks share the batch on both sides; the non-private loop adds up its gradients in float32. Figures are of rank 0.
 
 Seconds a step by the clock; "load" is the time waited for the loader's threads. "time_ratio" and "cpu_ratio" (CPU time of all threads) are
 private over non-private in the same round; the goal is 1.15 at Base with --batch 256. --small: models of 32 px, seconds in all.
@@ -16,6 +19,7 @@ import argparse
 import contextlib
 import copy
 import io
+import os
 import sys
 import tempfile
 import time
@@ -27,6 +31,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from common import row, write_result
 from PIL import Image
 
@@ -47,6 +52,7 @@ from dpvision.recipes import RECIPES
 from dpvision.synthetic.scenes import make_scene
 from dpvision.train import start
 from dpvision.train import step as train_step
+from dpvision.train.distributed import Group, broadcast_int, gather_texts, join, together
 from dpvision.train.heap import keep_freed_memory
 from dpvision.train.loop import Session
 
@@ -89,9 +95,8 @@ class Parts:
 def private_step(s: Session) -> tuple[int, dict[str, float]]:
     """One step as ``fit`` takes it; the number of records and the seconds of its parts."""
     parts, batches = Parts(), train_step._batches
-    assert s.run is not None
     with parts.part("ledger"):
-        step = s.run.ledger.append()
+        step = broadcast_int(0 if s.run is None else s.run.ledger.append(), s.group)
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(DPPlan, "draw", parts.timed("draw", DPPlan.draw)))
         stack.enter_context(patch.object(train_step, "_batches", lambda *args: parts.waiting("load", batches(*args))))
@@ -114,17 +119,22 @@ def plain_step(s: Session, model: torch.nn.Module, optimizer: torch.optim.Optimi
     """The same records by an ordinary training loop."""
     parts, key = Parts(), StepKey(s.config.seed, step)
     with parts.part("draw"):
-        rows = s.rows[s.plan.draw(step, len(s.rows), derive_rng(DRAW_KEY, step))]
+        drawn = s.rows[s.plan.draw(step, len(s.rows), derive_rng(DRAW_KEY, step))]
+        rows = drawn[s.group.rank :: s.group.world_size]
     optimizer.zero_grad()
     for batch in parts.waiting("load", full_batches(s, rows, key)):
         with parts.part("clip"):
             s.loss_fn(model, batch, key).sum().backward()
+    with parts.part("reduce"):
+        if s.group.world_size > 1:
+            for work in [dist.all_reduce(p.grad, async_op=True) for p in model.parameters() if p.grad is not None]:
+                work.wait()
     with parts.part("optimizer"):
         for p in model.parameters():
             if p.grad is not None:
                 p.grad.div_(s.plan.expected_batch_size)
         optimizer.step()
-    return len(rows), parts.seconds
+    return len(drawn), parts.seconds
 
 
 def full_batches(s: Session, rows: np.ndarray, key: StepKey) -> Iterator[Batch]:
@@ -144,36 +154,40 @@ def warm_up(s: Session, model: torch.nn.Module) -> None:
     s.loss_fn(model, batch, key).sum().backward()
 
 
-def make_config(name: str, args: argparse.Namespace, folder: Path) -> RunConfig:
-    """The recipe at its first weights, on JPEG files of scenes."""
+def make_config(name: str, args: argparse.Namespace, folder: Path, group: Group) -> RunConfig:
+    """The recipe at its first weights, on JPEG files of scenes; rank 0 writes them."""
     base, num = RECIPES[MODELS[name]](), 3 * args.batch
-    scenes = [make_scene(i, base.model.encoder.image_size) for i in range(num)]
-    samples = []
-    for i, scene in enumerate(scenes):
-        file = io.BytesIO()
-        Image.fromarray(scene.image).save(file, "JPEG", quality=90)
-        samples.append(Sample(str(i), file.getvalue(), {"captions": [scene.caption]}))
-    store = import_samples(samples, folder / "scenes")
     tokenizer, model = folder / "tokenizer.json", base.model
+    made = train_tokenizer([make_scene(i, 16).caption for i in range(1000)], VOCABULARY)
     if isinstance(model, CaptionerConfig):
-        made = train_tokenizer([make_scene(i, 16).caption for i in range(1000)], VOCABULARY)
-        made.save(tokenizer)
         model = replace(model, vocab_size=made.vocab_size)
+    with together(group):
+        if group.is_main:
+            made.save(tokenizer)
+            import_samples((_sample(i, base.model.encoder.image_size) for i in range(num)), folder / "scenes")
     privacy = replace(
-        base.privacy, dataset_size=store.num_records, expected_batch_size=args.batch, steps=10_000, target_epsilon=None,
+        base.privacy, dataset_size=num, expected_batch_size=args.batch, steps=10_000, target_epsilon=None,
         noise_multiplier=10.0, delta=None, max_batch_size=None,
     )  # fmt: skip
     hardware = replace(
         base.hardware, physical_batch_size=args.physical, workers=args.threads, device="cpu", precision="float32", compile=False
     )
-    data = replace(base.data, images="store", store=str(store.path), tokenizer=str(tokenizer))
+    data = replace(base.data, images="store", store=str(folder / "scenes"), tokenizer=str(tokenizer))
     return replace(base, model=model, privacy=privacy, data=data, hardware=hardware, init_from=None)
 
 
+def _sample(i: int, size: int) -> Sample:
+    scene, file = make_scene(i, size), io.BytesIO()
+    Image.fromarray(scene.image).save(file, "JPEG", quality=90)
+    return Sample(str(i), file.getvalue(), {"captions": [scene.caption]})
+
+
 def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    group = join("cpu")  # the session leaves it
     found: dict[str, list[dict[str, float]]] = {"private": [], "non_private": []}
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        s = stack.enter_context(start.new_session(make_config(name, args, Path(folder)), Path(folder, "run")))
+    with tempfile.TemporaryDirectory() as own, contextlib.ExitStack() as stack:
+        folder = Path(gather_texts(own, group)[0])
+        s = stack.enter_context(start.new_session(make_config(name, args, folder, group), folder / "run"))
         model = copy.deepcopy(s.model)
         plain = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
         warm_up(s, model)
@@ -183,7 +197,8 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
                 step = private_step(s) if variant == "private" else plain_step(s, model, plain, number)
                 costs = {**step[1], "step": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "records": step[0]}
                 found[variant].append(costs)
-                print(f"{name} {variant}: {costs['step']:.1f} s, CPU {costs['cpu']:.1f} s, {step[0]} records", file=sys.stderr)
+                if group.is_main:
+                    print(f"{name} {variant}: {costs['step']:.1f} s, CPU {costs['cpu']:.1f} s, {step[0]} records", file=sys.stderr)
     for ours, theirs in zip(found["private"], found["non_private"], strict=True):
         assert ours["records"] == theirs["records"], "both sides take the same draw"
     rows = [
@@ -211,7 +226,8 @@ def main() -> None:
     models = args.models or ("mae_micro,cap_micro" if args.small else "mae_base,cap_base")
     args.batch, args.physical = args.batch or (64 if args.small else 256), args.physical or 32
     rows = [line for name in models.split(",") for line in measure(name, args)]
-    write_result(args.json, "step", rows, packages=["dpvision", "torch", "numpy"])
+    if os.environ.get("RANK", "0") == "0":
+        write_result(args.json, "step", rows, packages=["dpvision", "torch", "numpy"])
 
 
 if __name__ == "__main__":

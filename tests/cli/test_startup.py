@@ -99,3 +99,13 @@ def test_an_error_that_needs_no_data_comes_first(argv: list[str], words: str, tm
     code, slow, said = _started(argv, tmp_path)
     assert code == 2 and words in said, said
     assert not slow
+
+
+@pytest.mark.parametrize("recipe", ["vip.base", "dpcap.base"])
+def test_a_plan_imports_no_slow_part(recipe: str, tmp_path: Path) -> None:
+    """One epsilon in two seconds: dp-accounting alone took more than one to import, most of it SciPy's statistics and optimizers."""
+    code = RUN.replace(repr(SLOW), repr((*SLOW, "scipy.stats", "scipy.optimize", "scipy.signal")))
+    argv = [sys.executable, "-c", code, "plan", recipe, "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    status, slow = json.loads(done.stdout.splitlines()[-1])
+    assert status == 0 and slow == ["scipy"], done.stderr

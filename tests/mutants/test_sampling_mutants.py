@@ -46,7 +46,7 @@ def assert_share(successes: float, trials: int, rate: float, message: str) -> No
 
 def test_loader_sample_rate(poisson: DPPlan) -> None:
     def check() -> None:
-        rate = poisson.event(1).event.sampling_probability
+        rate = poisson.event(1).event.sample_rate
         for num_records in (N, N + 4):  # within the 1% by which a store may differ
             drawn = counts(poisson, num_records)
             assert_share(drawn.sum(), drawn.size, rate, "records are drawn at another rate than the accounted one")

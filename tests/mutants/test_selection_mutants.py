@@ -2,10 +2,10 @@
 
 import math
 
-from dp_accounting import dp_event
 from scipy import integrate, stats
 
 from dpvision.privacy import accountant
+from dpvision.privacy.events import Composed, Event, Gaussian, NoRelease, Selected
 from dpvision.privacy.selection import Selection
 
 from .planting import planted
@@ -15,7 +15,7 @@ NOISE, MEAN, DELTA = 3.0, 10.0, 1e-3
 
 def check_law_of_the_best() -> None:
     """Runs that release their scores only: the best of Poisson many has density MEAN exp(MEAN (F - 1)) f, and its delta is an integral."""
-    event = Selection(MEAN, None, 1, 1.0).event(dp_event.NoOpDpEvent(), NOISE)
+    event = Selection(MEAN, None, 1, 1.0).event(NoRelease(), NOISE)
     stated = accountant.epsilon(event, DELTA)
 
     def density(y: float, centre: float) -> float:
@@ -27,7 +27,7 @@ def check_law_of_the_best() -> None:
 
 
 def check_score_is_paid_for() -> None:
-    run = dp_event.GaussianDpEvent(50.0)
+    run = Gaussian(50.0)
     loud, quiet = (accountant.epsilon(Selection(MEAN, None, 1, ratio).event(run, 50.0), DELTA) for ratio in (1e-3, 1e3))
     assert loud > 100 > quiet, "a score without noise is free"
 
@@ -35,8 +35,8 @@ def check_score_is_paid_for() -> None:
 def test_selection_as_one_run() -> None:
     check_law_of_the_best()
 
-    def of_one_run(self: Selection, run: dp_event.DpEvent, noise_multiplier: float, records: int = 1) -> dp_event.DpEvent:
-        return dp_event.ComposedDpEvent((run, dp_event.GaussianDpEvent(self.score_noise_ratio * noise_multiplier / records)))
+    def of_one_run(self: Selection, run: Event, noise_multiplier: float, records: int = 1) -> Event:
+        return Composed((run, Gaussian(self.score_noise_ratio * noise_multiplier / records)))
 
     with planted(Selection, "event", of_one_run, "tells more"):
         check_law_of_the_best()
@@ -45,8 +45,8 @@ def test_selection_as_one_run() -> None:
 def test_score_unpaid() -> None:
     check_score_is_paid_for()
 
-    def without_score(self: Selection, run: dp_event.DpEvent, noise_multiplier: float, records: int = 1) -> dp_event.DpEvent:
-        return dp_event.RepeatAndSelectDpEvent(run, self.mean_runs, math.inf)
+    def without_score(self: Selection, run: Event, noise_multiplier: float, records: int = 1) -> Event:
+        return Selected(run, self.mean_runs, math.inf)
 
     with planted(Selection, "event", without_score, "is free"):
         check_score_is_paid_for()

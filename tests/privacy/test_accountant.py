@@ -8,6 +8,7 @@ from scipy import integrate, stats
 
 from dpvision.errors import PrivacyError
 from dpvision.privacy import accountant, mechanism, renyi
+from dpvision.privacy.events import Composed, Event, Gaussian, GaussianMixture, NonPrivate, NoRelease, Repeated, to_library
 
 N = 233_804_767
 PAPERS = {
@@ -28,7 +29,7 @@ PAPERS = {
 }
 
 
-def poisson(rate: float, noise: float, steps: int) -> dp_event.DpEvent:
+def poisson(rate: float, noise: float, steps: int) -> Event:
     return mechanism.record_event("poisson", 10**6, rate, None, noise, steps)
 
 
@@ -90,7 +91,7 @@ def test_fifty_sampled_steps_agree_with_simulated_privacy_losses() -> None:
 def test_pld_at_sample_rate_one_agrees_with_the_closed_form(noise: float) -> None:
     # Two events that are nearly one Gaussian: rate 1 - 1e-12 goes the PLD way, rate 1 the analytic one.
     exact = accountant.epsilon(poisson(1.0, noise, 10), 1e-6)
-    assert isinstance(poisson(1.0, noise, 10), dp_event.GaussianDpEvent)
+    assert isinstance(poisson(1.0, noise, 10), Gaussian)
     assert exact <= accountant.epsilon(poisson(1 - 1e-12, noise, 10), 1e-6, 1e-3) <= exact * 1.001
 
 
@@ -122,11 +123,12 @@ def test_epsilon_is_monotone_in_every_argument() -> None:
         poisson(0.02, 0.9, 30),
         mechanism.record_event("truncated_poisson", 1000, 0.1, 115, 2.0, 10),
         mechanism.unit_event("poisson", 0.05, 3.0, 10, 3),
-        dp_event.ComposedDpEvent((poisson(0.02, 0.9, 30), dp_event.GaussianDpEvent(5.0), dp_event.NoOpDpEvent())),
+        Composed((poisson(0.02, 0.9, 30), Gaussian(5.0), NoRelease())),
+        Composed((poisson(0.02, 0.9, 30), poisson(0.3, 4.0, 7), mechanism.unit_event("poisson", 0.05, 3.0, 10, 3))),
     ],
 )
-def test_events_are_read_as_by_dp_accountings_own_accountant(event: dp_event.DpEvent) -> None:
-    theirs = pld.PLDAccountant(value_discretization_interval=1e-2).compose(event).get_epsilon(1e-6)
+def test_events_are_read_as_by_dp_accountings_own_accountant(event: Event) -> None:
+    theirs = pld.PLDAccountant(value_discretization_interval=1e-2).compose(to_library(event)).get_epsilon(1e-6)
     assert accountant.epsilon(event, 1e-6, 1e-2) == pytest.approx(theirs, rel=1e-9)
 
 
@@ -156,13 +158,13 @@ def test_a_unit_of_two_agrees_with_the_integral_over_three_gaussians() -> None:
 
 
 def test_a_unit_in_full_batches_is_a_gaussian_of_its_size() -> None:
-    assert mechanism.unit_event("full_batch", 1.0, 12.0, 9, 4) == dp_event.GaussianDpEvent(1.0)
+    assert mechanism.unit_event("full_batch", 1.0, 12.0, 9, 4) == Gaussian(1.0)
 
 
 def test_attack_bound_is_the_neyman_pearson_test_for_a_gaussian() -> None:
     for noise, fpr in ((1.0, 0.001), (1.0, 0.01), (4.0, 0.01), (0.3, 0.001)):
         exact = stats.norm.cdf(stats.norm.ppf(fpr) + 1 / noise)
-        bound = accountant.attack_tpr(dp_event.GaussianDpEvent(noise), fpr)
+        bound = accountant.attack_tpr(Gaussian(noise), fpr)
         assert exact - 1e-9 <= bound <= exact * 1.01
 
 
@@ -178,7 +180,7 @@ def test_attack_bound_holds_for_the_likelihood_ratio_test_of_sampled_steps() -> 
 
 
 def test_profile_starts_at_total_variation_and_falls() -> None:
-    profile = accountant.privacy_profile(dp_event.GaussianDpEvent(1.0))
+    profile = accountant.privacy_profile(Gaussian(1.0))
     assert profile[0][0] == 0.0
     assert profile[0][1] == pytest.approx(2 * stats.norm.cdf(0.5) - 1, rel=1e-9)
     assert all(a[1] > b[1] for a, b in pairwise(profile))
@@ -188,9 +190,9 @@ def test_profile_starts_at_total_variation_and_falls() -> None:
 
 def test_no_profile_without_a_guarantee() -> None:
     with pytest.raises(PrivacyError, match="without a guarantee"):
-        accountant.privacy_profile(dp_event.NonPrivateDpEvent())
-    assert accountant.epsilon(dp_event.NonPrivateDpEvent(), 1e-5) == math.inf
-    assert accountant.epsilon_rdp(dp_event.NonPrivateDpEvent(), 1e-5) is None
+        accountant.privacy_profile(NonPrivate())
+    assert accountant.epsilon(NonPrivate(), 1e-5) == math.inf
+    assert accountant.epsilon_rdp(NonPrivate(), 1e-5) is None
 
 
 @pytest.mark.parametrize("delta", [1e-15, 0.0, math.nan])
@@ -211,6 +213,22 @@ def test_epsilon_rdp_is_that_of_the_best_order_also_where_a_series_does_not_conv
         chosen = np.argmin(np.abs(renyi.ORDERS - order))
         if renyi.ORDERS[chosen] == pytest.approx(order):
             assert renyi.poisson_gaussian(rate, noise)[chosen] == pytest.approx(by_hand, rel=1e-6)
+
+
+@pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2, 0.5])
+@pytest.mark.parametrize("event", [poisson(0.02, 0.9, 30), poisson(0.3, 50.0, 1), Gaussian(0.3), Gaussian(200.0), NoRelease()])
+def test_the_renyi_conversion_is_dp_accountings(event: Event, delta: float) -> None:
+    curve = accountant.rdp_curve(event)
+    assert curve is not None
+    assert accountant.epsilon_rdp(event, delta) == pytest.approx(rdp.compute_epsilon(*curve, delta)[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("k", [2, 5, 40])
+@pytest.mark.parametrize("rate", [1e-6, 0.03, 0.9])
+def test_a_units_records_in_a_batch_follow_the_binomial_law(k: int, rate: float) -> None:
+    step = mechanism.unit_event("poisson", rate, 1.0, 1, k)
+    assert isinstance(step, Repeated) and isinstance(step.event, GaussianMixture)
+    assert step.event.probabilities == pytest.approx(stats.binom.pmf(np.arange(k + 1), k, rate), rel=1e-10, abs=1e-300)
 
 
 @pytest.mark.parametrize(("rate", "noise"), [(0.001, 0.5), (0.01, 1.0), (0.2, 3.0), (0.5, 50.0), (0.9, 0.1), (1.0, 2.0)])
@@ -235,6 +253,6 @@ def test_orders_between_those_computed_are_bounded_by_their_neighbours() -> None
 
 def test_the_best_order_lies_within_the_orders_from_thousandths_to_thousands() -> None:
     for noise in (0.02, 0.1, 1.0, 100.0, 3000.0):
-        orders, divergence = accountant.rdp_curve(dp_event.GaussianDpEvent(noise))  # type: ignore[misc]
+        orders, divergence = accountant.rdp_curve(Gaussian(noise))  # type: ignore[misc]
         best = np.argmin(divergence + np.log1p(-1 / orders) - np.log(orders * 1e-6) / (orders - 1))
         assert 0 < best < len(orders) - 1, noise

@@ -3,12 +3,13 @@
 import math
 
 import pytest
-from dp_accounting import dp_event, gaussian_mechanism
+from dp_accounting import gaussian_mechanism
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy.account import RenyiFilter, filter_bound
+from dpvision.privacy.events import Gaussian
 from dpvision.privacy.mechanism import record_event
 
 
@@ -29,7 +30,7 @@ def test_it_admits_exactly_while_the_sum_at_the_fixed_order_fits(budget: float, 
     for count in range(1, len(noises) + 1):
         spent = math.fsum(made.order / (2 * noise**2) for noise in noises[:count])
         if abs(spent - limit) > 1e-9:
-            assert made.admits([dp_event.GaussianDpEvent(noise) for noise in noises[:count]]) == (spent < limit)
+            assert made.admits([Gaussian(noise) for noise in noises[:count]]) == (spent < limit)
 
 
 @settings(max_examples=60, deadline=None)

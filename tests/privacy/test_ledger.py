@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dp_accounting import dp_event, get_epsilon_gaussian
+from dp_accounting import get_epsilon_gaussian
 
 from dpvision.config import PrivacyConfig
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.privacy import ledger as ledger_module
 from dpvision.privacy.account import filter_epsilon
+from dpvision.privacy.events import Gaussian
 from dpvision.privacy.ledger import Ledger, read_ledger, set_cap, store_account
 from dpvision.privacy.plan import DPPlan, make_plan
 
@@ -311,7 +312,7 @@ def test_an_empty_account_is_zero(store: Path) -> None:
 def test_the_filter_costs_a_gaussian_what_its_best_order_does() -> None:
     # The order is chosen for Gaussians, so for them nothing is lost but the grids of caps and orders: RDP by hand over fine orders.
     for noise in (0.5, 1.0, 5.0):
-        figure = filter_epsilon([dp_event.GaussianDpEvent(noise * 2) for _ in range(4)], 1e-6)
+        figure = filter_epsilon([Gaussian(noise * 2) for _ in range(4)], 1e-6)
         orders = np.linspace(1.01, 200, 400_000)
         best = np.min(orders / (2 * noise**2) + np.log1p(-1 / orders) - np.log(orders * 1e-6) / (orders - 1))
         assert best <= figure <= best * 1.006  # type: ignore[operator]

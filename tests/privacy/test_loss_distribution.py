@@ -36,11 +36,10 @@ def poisson(rate: float, noise: float, steps: int):  # type: ignore[no-untyped-d
 def test_sampled_steps_cost_what_dp_accounting_says(rate: float, noise: float, steps: int, delta: float) -> None:
     grid = 10 * accountant.discretization_interval(poisson(rate, noise, steps), delta)
     theirs = pld.from_gaussian_mechanism(noise, value_discretization_interval=grid, sampling_prob=rate).self_compose(steps)
-    ours = loss_distribution.sampled_gaussian(rate, noise, grid).self_compose(steps)
-    assert ours.get_epsilon_for_delta(delta) == pytest.approx(theirs.get_epsilon_for_delta(delta), rel=2e-5)
+    ours = loss_distribution.sampled_gaussian(rate, noise, grid).repeat(steps)
+    assert ours.epsilon(delta) == pytest.approx(theirs.get_epsilon_for_delta(delta), rel=2e-5)
     epsilons = np.linspace(0, theirs.get_epsilon_for_delta(1e-6), 9)
-    assert ours.get_delta_for_epsilon(epsilons) == pytest.approx(theirs.get_delta_for_epsilon(epsilons), rel=1e-3)
-    assert ours.get_delta_for_epsilon(float(epsilons[3])) == pytest.approx(ours.get_delta_for_epsilon(epsilons)[3], rel=1e-6)
+    assert ours.deltas(epsilons) == pytest.approx(theirs.get_delta_for_epsilon(epsilons), rel=1e-3)
 
 
 @pytest.mark.parametrize(("rate", "noise"), [(98304 / N, 0.48), (0.3, 2.0), (1 - 1e-12, 0.5)])
@@ -50,7 +49,7 @@ def test_the_masses_of_one_step_are_those_of_forty_digits(rate: float, noise: fl
     masses at rate 98,304 / N had errors of 10^-12 here, and 10^-10 on finer grids."""
     grid = 0.02
     made = loss_distribution.sampled_gaussian(rate, noise, grid)
-    found = made._pmf_add if adding else made._pmf_remove
+    found = made.adding if adding else made.removing
     mp = mpmath.mp.clone()
     mp.dps = 40
     q, sigma, interval = mp.mpf(rate), mp.mpf(noise), mp.mpf(grid)
@@ -65,13 +64,13 @@ def test_the_masses_of_one_step_are_those_of_forty_digits(rate: float, noise: fl
             return mp.ncdf(t / sigma) - mp.exp(epsilon) * lower
         return (1 - q) * mp.ncdf(-t / sigma) + q * mp.ncdf((1 - t) / sigma) - mp.exp(epsilon) * mp.ncdf(-t / sigma)
 
-    delta = [delta_of((found._lower_loss + i) * interval) for i in range(found.size)]
+    delta = [delta_of((found.first + i) * interval) for i in range(len(found.mass_N))]
     fall, up = [b - a for a, b in itertools.pairwise(delta)], mp.exp(interval)
     middle = [(after - before * up) / (up - 1) for before, after in itertools.pairwise(fall)]
     mass = [1 - delta[0] + fall[0] / (up - 1), *middle, fall[-1] / (1 / up - 1)]
-    error = sum(abs(float(m - mp.mpf(ours))) for m, ours in zip(mass, found._probs.tolist(), strict=True))
-    assert error < np.finfo(float).eps * found.size * rate / grid
-    assert found._infinity_mass == pytest.approx(float(delta[-1]), rel=1e-6, abs=1e-30)
+    error = sum(abs(float(m - mp.mpf(ours))) for m, ours in zip(mass, found.mass_N.tolist(), strict=True))
+    assert error < np.finfo(float).eps * len(found.mass_N) * rate / grid
+    assert found.infinite == pytest.approx(float(delta[-1]), rel=1e-6, abs=1e-30)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +80,8 @@ def test_the_masses_of_one_step_are_those_of_forty_digits(rate: float, noise: fl
 def test_people_cost_what_dp_accounting_says(k: int, rate: float, noise: float, steps: int, delta: float) -> None:
     shifts, weights = tuple(map(float, range(k + 1))), tuple(stats.binom.pmf(np.arange(k + 1), k, rate).tolist())
     theirs = pld.from_mixture_gaussian_mechanism(noise, shifts, weights, value_discretization_interval=1e-2).self_compose(steps)
-    ours = loss_distribution.mixture_of_gaussians(shifts, weights, noise, 1e-2).self_compose(steps)
-    assert ours.get_epsilon_for_delta(delta) == pytest.approx(theirs.get_epsilon_for_delta(delta), rel=1e-6)
+    ours = loss_distribution.mixture_of_gaussians(shifts, weights, noise, 1e-2).repeat(steps)
+    assert ours.epsilon(delta) == pytest.approx(theirs.get_epsilon_for_delta(delta), rel=1e-6)
 
 
 def check_against_bounds(rate: float, noise: float, steps: int, delta: float) -> None:

@@ -4,13 +4,13 @@ import math
 from itertools import pairwise
 
 import pytest
-from dp_accounting import dp_event
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpvision.config import PrivacyConfig
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy import accountant
+from dpvision.privacy.events import Gaussian, NonPrivate
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.planner import what_if
 
@@ -54,7 +54,7 @@ def test_unprotected_plans_are_not_refused_and_claim_nothing() -> None:
     for plan in (none, simulated):
         assert plan.epsilon is None and plan.epsilon_rdp is None
         assert plan.spent(5).epsilon is None and plan.spent(5).epsilon_unamplified is None
-        assert plan.event(5) == dp_event.NonPrivateDpEvent()
+        assert plan.event(5) == NonPrivate()
         report = what_if(dataclasses.replace(SMALL, guarantee="simulated"))
         assert report["epsilon"] is None and report["attack_tpr"] is None
 
@@ -83,7 +83,7 @@ def test_steps_beyond_the_plan_have_no_event() -> None:
 
 def test_full_batch_plan_is_exact() -> None:
     plan = make_plan(dataclasses.replace(SMALL, sampling="full_batch", expected_batch_size=1000))
-    assert plan.event(16) == dp_event.GaussianDpEvent(0.5)
+    assert plan.event(16) == Gaussian(0.5)
     assert plan.spent(16).epsilon == plan.spent(16).epsilon_unamplified
 
 

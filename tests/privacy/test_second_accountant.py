@@ -6,12 +6,12 @@ import sys
 
 import numpy as np
 import pytest
-from dp_accounting import dp_event
 from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy import integrate, optimize, stats
 
 from dpvision.errors import PrivacyError
 from dpvision.privacy import accountant, mechanism, second_accountant
+from dpvision.privacy.events import Composed, Gaussian
 from dpvision.privacy.second_accountant import epsilon, release
 
 N = 233_804_767
@@ -105,10 +105,10 @@ def test_one_step_is_the_exact_integral_rounded_up(weights: tuple[float, ...], n
 
 def test_full_batches_are_the_exact_gaussian_and_so_is_their_composition() -> None:
     for noise, steps, delta in ((20.0, 50, 1e-3), (1.0, 1, 1e-9), (300.0, 10, 1e-6)):
-        exact = accountant.epsilon(dp_event.GaussianDpEvent(noise / math.sqrt(steps)), delta)
+        exact = accountant.epsilon(Gaussian(noise / math.sqrt(steps)), delta)
         assert epsilon([release(1.0, noise, steps)], delta) == pytest.approx(exact, rel=1e-6)
     two = epsilon([release(1.0, 3.0, 2), release(1.0, 5.0, 1)], 1e-6)
-    assert two == pytest.approx(accountant.epsilon(dp_event.GaussianDpEvent((2 / 9 + 1 / 25) ** -0.5), 1e-6), rel=1e-6)
+    assert two == pytest.approx(accountant.epsilon(Gaussian((2 / 9 + 1 / 25) ** -0.5), 1e-6), rel=1e-6)
     # By way of the distribution: one Gaussian beside a step that moves nothing that matters.
     beside = epsilon([release(1.0, 3.0, 2), release(1e-6, 50.0, 1)], 1e-6)
     assert beside == pytest.approx(epsilon([release(1.0, 3.0, 2)], 1e-6), rel=1e-3)
@@ -116,9 +116,7 @@ def test_full_batches_are_the_exact_gaussian_and_so_is_their_composition() -> No
 
 def test_runs_of_different_kinds_compose() -> None:
     parts = [(0.01, 0.9, 300), (0.2, 6.0, 50)]
-    event = dp_event.ComposedDpEvent(
-        (*(mechanism.record_event("poisson", 10**9, *part[:1], None, *part[1:]) for part in parts), dp_event.GaussianDpEvent(4.0))
-    )
+    event = Composed((*(mechanism.record_event("poisson", 10**9, *part[:1], None, *part[1:]) for part in parts), Gaussian(4.0)))
     ours = epsilon([*(release(*part) for part in parts), release(1.0, 4.0, 1)], 1e-6)
     assert ours == pytest.approx(accountant.epsilon(event, 1e-6), rel=0.005)
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dp_accounting import dp_event
 from dp_accounting.rdp import rdp_privacy_accountant as published
 from scipy import integrate, stats
 
 from dpvision.config import PrivacyConfig
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy import accountant
+from dpvision.privacy.events import Composed, Gaussian, Repeated, Selected, TruncatedPoissonGaussian
 from dpvision.privacy.ledger import Ledger, read_ledger, set_cap, store_account
 from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
 from dpvision.privacy.sampling import derive_rng
@@ -98,7 +98,7 @@ def by_hand(noise: float, mean: float, shape: float, delta: float, orders: np.nd
 @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("noise", [1.0, 4.0, 20.0])
 def test_epsilon_is_theorem_2_by_hand(noise: float, shape: float) -> None:
-    event = dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(noise), 10.0, shape)
+    event = Selected(Gaussian(noise), 10.0, shape)
     stated = accountant.epsilon(event, 1e-6)
     assert stated == pytest.approx(by_hand(noise, 10.0, shape, 1e-6, published.RdpAccountant().orders), rel=1e-6)
     finest = by_hand(noise, 10.0, shape, 1e-6, np.geomspace(1.01, 2000, 200_000))
@@ -109,12 +109,12 @@ def test_epsilon_is_theorem_2_by_hand(noise: float, shape: float) -> None:
 def test_epsilon_is_theorem_6_by_hand(noise: float) -> None:
     """Between the theorem with the exact delta of the Gaussian run and with the one that its Renyi curve gives in closed form."""
     mean, delta = 10.0, 1e-6
-    event = dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(noise), mean, math.inf)
+    event = Selected(Gaussian(noise), mean, math.inf)
     curve = accountant.rdp_curve(event)
     assert curve is not None
     orders = published.RdpAccountant().orders  # a selection is computed at these, and bounded at the others
     run, hat = orders / (2 * noise**2), np.log1p(1 / (orders - 1))
-    exact = accountant.deltas(dp_event.GaussianDpEvent(noise), hat)
+    exact = accountant.deltas(Gaussian(noise), hat)
     bound = np.exp(np.minimum((orders - 1) * (run - hat[:, None]) + orders * np.log1p(-1 / orders) - np.log(orders - 1), 0)).min(axis=1)
 
     def epsilon(delta_hat: np.ndarray) -> float:
@@ -148,9 +148,9 @@ def test_the_stated_epsilon_covers_the_exact_law_of_the_best_score(shape: float 
     def true_delta(epsilon: float, p: float, q: float) -> float:
         return integrate.quad(lambda y: max(0.0, density(y, p) - math.exp(epsilon) * density(y, q)), -40, 40, limit=400)[0]
 
-    event = dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(noise), mean, math.inf if shape is None else shape)
+    event = Selected(Gaussian(noise), mean, math.inf if shape is None else shape)
     stated = accountant.epsilon(event, delta)
-    one_run = accountant.epsilon(dp_event.GaussianDpEvent(noise), delta)
+    one_run = accountant.epsilon(Gaussian(noise), delta)
     for p, q in ((1.0, 0.0), (0.0, 1.0)):
         assert true_delta(stated, p, q) <= delta
     assert max(true_delta(0.8 * one_run, 1.0, 0.0), true_delta(0.8 * one_run, 0.0, 1.0)) > 0.8 * delta, "the check can fail"
@@ -166,7 +166,7 @@ def test_a_selection_is_one_step_that_reaches_its_target() -> None:
         plan.event(2)
     alone = make_plan(dataclasses.replace(FULL, target_epsilon=None, noise_multiplier=plan.noise_multiplier))
     assert alone.epsilon is not None and alone.epsilon < 2.0
-    ten = accountant.epsilon(dp_event.SelfComposedDpEvent(alone.event(4), 10), plan.delta)
+    ten = accountant.epsilon(Repeated(alone.event(4), 10), plan.delta)
     assert plan.epsilon < ten, "ten runs released one and all cost more"
 
 
@@ -177,8 +177,8 @@ def test_the_score_is_paid_for() -> None:
     run, score = plan.run_plans()
     assert (run.noise_multiplier, run.steps, run.sampling) == (plan.noise_multiplier, 4, "full_batch")
     assert score.noise_multiplier == pytest.approx(plan.noise_multiplier * 1.5) and score.max_grad_norm == 1.0 and score.steps == 1
-    together = dp_event.ComposedDpEvent((run.event(4), score.event(1)))
-    event = dp_event.RepeatAndSelectDpEvent(together, 10.0, math.inf)
+    together = Composed((run.event(4), score.event(1)))
+    event = Selected(together, 10.0, math.inf)
     assert accountant.epsilon(event, plan.delta) == pytest.approx(plan.epsilon, rel=1e-12)
 
 
@@ -272,7 +272,7 @@ def test_a_selection_adds_up_with_other_runs_and_counts_under_the_cap(store: Pat
     account = store_account(store)
     assert account.epsilon is not None and plan.epsilon is not None and sgd.epsilon is not None
     assert max(plan.epsilon, sgd.epsilon) < account.epsilon
-    both = dp_event.ComposedDpEvent((plan.event(1), sgd.event(100)))
+    both = Composed((plan.event(1), sgd.event(100)))
     assert account.epsilon <= (accountant.epsilon_rdp(both, plan.delta) or math.inf)
     halves = accountant.epsilon(plan.event(1), plan.delta / 2) + accountant.epsilon(sgd.event(100), plan.delta / 2)
     assert account.epsilon <= halves + 1e-9
@@ -282,9 +282,9 @@ def test_a_selection_adds_up_with_other_runs_and_counts_under_the_cap(store: Pat
 
 
 def test_a_selection_beside_truncated_poisson_has_a_total_still() -> None:
-    truncated = dp_event.TruncatedSubsampledGaussianDpEvent(1000, 0.1, 200, 2.0)
+    truncated = TruncatedPoissonGaussian(1000, 0.1, 200, 2.0)
     selected = plan_of().event(1)
-    both = dp_event.ComposedDpEvent((truncated, selected))
+    both = Composed((truncated, selected))
     assert accountant.epsilon_rdp(both, 1e-5) is None
     parts = accountant.epsilon(truncated, 5e-6) + accountant.epsilon(selected, 5e-6)
     assert accountant.epsilon(both, 1e-5) == pytest.approx(parts, rel=1e-6)

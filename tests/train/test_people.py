@@ -119,7 +119,7 @@ def test_people_are_drawn_each_by_their_own_coin_at_the_accounted_rate(config: R
     drawn = np.zeros((4000, PEOPLE))
     for step in range(4000):
         drawn[step, plan.draw(step, PEOPLE, derive_rng(KEY, step))] = 1
-    rate = plan.event(1).event.sampling_probability
+    rate = plan.event(1).event.sample_rate
     assert rate == plan.expected_batch_size / PEOPLE, "the divisor is the mean number of drawn people"
     assert np.abs(drawn.mean(0) - rate).max() < 5 * (rate * (1 - rate) / 4000) ** 0.5, "however many images they have"
     correlation = np.corrcoef(drawn.T)[~np.eye(PEOPLE, dtype=bool)]

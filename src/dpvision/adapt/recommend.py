@@ -8,10 +8,9 @@ in a covariance of rows of length 1, whose eigenvalues sum to 1; smaller eigenva
 
 import math
 
-from dp_accounting import gaussian_mechanism
-
 from dpvision.config.head_presets import HeadName
 from dpvision.errors import ConfigError
+from dpvision.privacy import gaussian
 from dpvision.privacy.plan import default_delta
 
 FEWEST_RECORDS_OF_A_CLASS = 5.0
@@ -55,7 +54,7 @@ def mean_noise(num_records: int, epsilon: float, delta: float | None = None) -> 
     if math.isinf(epsilon):
         return 0.0
     delta = default_delta(num_records) if delta is None else delta
-    return float(gaussian_mechanism.get_sigma_gaussian(epsilon, delta)) / num_records
+    return gaussian.noise_for(epsilon, delta) / num_records
 
 
 def covariance_noise(num_records: int, epsilon: float, feature_width: int, delta: float | None = None) -> float:

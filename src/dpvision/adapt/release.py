@@ -16,7 +16,6 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
-from dp_accounting import gaussian_mechanism
 from torch import Tensor
 
 from dpvision.config import PrivacyConfig
@@ -24,6 +23,7 @@ from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient, privatize
 from dpvision.dp.rounding import clip_factors, margin, require_exact_products
 from dpvision.errors import PrivacyError
+from dpvision.privacy import gaussian
 from dpvision.privacy.plan import DPPlan, default_delta, make_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.train.distributed import Group, all_reduce_sum
@@ -166,7 +166,7 @@ def full_batch_noise(target_epsilon: float, delta: float, steps: int) -> float:
     """Return the noise multiplier of ``steps`` full-batch releases, sqrt(steps) times the analytic Gaussian's, within 2e-9 of the
     smallest.
     """
-    return math.sqrt(steps) * gaussian_mechanism.get_sigma_gaussian(target_epsilon, delta) * _ROUNDED_UP
+    return math.sqrt(steps) * gaussian.noise_for(target_epsilon, delta) * _ROUNDED_UP
 
 
 def full_batch_plan(

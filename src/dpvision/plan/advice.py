@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-from dp_accounting import gaussian_mechanism
 
 from dpvision.config import PrivacyConfig, RunConfig
 from dpvision.errors import ConfigError
 from dpvision.plan.cost import FEATURE_S, head_hours, pretraining_hours
 from dpvision.plan.evidence import CLASSES, DELTAS, HEADS, NAMES, PRETRAINING, HeadResult, Pretraining
 from dpvision.plan.parameters import count_parameters
+from dpvision.privacy import gaussian
 from dpvision.privacy.plan import default_delta, draft_plan
 from dpvision.privacy.planner import compare_draws, signal
 
@@ -111,7 +111,7 @@ def advise(q: Question, recipe_of: RecipeOf) -> Advice:
 
 def head_signal(q: Question) -> float:
     """Noise-free size of a mean gradient over its noise, for a head: rows (images, or people) / sigma, scaled to ten classes."""
-    sigma = float(gaussian_mechanism.get_sigma_gaussian(q.epsilon, q.delta))
+    sigma = gaussian.noise_for(q.epsilon, q.delta)
     return (q.people or q.images) / sigma * 10 / (q.labels or 10)
 
 
@@ -138,7 +138,7 @@ def _question_of(row: HeadResult) -> Question:
     same = Question(row.records, row.epsilon, labels=CLASSES[row.data])
     if delta == same.delta:
         return same
-    sigma = [float(gaussian_mechanism.get_sigma_gaussian(row.epsilon, d)) for d in (delta, same.delta)]
+    sigma = [gaussian.noise_for(row.epsilon, d) for d in (delta, same.delta)]
     return replace(same, images=round(row.records * sigma[1] / sigma[0]))
 
 

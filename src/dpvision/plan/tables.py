@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from dp_accounting import dp_event
 
 from dpvision.errors import ConfigError
 from dpvision.privacy import accountant, mechanism
 from dpvision.privacy.calibrate import calibrate
+from dpvision.privacy.events import Event
 from dpvision.privacy.plan import DPPlan
 
 NOISES = (0.7, 0.8, 0.9, 1.0, 1.125, 1.25, 1.5, 2.0, 3.0)
@@ -65,7 +65,7 @@ def all_tables(plan: DPPlan) -> dict[str, Table]:
     return {table.name: table for table in made}
 
 
-def coarse_epsilon(event: dp_event.DpEvent, delta: float) -> float:
+def coarse_epsilon(event: Event, delta: float) -> float:
     """``accountant.epsilon``, at most 1% larger: from epsilon 1 on a grid ten times coarser, which costs a tenth of the time."""
     interval = accountant.discretization_interval(event, delta)
     bound = accountant.epsilon(event, delta, 10 * interval)
@@ -208,14 +208,14 @@ def _epsilon_of(plan: DPPlan) -> float:
 
 def _event(
     plan: DPPlan, *, noise: float | None = None, batch: float | None = None, steps: int | None = None, records: int | None = None
-) -> dp_event.DpEvent:
+) -> Event:
     """Event of the plan with some settings replaced."""
     n = records or plan.dataset_size
     rate = 1.0 if plan.sampling == "full_batch" else min(1.0, (batch or plan.expected_batch_size) / n)
     return mechanism.record_event(plan.sampling, n, rate, None, noise or plan.noise_multiplier, steps or plan.steps)
 
 
-def _affordable_steps(event_of: Callable[..., dp_event.DpEvent], target: float, delta: float) -> int | None:
+def _affordable_steps(event_of: Callable[..., Event], target: float, delta: float) -> int | None:
     """Most steps whose epsilon is at most ``target``, to 1%; None if there are none, or more than 10^7."""
 
     def affordable(steps: int) -> bool:

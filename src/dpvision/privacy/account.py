@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from dp_accounting import dp_event
 
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.files import make_folders
 from dpvision.privacy import accountant
 from dpvision.privacy.accountant import PrivacySpent
+from dpvision.privacy.events import Composed, Event
 from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import DPPlan, View
 from dpvision.privacy.renyi import ORDERS
@@ -198,7 +198,7 @@ class RenyiFilter:
         cap = int(np.searchsorted(_CAP_GRID, epsilon, side="right")) - 1
         return cls(float(_CAP_GRID[cap]), delta, float(ORDERS[_orders_of_caps(delta)[1][cap]]))
 
-    def admits(self, events: Iterable[dp_event.DpEvent]) -> bool:
+    def admits(self, events: Iterable[Event]) -> bool:
         """Return whether the sum of the events' divergences at the filter's order stays within its budget.
 
         Raises:
@@ -213,7 +213,7 @@ class RenyiFilter:
         return bool(total[at] + _orders_of_caps(self.delta)[0][at] <= self.epsilon)
 
 
-def filter_epsilon(events: Iterable[dp_event.DpEvent], delta: float) -> float | None:
+def filter_epsilon(events: Iterable[Event], delta: float) -> float | None:
     """Smallest cap whose Renyi filter would have admitted ``events`` in this order; for events chosen after seeing earlier results.
 
     Summing the PLDs of runs is proven for settings fixed in advance. For a run whose settings, or very existence, depend on
@@ -235,7 +235,7 @@ def filter_epsilon(events: Iterable[dp_event.DpEvent], delta: float) -> float | 
     return None if bound is None else bound[0]
 
 
-def filter_bound(events: Iterable[dp_event.DpEvent], delta: float) -> tuple[float, float, float] | None:
+def filter_bound(events: Iterable[Event], delta: float) -> tuple[float, float, float] | None:
     """Return ``filter_epsilon`` with the filter's bound, (cap, order a, divergence B): the events are (a, B)-RDP."""
     events = list(events)
     total = _divergences(events)
@@ -257,7 +257,7 @@ def _orders_of_caps(delta: float) -> tuple[np.ndarray, np.ndarray]:
     return conversion, np.argmax((_CAP_GRID[:, None] - conversion) / ORDERS, axis=1)
 
 
-def _divergences(events: Iterable[dp_event.DpEvent]) -> np.ndarray | None:
+def _divergences(events: Iterable[Event]) -> np.ndarray | None:
     """Sum of the events' divergences at ``ORDERS``; None if one of them has none."""
     total = np.zeros(len(ORDERS))
     for event in events:
@@ -293,7 +293,7 @@ def _total(parts: list[tuple[DPPlan, int]], delta: float, per: Literal["record",
     if not parts:
         return 0.0
     view = unit_view(parts) or "record" if per == "unit" else base_view(parts)
-    whole = dp_event.ComposedDpEvent(tuple(plan.event(steps, view) for plan, steps in parts))
+    whole = Composed(tuple(plan.event(steps, view) for plan, steps in parts))
     if view == "unit":
         return accountant.unit_epsilon(whole, delta)
     return accountant.epsilon(whole, delta, max(plan.value_discretization_interval or 0.0 for plan, _ in parts))

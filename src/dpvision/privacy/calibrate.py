@@ -3,17 +3,15 @@
 import math
 from collections.abc import Callable
 
-from dp_accounting import dp_event, gaussian_mechanism
-from scipy import optimize
-
 from dpvision.errors import PrivacyError
-from dpvision.privacy import accountant
+from dpvision.privacy import accountant, gaussian
+from dpvision.privacy.events import Event
 
 MIN_NOISE = 0.01
 MAX_NOISE = 1e6
 
 
-def calibrate(event_of: Callable[[float], dp_event.DpEvent], target_epsilon: float, delta: float, *, unit: bool = False) -> float:
+def calibrate(event_of: Callable[[float], Event], target_epsilon: float, delta: float, *, unit: bool = False) -> float:
     """Smallest noise multiplier of five significant digits whose stated epsilon is at most ``target_epsilon``.
 
     A coarse grid, whose epsilon is an upper bound too, finds the neighbourhood; the stated grid decides the last digits. The result is at
@@ -35,7 +33,7 @@ def calibrate(event_of: Callable[[float], dp_event.DpEvent], target_epsilon: flo
 
     unit_noise = accountant.gaussian_noise(event_of(1.0))
     if unit_noise is not None:
-        start = gaussian_mechanism.get_sigma_gaussian(target_epsilon, delta) / unit_noise
+        start = gaussian.noise_for(target_epsilon, delta) / unit_noise
         if start > MAX_NOISE:
             raise _unreachable(target_epsilon, stated(MAX_NOISE))
         if start <= MIN_NOISE:
@@ -63,6 +61,8 @@ def calibrate(event_of: Callable[[float], dp_event.DpEvent], target_epsilon: flo
             raise _unreachable(target_epsilon, reached)
         root = high
     else:
+        from scipy import optimize
+
         root = optimize.brentq(excess, low, high, xtol=1e-5)
     return _round_up(math.exp(root), lambda noise: stated(noise) <= target_epsilon)
 

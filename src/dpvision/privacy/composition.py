@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from dp_accounting import dp_event
 
 from dpvision.errors import PrivacyError
 from dpvision.privacy import accountant
 from dpvision.privacy.account import filter_bound, unit_view
+from dpvision.privacy.events import Composed, Event
 from dpvision.privacy.plan import MAX_EPSILON, MAX_N_TIMES_DELTA, DPPlan, View
 
 Part = tuple[DPPlan, int]
@@ -191,7 +191,7 @@ def _composed(parts: tuple[Part, ...], delta: float, view: View, fixed: bool) ->
         intervals = [plan.value_discretization_interval for plan, _ in parts if plan.value_discretization_interval is not None]
         interval = max(intervals, default=None)
 
-    def epsilon_of(event: dp_event.DpEvent, at: float) -> float:
+    def epsilon_of(event: Event, at: float) -> float:
         return accountant.unit_epsilon(event, at) if view == "unit" else accountant.epsilon(event, at, interval)
 
     if len(parts) == 1:
@@ -209,9 +209,9 @@ def _composed(parts: tuple[Part, ...], delta: float, view: View, fixed: bool) ->
     return math.fsum(epsilon_of(event, delta / len(events)) for event in events), "basic"
 
 
-def _all(parts: tuple[Part, ...], view: View) -> dp_event.DpEvent:
+def _all(parts: tuple[Part, ...], view: View) -> Event:
     events = tuple(plan.event(steps, view) for plan, steps in parts)
-    return events[0] if len(events) == 1 else dp_event.ComposedDpEvent(events)
+    return events[0] if len(events) == 1 else Composed(events)
 
 
 def _curve_of_renyi(order: float, divergence: float, fprs: tuple[float, ...], num_points: int) -> Curve:

@@ -1,4 +1,4 @@
-"""The releases of the executed steps as dp-accounting events.
+"""The releases of the executed steps as events for the accountant.
 
 One step adds Gaussian noise of standard deviation noise_multiplier x C to the sum of the drawn records' gradients, each
 clipped to norm C. Adjacency is add-or-remove: of one record in ``record_event``, of one unit (person) in ``unit_event``. Where people are
@@ -9,9 +9,9 @@ import math
 from typing import Protocol
 
 import numpy as np
-from dp_accounting import dp_event
-from scipy import stats
+from scipy import special
 
+from dpvision.privacy.events import Event, Gaussian, GaussianMixture, NoRelease, PoissonGaussian, Repeated, TruncatedPoissonGaussian
 from dpvision.privacy.selection import Selection
 
 
@@ -30,7 +30,7 @@ class Sampled(Protocol):
 
 def whole_event(
     of: Sampled, selection: Selection | None, steps: int, noise: float, *, sampling: str | None = None, records: int | None = None
-) -> dp_event.DpEvent:
+) -> Event:
     """Event of ``steps`` steps for one that is drawn, or for a unit of ``records`` records; with a selection, the event of all of it."""
     rate = 1.0 if sampling == "full_batch" else of.expected_batch_size / of.sampled_from
     sampling = sampling or of.sampling
@@ -44,7 +44,7 @@ def whole_event(
 
 def record_event(
     sampling: str, dataset_size: int, sample_rate: float, max_batch_size: int | None, noise_multiplier: float, steps: int
-) -> dp_event.DpEvent:
+) -> Event:
     """Event of ``steps`` executed steps, for one record.
 
     With every record in every batch the steps are together exactly one Gaussian at noise_multiplier / sqrt(steps), which has
@@ -59,21 +59,16 @@ def record_event(
         steps: 0 or more.
     """
     if steps == 0:
-        return dp_event.NoOpDpEvent()
+        return NoRelease()
     if sampling == "truncated_poisson":
-        step = dp_event.TruncatedSubsampledGaussianDpEvent(
-            dataset_size=dataset_size,
-            sampling_probability=sample_rate,
-            truncated_batch_size=max_batch_size,
-            noise_multiplier=noise_multiplier,
-        )
-        return dp_event.SelfComposedDpEvent(step, steps)
+        assert max_batch_size is not None
+        return Repeated(TruncatedPoissonGaussian(dataset_size, sample_rate, max_batch_size, noise_multiplier), steps)
     if sampling == "full_batch" or sample_rate == 1:
-        return dp_event.GaussianDpEvent(noise_multiplier / math.sqrt(steps))
-    return dp_event.SelfComposedDpEvent(dp_event.PoissonSampledDpEvent(sample_rate, dp_event.GaussianDpEvent(noise_multiplier)), steps)
+        return Gaussian(noise_multiplier / math.sqrt(steps))
+    return Repeated(PoissonGaussian(sample_rate, noise_multiplier), steps)
 
 
-def unit_event(sampling: str, sample_rate: float, noise_multiplier: float, steps: int, max_records_per_unit: int) -> dp_event.DpEvent:
+def unit_event(sampling: str, sample_rate: float, noise_multiplier: float, steps: int, max_records_per_unit: int) -> Event:
     """Event of ``steps`` executed steps for one unit of at most ``max_records_per_unit`` = k records.
 
     Each record of the unit is sampled independently, so that Binomial(k, sample_rate) of them are in the batch and change the
@@ -82,14 +77,13 @@ def unit_event(sampling: str, sample_rate: float, noise_multiplier: float, steps
     refuses it for units.
     """
     if steps == 0:
-        return dp_event.NoOpDpEvent()
+        return NoRelease()
     k = max_records_per_unit
     if k == 1:
         return record_event(sampling, 0, sample_rate, None, noise_multiplier, steps)
     if sampling == "full_batch" or sample_rate == 1:
-        return dp_event.GaussianDpEvent(noise_multiplier / (k * math.sqrt(steps)))
-    counts = np.arange(k + 1)
-    probabilities = stats.binom.pmf(counts, k, sample_rate)
-    probabilities /= probabilities.sum()
-    step = dp_event.MixtureOfGaussiansDpEvent(noise_multiplier, tuple(map(float, counts)), tuple(map(float, probabilities)))
-    return dp_event.SelfComposedDpEvent(step, steps)
+        return Gaussian(noise_multiplier / (k * math.sqrt(steps)))
+    count = np.arange(k + 1.0)
+    log_choices = special.gammaln(k + 1) - special.gammaln(count + 1) - special.gammaln(k - count + 1)
+    probability = np.exp(log_choices + special.xlogy(count, sample_rate) + special.xlog1py(k - count, -sample_rate))
+    return Repeated(GaussianMixture(noise_multiplier, tuple(count.tolist()), tuple((probability / probability.sum()).tolist())), steps)

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-from dp_accounting import dp_event
 
 from dpvision.config import PrivacyConfig, from_dict
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy import accountant, mechanism, sampling
 from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.calibrate import calibrate
+from dpvision.privacy.events import Event, NonPrivate
 from dpvision.privacy.selection import SCORE_SHARE, Selection, score_noise_ratio
 from dpvision.privacy.stream import Stream
 
@@ -126,8 +126,8 @@ class DPPlan:
         index = sampling.draw_poisson(num_records, self.sample_rate, rng)
         return index if self.max_batch_size is None else sampling.truncate(index, self.max_batch_size, rng)
 
-    def event(self, steps: int, view: View = "record") -> dp_event.DpEvent:
-        """dp-accounting event of the first ``steps`` steps; the non-private event without a guarantee.
+    def event(self, steps: int, view: View = "record") -> Event:
+        """Event of the first ``steps`` steps; the non-private event without a guarantee.
 
         Args:
             view: "record": for one record, or with sampling_unit="person" for one person with all their records. "unamplified": the same if
@@ -139,7 +139,7 @@ class DPPlan:
         if not 0 <= steps <= self.steps:
             raise PrivacyError(f"plan.event: steps={steps}; expected 0 to {self.steps}. Read the number from the ledger of this plan.")
         if steps and self.guarantee != "dp":
-            return dp_event.NonPrivateDpEvent()
+            return NonPrivate()
         return mechanism.whole_event(
             self, self.selection, steps, self.noise_multiplier,
             sampling="full_batch" if view == "unamplified" else None,

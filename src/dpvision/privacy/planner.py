@@ -4,10 +4,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from dp_accounting import gaussian_mechanism
-
 from dpvision.config import PrivacyConfig
-from dpvision.privacy import accountant
+from dpvision.privacy import accountant, gaussian
 from dpvision.privacy.plan import DPPlan, draft_plan, refusal
 
 ATTACK_FPRS = (0.001, 0.01)
@@ -141,7 +139,7 @@ def signal(plan: DPPlan, num_parameters: int | None) -> dict[str, float] | None:
     if plan.epsilon is None or plan.epsilon <= 0:
         return None
     planned = math.sqrt(plan.steps) * plan.expected_batch_size / plan.noise_multiplier
-    limit = plan.sampled_from / float(gaussian_mechanism.get_sigma_gaussian(plan.epsilon, plan.delta))
+    limit = plan.sampled_from / gaussian.noise_for(plan.epsilon, plan.delta)
     figures = {"signal_planned": planned, "signal_limit": limit}
     if num_parameters is not None:
         figures["num_parameters"] = num_parameters

@@ -34,6 +34,20 @@ def poisson_gaussian(sample_rate: float, noise_multiplier: float) -> np.ndarray:
     return np.clip((log_moment * (1 + 1e-9) + 1e-14) / (ORDERS - 1), 0.0, plain)
 
 
+def epsilon_at(order_A: np.ndarray, divergence_A: np.ndarray, delta: float) -> float:
+    """Smallest epsilon at ``delta`` over the orders: the conversion of Balle et al. (arXiv 1905.09982, theorem 21), or 0 where
+    delta >= sqrt(1 - exp(-divergence)) (Bretagnolle and Huber).
+
+    Args:
+        order_A, divergence_A: one shape, order more than 1. Orders up to 1.01, where the conversion loses digits, are left out.
+    """
+    if bool(np.any(delta**2 + np.expm1(-divergence_A) > 0)):
+        return 0.0
+    used = order_A > 1.01
+    order, divergence = order_A[used], divergence_A[used]
+    return max(0.0, float(np.min(divergence + np.log1p(-1 / order) - np.log(delta * order) / (order - 1), initial=math.inf)))
+
+
 def at_orders(order: np.ndarray, divergence: np.ndarray) -> np.ndarray:
     """Upper bounds at ``ORDERS`` from upper bounds at a few orders: (order - 1) x divergence is convex in the order, below its chords,
     and divergence rises with the order. Infinite beyond the last order that is finite.

@@ -12,10 +12,8 @@ import math
 from dataclasses import dataclass
 from decimal import Decimal
 
-from dp_accounting import dp_event
-from scipy import optimize
-
 from dpvision.errors import ConfigError
+from dpvision.privacy.events import Composed, Event, Gaussian, Selected
 from dpvision.privacy.stream import Stream
 
 _DIGITS = 50
@@ -52,7 +50,7 @@ class Selection:
                 f"selection: score_noise_ratio={self.score_noise_ratio}; expected a positive number. Use score_noise_ratio()."
             )
 
-    def event(self, run: dp_event.DpEvent, noise_multiplier: float, records: int = 1) -> dp_event.DpEvent:
+    def event(self, run: Event, noise_multiplier: float, records: int = 1) -> Event:
         """Event of the whole selection.
 
         Args:
@@ -60,9 +58,9 @@ class Selection:
             noise_multiplier: noise multiplier of a step.
             records: records of the unit that the event is for; each changes the score's count by at most one.
         """
-        score = dp_event.GaussianDpEvent(self.score_noise_ratio * noise_multiplier / records)
+        score = Gaussian(self.score_noise_ratio * noise_multiplier / records)
         shape = math.inf if self.shape is None else self.shape
-        return dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent((run, score)), self.mean_runs, shape)
+        return Selected(Composed((run, score)), self.mean_runs, shape)
 
     def draw_runs(self, rng: Stream) -> int:
         """Draw K, which is secret: do not print, write or time anything that depends on it.
@@ -101,6 +99,8 @@ def success_probability(mean_runs: float, shape: float) -> float:
 
     Rounded up by 1e-11: the law that is drawn has no larger mean, and no smaller gamma, than the one that is accounted for.
     """
+
+    from scipy import optimize
 
     def excess(log_gamma: float) -> float:
         return _mean(log_gamma, shape) - mean_runs

@@ -62,7 +62,7 @@ def guarantee_of(plan: DPPlan, steps: int, inherited: list[dict[str, Any]], stor
         },
         "accountant": {
             "method": phrases.accountant_method(plan),
-            "software": f"dp-accounting {code_versions()['dp-accounting']}",
+            "software": "dpvision {dpvision} with dp-accounting {dp-accounting}".format_map(code_versions()),
             "value_discretization_interval": plan.value_discretization_interval,
         },
     }

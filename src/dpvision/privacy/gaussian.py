@@ -1,0 +1,61 @@
+"""One Gaussian release of sensitivity 1 in closed form (Balle and Wang, arXiv 1805.06530, theorem 8).
+
+The figures are dp-accounting's, by bisection to the last digit; what is returned is always on the private side of the root.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from scipy import special
+
+_BRACKET = 4.0
+
+
+def log_delta(noise_multiplier: float, epsilon_E: np.ndarray | float) -> np.ndarray:
+    """log of the smallest delta at each epsilon, of the shape of ``epsilon_E``; minus infinity where it is below what float64 resolves.
+
+    Args:
+        noise_multiplier: standard deviation of the noise; more than 0, and finite.
+        epsilon_E: 0 or more.
+    """
+    high = special.log_ndtr(0.5 / noise_multiplier - epsilon_E * noise_multiplier)
+    low = epsilon_E + special.log_ndtr(-0.5 / noise_multiplier - epsilon_E * noise_multiplier)
+    with np.errstate(divide="ignore"):
+        return np.asarray(high + np.log(-np.expm1(np.minimum(low - high, 0.0))))
+
+
+def epsilon_at(noise_multiplier: float, delta: float) -> float:
+    """Smallest epsilon of one release at ``delta``.
+
+    Args:
+        noise_multiplier: 0 to infinity.
+        delta: in (0, 1).
+    """
+    if not noise_multiplier > 0:
+        return math.inf
+    if noise_multiplier == math.inf or log_delta(noise_multiplier, 0.0) <= math.log(delta):
+        return 0.0
+    return _smallest(lambda epsilon: bool(log_delta(noise_multiplier, epsilon) <= math.log(delta)))
+
+
+def noise_for(epsilon: float, delta: float) -> float:
+    """Smallest noise multiplier with which one release is (epsilon, delta)-private.
+
+    Args:
+        epsilon: more than 0, and finite.
+        delta: in (0, 1).
+    """
+    return _smallest(lambda noise: bool(log_delta(noise, epsilon) <= math.log(delta)))
+
+
+def _smallest(enough: Callable[[float], bool]) -> float:
+    """Smallest positive number that is enough; all larger ones are."""
+    low = high = 1.0
+    while not enough(high):
+        low, high = high, _BRACKET * high
+    while low > 0 and enough(low):
+        low, high = low / _BRACKET, low
+    while low < (middle := low + (high - low) / 2) < high:
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
