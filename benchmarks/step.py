@@ -193,6 +193,7 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         warm_up(s, model)
         for number in range(args.rounds):
             for variant in sorted(found, reverse=number % 2 == 0):
+                gather_texts("", group)  # the ranks begin together
                 wall, cpu = time.perf_counter(), time.process_time()
                 step = private_step(s) if variant == "private" else plain_step(s, model, plain, number)
                 costs = {**step[1], "step": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "records": step[0]}
