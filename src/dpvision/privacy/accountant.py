@@ -25,7 +25,7 @@ from dpvision.privacy.events import (
     Repeated,
     Selected,
     TruncatedPoissonGaussian,
-)  # fmt: skip
+)
 from dpvision.privacy.loss_distribution import Distribution, mixture_of_gaussians, sampled_gaussian
 from dpvision.privacy.renyi import ORDERS, epsilon_at, poisson_gaussian
 
