@@ -125,8 +125,8 @@ def plain_step(s: Session, model: torch.nn.Module, optimizer: torch.optim.Optimi
     for batch in parts.waiting("load", full_batches(s, rows, key)):
         with parts.part("clip"):
             s.loss_fn(model, batch, key).sum().backward()
-    with parts.part("reduce"):
-        if s.group.world_size > 1:
+    if s.group.world_size > 1:
+        with parts.part("reduce"):
             for work in [dist.all_reduce(p.grad, async_op=True) for p in model.parameters() if p.grad is not None]:
                 work.wait()
     with parts.part("optimizer"):
