@@ -48,3 +48,10 @@ def test_more_noise_costs_less_and_the_ends_are_exact() -> None:
     assert gaussian.epsilon_at(1e6, 1e-5) == 0.0, "delta alone covers it"
     log = gaussian.log_delta(1.0, np.linspace(0, 40, 200))
     assert (np.diff(log[np.isfinite(log)]) < 0).all() and log[0] == pytest.approx(math.log(delta_of(1.0, 0.0)))
+
+
+def test_nan_ends_without_a_guarantee() -> None:
+    assert gaussian.epsilon_at(math.nan, 1e-5) == math.inf
+    for epsilon, delta in ((math.nan, 1e-5), (1.0, math.nan)):
+        assert gaussian.noise_for(epsilon, delta) == math.inf
+    assert gaussian.epsilon_at(1.0, math.nan) == math.inf

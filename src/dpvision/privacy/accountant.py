@@ -149,7 +149,7 @@ def _cached_rdp_curve(event: Event) -> tuple[np.ndarray, np.ndarray] | None:
     if isinstance(event, PoissonGaussian):
         return ORDERS, poisson_gaussian(event.sample_rate, event.noise_multiplier)
     if isinstance(event, Selected):
-        from dpvision.privacy.library_accountant import renyi_divergence
+        from dpvision.privacy.rare_events import renyi_divergence
 
         divergence = renyi_divergence(event)
         return None if divergence is None else (ORDERS, divergence)
@@ -290,6 +290,6 @@ def _cached_pld(event: Event, interval: float) -> Distribution:
         return sampled_gaussian(event.sample_rate, event.noise_multiplier, interval)
     if isinstance(event, GaussianMixture):
         return mixture_of_gaussians(event.shifts, event.probabilities, event.noise_multiplier, interval)
-    from dpvision.privacy.library_accountant import distribution
+    from dpvision.privacy.rare_events import distribution
 
     return distribution(event, interval)

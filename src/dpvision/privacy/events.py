@@ -91,7 +91,7 @@ Event = NoRelease | NonPrivate | Gaussian | PoissonGaussian | TruncatedPoissonGa
 
 
 def to_library(event: Event) -> DpEvent:
-    """The same event as dp-accounting has it."""
+    """Convert ``event`` to dp-accounting's class."""
     from dp_accounting import dp_event as library
 
     match event:

@@ -19,9 +19,9 @@ def log_delta(noise_multiplier: float, epsilon_E: np.ndarray | float) -> np.ndar
         noise_multiplier: standard deviation of the noise; more than 0, and finite.
         epsilon_E: 0 or more.
     """
-    high = special.log_ndtr(0.5 / noise_multiplier - epsilon_E * noise_multiplier)
-    low = epsilon_E + special.log_ndtr(-0.5 / noise_multiplier - epsilon_E * noise_multiplier)
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
+        high = special.log_ndtr(0.5 / noise_multiplier - epsilon_E * noise_multiplier)
+        low = epsilon_E + special.log_ndtr(-0.5 / noise_multiplier - epsilon_E * noise_multiplier)
         return np.asarray(high + np.log(-np.expm1(np.minimum(low - high, 0.0))))
 
 
@@ -50,9 +50,11 @@ def noise_for(epsilon: float, delta: float) -> float:
 
 
 def _smallest(enough: Callable[[float], bool]) -> float:
-    """Smallest positive number that is enough; all larger ones are."""
+    """Smallest positive number that is enough; all larger ones are. Infinite if none is, also where NaN was asked for."""
     low = high = 1.0
     while not enough(high):
+        if high == math.inf:
+            return high
         low, high = high, _BRACKET * high
     while low > 0 and enough(low):
         low, high = low / _BRACKET, low
