@@ -27,7 +27,7 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp.buckets import blocks, num_buckets, passes
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.outer_products import OuterProducts
-from dpvision.dp.rounding import BUDGET, LOOSE, MARGIN_EPS, RESERVE, added_bound, proven_bound
+from dpvision.dp.rounding import BUDGET, LOOSE, MARGIN_EPS, RESERVE, added_bound, gamma, proven_bound
 from dpvision.dp.sides import Dense
 from dpvision.dp.weight_grads import _pulled as pulled
 from dpvision.models import make_model
@@ -188,6 +188,48 @@ def test_products_stay_within_their_budget(top: float, most: int) -> None:
         assert off.norm() <= BUDGET
     exact = use.weighted_sum(factor_B, None, parts).double() - true_BPQ.sum(0)
     assert exact.norm() <= len(parts) * BUDGET
+
+
+class TwoLengths(torch.nn.Module):
+    """Two linear layers, one at all tokens of a record and one at every eighth."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.many, self.few = (torch.nn.Linear(width, width, bias=False) for _ in range(2))
+
+
+def two_length_losses(model: TwoLengths, batch: Batch, key: StepKey) -> torch.Tensor:
+    x_BTQ, w_BTP = batch.image_BVCHW[:, 0, 0].chunk(2, 2)
+    return (model.many(x_BTQ) * w_BTP).sum((1, 2)) + (model.few(x_BTQ[:, ::8]) * w_BTP[:, ::8]).sum((1, 2))
+
+
+@pytest.mark.parametrize("top", [0.15, 0.05])
+def test_layers_of_few_places_have_blocks_of_their_own_within_the_same_budget(top: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of layer may use 1 / sqrt(2) of the budget, by the textbook's bound, so a block of both together is within it."""
+    num, places, width = 64, 64, 160
+    _, one = lossy_tokens(num, places, width, top)
+    value = torch.full((places,), 0.49 * top * 2.0**-23)
+    value[0], value[8], value[56], value[-1] = top, top, -top, -top  # both layers round
+    left = value[None, :, None].expand(num, places, width)
+    bounds: dict[int, list[float]] = {}
+    real = OuterProducts.weighted_sum
+
+    def noted(use: OuterProducts, factor_B: torch.Tensor, keep_B: torch.Tensor | None, parts: list[slice]) -> torch.Tensor:
+        sides = [side.rows(slice(None)) for side in (use.left, use.right)]
+        for part in parts:
+            own = OuterProducts(*(Dense(side[part]) for side in sides), use.shape)
+            computed = real(own, factor_B[part], None, [slice(0, part.stop - part.start)]).double()
+            left_NTP, right_NTQ = (side[part].double() for side in sides)
+            lengths_NT = factor_B[part, None].double() * left_NTP.norm(dim=2) * right_NTQ.norm(dim=2)
+            bounds.setdefault(use.left.places, []).append(gamma(lengths_NT.numel()) * lengths_NT.sum().item())
+            true = torch.einsum("b,btp,btq->pq", factor_B[part].double(), left_NTP, right_NTQ)
+            assert 0 < (computed - true).norm() <= bounds[use.left.places][-1]
+        return real(use, factor_B, keep_B, parts)
+
+    monkeypatch.setattr(OuterProducts, "weighted_sum", noted)
+    clipped_sum(two_length_losses, TwoLengths(width), token_batch(one, left), KEY, max_grad_norm=1.0)
+    assert set(bounds) == {places, places // 8} and len(bounds[places]) > 2 * len(bounds[places // 8])
+    assert all(max(found) <= BUDGET / 2**0.5 for found in bounds.values())
 
 
 def test_a_record_that_is_far_longer_than_its_sum_is_written_out() -> None:

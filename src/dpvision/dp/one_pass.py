@@ -36,6 +36,7 @@ from dpvision.dp.rounding import BUDGET, LOOSE, MOST_ROUNDED, gamma
 from dpvision.dp.rule import NoRule
 from dpvision.dp.weight_grads import (
     Slot,
+    by_places,
     group_square_norms,
     groups_of,
     norm_is_own,
@@ -291,6 +292,7 @@ def _gather(
     num, device = len(batch.record_id_B), batch.record_id_B.device
     rounded = _rounding(params)
     groups = groups_of(slot for slot in run.slots if slot.used)
+    alike = by_places(groups)
     slow = {name: params[name].detach() for name in route.slow}
     chunks = even_chunks(num, chunk_size or default_chunk(slow)) if slow else []
     slow_grads: dict[int, dict[str, Tensor]] = {}
@@ -301,7 +303,9 @@ def _gather(
             slow_B[rows] += sum(map(sum_of_squares, grads.values()))
             if len(chunks) == 1:
                 slow_grads[i] = grads
-        square = SquareNorms.certain(slow_B) + _square_norms(groups, params, num)
+        squares = [_square_norms(members, params, num) for members in alike]
+        squares[0] = squares[0] + SquareNorms.certain(slow_B)
+        square = sum(squares[1:], start=squares[0])
         norms_B = square.value_B.clamp(min=0).sqrt() / loss_scale  # below zero by rounding only; NaN stays NaN
         loose = LOOSE if next(iter(params.values())).dtype == torch.float32 else 0.0
         highest_B = (square.value_B + square.error_B).sqrt() / ((1 + loose) * loss_scale)
@@ -310,33 +314,34 @@ def _gather(
         factor_B = factors(torch.maximum(norms_B, highest_B) + slack_B, finite_B)
         # Outer products that nearly cancel, or are far longer than their sum: their norm, or their sum in float32, may be off by too
         # much. These records are written out, and what is normed is what is added.
-        lengths_B = square.work_B.sqrt() / loss_scale
+        # Blocks of each part may use 1 / sqrt(number of parts) of the budget: they round other numbers, so the squares add up.
+        lengths_KB = torch.stack([norms.work_B for norms in squares]).mul_(len(alike)).sqrt_() / loss_scale
         low_B = factor_B < _LOWERED * factors(norms_B + slack_B, finite_B)
-        heavy_B = 1.02 * gamma(2) * factor_B * lengths_B > BUDGET * max_grad_norm
+        heavy_B = (1.02 * gamma(2) * factor_B * lengths_KB > BUDGET * max_grad_norm).any(0)
         unknown_B = ~finite_B & torch.isfinite(norms_B)
         wanted_B = (low_B | heavy_B | unknown_B) & batch.valid_B
-        cost_B = _cost(factor_B, lengths_B, finite_B, batch)
+        cost_KB = _cost(factor_B, lengths_KB, finite_B, batch)
         # The host has to know these: a pass waits for the device here, and nowhere else unless a record is written out.
-        wanted, finite, cost = torch.stack([wanted_B.double(), finite_B.double(), cost_B]).cpu()
+        wanted, finite, *costs = torch.cat([torch.stack([wanted_B.double(), finite_B.double()]), cost_KB]).cpu()
         cancelling = wanted.nonzero()[:, 0].tolist()
         for i in cancelling:
             own = [written_out(group, params, slice(i, i + 1)) for group in groups]
             norms_B[i] = (slow_B[i] + sum(sum_of_squares(grad)[0] for grads in own for grad in grads.values())).sqrt() / loss_scale
         if cancelling:
             finite_B = torch.isfinite(norms_B)
-            highest_B[cancelling], slack_B[cancelling], lengths_B[cancelling] = norms_B[cancelling], 0.0, 0.0
+            highest_B[cancelling], slack_B[cancelling], lengths_KB[:, cancelling] = norms_B[cancelling], 0.0, 0.0
             factor_B = factors(torch.maximum(norms_B, highest_B) + slack_B, finite_B)
-            finite, cost = torch.stack([finite_B.double(), _cost(factor_B, lengths_B, finite_B, batch)]).cpu()
+            finite, *costs = torch.cat([finite_B[None].double(), _cost(factor_B, lengths_KB, finite_B, batch)]).cpu()
         factor_B = factor_B.where(batch.valid_B, 0.0)
         # In half precision on a GPU the bound is not proven (docs/clipping.md), and blocks would double the price of the products.
-        parts = [slice(0, num)] if rounded else _blocks(bits, cost, max_grad_norm)
+        cuts = [[slice(0, num)] if rounded else _blocks(bits, cost, max_grad_norm) for cost in costs]
         factor_B = factor_B / loss_scale
         apart = [i for i in cancelling if finite[i]]
         finite[cancelling] = 0
         kept = None if bool(finite.all()) else send(finite.bool(), device)
         total: dict[str, Tensor] = {}
-        for group in groups:
-            sums = [slot.weighted_sum(factor_B, kept, parts) for slot in group]
+        for group, cut in ((group, cut) for members, cut in zip(alike, cuts, strict=True) for group in members):
+            sums = [slot.weighted_sum(factor_B, kept, cut) for slot in group]
             part = pull_back(group, sums, params, batched=False)
             for i in apart:
                 for name, grad in written_out(group, params, slice(i, i + 1)).items():
@@ -353,9 +358,9 @@ def _gather(
     return {name: _rounded(either[name], p, num) for name, p in params.items()}, norms_B
 
 
-def _cost(factor_B: Tensor, lengths_B: Tensor, finite_B: Tensor, batch: Batch) -> Tensor:
-    """``buckets.blocks``'s cost of every record, float64."""
-    return (factor_B.where(batch.valid_B, 0.0) * lengths_B).where(finite_B, 0.0).double()
+def _cost(factor_B: Tensor, lengths_KB: Tensor, finite_B: Tensor, batch: Batch) -> Tensor:
+    """``buckets.blocks``'s cost of every record in each part of the weights, float64 (K, B)."""
+    return (factor_B.where(batch.valid_B, 0.0) * lengths_KB).where(finite_B, 0.0).double()
 
 
 def _blocks(bits: np.ndarray, cost: Tensor, max_grad_norm: float) -> list[slice]:

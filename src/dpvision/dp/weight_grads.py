@@ -176,6 +176,18 @@ def groups_of(slots: Iterable[Slot]) -> list[list[Slot]]:
     return [members for _, members in groups]
 
 
+def by_places(groups: list[list[Slot]]) -> list[list[list[Slot]]]:
+    """Part the groups in those used at more than half the largest number of places and the others; one part if there are no others.
+
+    Float32 sums over many places round more. Each part is cut into blocks of its own (``buckets.blocks``), so layers of few places, which
+    may hold most of the weights, need not be cut as finely as those of many.
+    """
+    places = [max((outer.left.places for slot in group for outer in slot.outers), default=0) for group in groups]
+    many = [group for group, num in zip(groups, places, strict=True) if 2 * num > max(places)]
+    few = [group for group, num in zip(groups, places, strict=True) if 2 * num <= max(places)]
+    return [part for part in (many, few) if part] or [[]]
+
+
 def group_square_norms(group: list[Slot], params: dict[str, Tensor], num_records: int) -> SquareNorms:
     """Return the squared norms of the gradients for all parameters of one group."""
     if norm_is_own(group, params):
