@@ -9,7 +9,8 @@ backward pass each into ``.grad``, torch's AdamW; its "clip" is that pass. Both 
 physical batch that is not counted; each step is printed to standard error when it ends. Steps of Poisson size: --batch expected
 records out of three times as many scenes at the model's image size, at first weights; captioners have a vocabulary of 400.
 
-Under torchrun the ranks share the batch on both sides; the non-private loop adds up its gradients in float32. Figures are of rank 0.
+Under torchrun the ranks share the batch on both sides; the non-private loop adds up its gradients in float32. CPU time is that of all
+ranks, other figures are rank 0's; where another rank's buckets hold more records, "totals" includes waiting for it.
 
 Seconds a step by the clock; "load" is the time waited for the loader's threads. "time_ratio" and "cpu_ratio" (CPU time of all threads) are
 private over non-private in the same round; the goal is 1.15 at Base with --batch 256. --small: models of 32 px, seconds in all.
@@ -196,7 +197,8 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
                 gather_texts("", group)  # the ranks begin together
                 wall, cpu = time.perf_counter(), time.process_time()
                 step = private_step(s) if variant == "private" else plain_step(s, model, plain, number)
-                costs = {**step[1], "step": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "records": step[0]}
+                seconds, cpu = time.perf_counter() - wall, time.process_time() - cpu
+                costs = {**step[1], "step": seconds, "cpu": sum(map(float, gather_texts(str(cpu), group))), "records": step[0]}
                 found[variant].append(costs)
                 if group.is_main:
                     print(f"{name} {variant}: {costs['step']:.1f} s, CPU {costs['cpu']:.1f} s, {step[0]} records", file=sys.stderr)
