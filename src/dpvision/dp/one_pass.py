@@ -292,7 +292,7 @@ def _gather(
     num, device = len(batch.record_id_B), batch.record_id_B.device
     rounded = _rounding(params)
     groups = groups_of(slot for slot in run.slots if slot.used)
-    alike = by_places(groups)
+    parts = by_places(groups)
     slow = {name: params[name].detach() for name in route.slow}
     chunks = even_chunks(num, chunk_size or default_chunk(slow)) if slow else []
     slow_grads: dict[int, dict[str, Tensor]] = {}
@@ -303,7 +303,7 @@ def _gather(
             slow_B[rows] += sum(map(sum_of_squares, grads.values()))
             if len(chunks) == 1:
                 slow_grads[i] = grads
-        squares = [_square_norms(members, params, num) for members in alike]
+        squares = [_square_norms(members, params, num) for members in parts]
         squares[0] = squares[0] + SquareNorms.certain(slow_B)
         square = sum(squares[1:], start=squares[0])
         norms_B = square.value_B.clamp(min=0).sqrt() / loss_scale  # below zero by rounding only; NaN stays NaN
@@ -314,8 +314,8 @@ def _gather(
         factor_B = factors(torch.maximum(norms_B, highest_B) + slack_B, finite_B)
         # Outer products that nearly cancel, or are far longer than their sum: their norm, or their sum in float32, may be off by too
         # much. These records are written out, and what is normed is what is added.
-        # Blocks of each part may use 1 / sqrt(number of parts) of the budget: they round other numbers, so the squares add up.
-        lengths_KB = torch.stack([norms.work_B for norms in squares]).mul_(len(alike)).sqrt_() / loss_scale
+        # The blocks of each part may use 1 / sqrt(number of parts) of the budget: they round different numbers, so the squares add up.
+        lengths_KB = torch.stack([norms.work_B for norms in squares]).mul_(len(parts)).sqrt_() / loss_scale
         low_B = factor_B < _LOWERED * factors(norms_B + slack_B, finite_B)
         heavy_B = (1.02 * gamma(2) * factor_B * lengths_KB > BUDGET * max_grad_norm).any(0)
         unknown_B = ~finite_B & torch.isfinite(norms_B)
@@ -340,7 +340,7 @@ def _gather(
         finite[cancelling] = 0
         kept = None if bool(finite.all()) else send(finite.bool(), device)
         total: dict[str, Tensor] = {}
-        for group, cut in ((group, cut) for members, cut in zip(alike, cuts, strict=True) for group in members):
+        for group, cut in ((group, cut) for members, cut in zip(parts, cuts, strict=True) for group in members):
             sums = [slot.weighted_sum(factor_B, kept, cut) for slot in group]
             part = pull_back(group, sums, params, batched=False)
             for i in apart:

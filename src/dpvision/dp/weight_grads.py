@@ -177,14 +177,15 @@ def groups_of(slots: Iterable[Slot]) -> list[list[Slot]]:
 
 
 def by_places(groups: list[list[Slot]]) -> list[list[list[Slot]]]:
-    """Part the groups in those used at more than half the largest number of places and the others; one part if there are no others.
+    """Separate the groups used at more than half the largest number of places from the others; one list if there are no others.
 
-    Float32 sums over many places round more. Each part is cut into blocks of its own (``buckets.blocks``), so layers of few places, which
-    may hold most of the weights, need not be cut as finely as those of many.
+    Float32 sums over many places round more. Each part has blocks of its own (``buckets.blocks``), so layers of few places, which may hold
+    most of the weights, need not be cut as finely as those of many.
     """
     places = [max((outer.left.places for slot in group for outer in slot.outers), default=0) for group in groups]
-    many = [group for group, num in zip(groups, places, strict=True) if 2 * num > max(places)]
-    few = [group for group, num in zip(groups, places, strict=True) if 2 * num <= max(places)]
+    half = max(places, default=0) / 2
+    many = [group for group, num in zip(groups, places, strict=True) if num > half]
+    few = [group for group, num in zip(groups, places, strict=True) if num <= half]
     return [part for part in (many, few) if part] or [[]]
 
 
