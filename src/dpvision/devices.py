@@ -1,4 +1,4 @@
-"""What a GPU can do for a run, and sending tensors there without waiting."""
+"""What a processor can do for a run, and sending tensors to a GPU without waiting."""
 
 import torch
 from torch import Tensor
@@ -36,3 +36,13 @@ def require_precision(precision: str, device: torch.device) -> None:
             f"hardware: precision='bfloat16' on {name}, compute capability {major}.{minor}; expected a GPU of capability 8.0 or newer "
             "and a driver that supports it. Use --hardware.precision float16."
         )
+
+
+def slow_precision(precision: str, device: torch.device) -> str | None:
+    """Return a warning if a CPU only emulates bfloat16, or None.
+
+    x86 CPUs without AVX-512 have no bfloat16 instructions; of others (``get_cpu_capability`` "DEFAULT" or "SVE256") it is not known.
+    """
+    if precision != "bfloat16" or device.type != "cpu" or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "NO AVX"):
+        return None
+    return "This CPU has no bfloat16 instructions: --hardware.precision float32 is several times faster."

@@ -11,10 +11,11 @@ from golden_losses import SECRETS, small
 from torch import Tensor
 
 from dpvision.cli import main
+from dpvision.cli.train import TrainArgs, train
 from dpvision.config import RunConfig
 from dpvision.data.batch import Batch
 from dpvision.dense.training_settings import DenseHardware
-from dpvision.devices import require_precision
+from dpvision.devices import require_precision, slow_precision
 from dpvision.errors import ConfigError
 from dpvision.recipes import RECIPES
 from dpvision.train import distributed, feed, loop, memory, start
@@ -63,6 +64,34 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"LOCAL_RANK=2 with 2 GPUs.*--nproc-per-node 2"):
         distributed.join("cuda")
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "device", "warned"),
+    [
+        ("bfloat16", "AVX2", "cpu", True),
+        ("bfloat16", "NO AVX", "cpu", True),
+        ("bfloat16", "AVX512", "cpu", False),
+        ("bfloat16", "DEFAULT", "cpu", False),
+        ("bfloat16", "AVX2", "cuda", False),
+        ("float32", "AVX2", "cpu", False),
+    ],
+)
+def test_a_cpu_that_emulates_bfloat16_is_named(
+    precision: str, capability: str, device: str, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert (slow_precision(precision, torch.device(device)) is not None) == warned
+
+
+def test_a_run_on_such_a_cpu_says_so(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    for precision, warned in (("float32", False), ("bfloat16", True)):
+        config = replace(config, hardware=replace(config.hardware, precision=precision))
+        train(TrainArgs(recipe="vip.nano", runs=tmp_path, name=precision, quiet=True, config=config))
+        assert ("This CPU has no bfloat16 instructions" in capsys.readouterr().err) == warned
 
 
 @pytest.mark.parametrize("supported", [True, False])

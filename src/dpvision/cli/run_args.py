@@ -168,5 +168,5 @@ def resume_words(plan: "DPPlan", charged: int, in_weights: int, saved: bool, nou
 
 
 def announce(text: str) -> None:
-    """Print to standard error, even with --json and --quiet: lost steps are not progress output."""
+    """Print to standard error, even with --json and --quiet: what a user must know is not progress output."""
     print(text, file=sys.stderr, flush=True)

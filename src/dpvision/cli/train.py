@@ -110,6 +110,7 @@ def train(args: TrainArgs) -> None:
         config = replace(config, data=replace(config.data, store=str(data)))
     if not args.resume:
         check_places(root, config, dry_run=args.dry_run)
+    from dpvision.devices import slow_precision
     from dpvision.encoders.starting_weights import open_parent
     from dpvision.models import count_parameters
     from dpvision.runs.folder import read_run
@@ -141,6 +142,8 @@ def train(args: TrainArgs) -> None:
     with opened as session:
         if main_process:
             args.say(plan_text(session.config, session.plan, session.store, session.lineage))
+            if (warning := slow_precision(session.config.hardware.precision, session.group.device)) is not None:
+                announce(warning)
         if args.resume and session.run is not None:
             announce(resume_words(session.plan, session.run.ledger.steps, session.updates, session.saved_steps is not None))
         complete = fit(session, quiet=args.quiet, show_confidential=args.show_confidential)

@@ -130,7 +130,8 @@ class HardwareConfig:
     physical_batch_size: int = 64
     """Records (with privacy.sampling_unit="person", people) in one forward pass, per process."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Autocast of the forward pass; norms, sums and noise stay in float32. float16 takes its loss scale from a public batch."""
+    """Autocast of the forward pass; norms, sums and noise stay in float32. float16 takes its loss scale from a public batch. bfloat16 is
+    slower than float32 on CPUs that only emulate it."""
     compile: bool = False
     """Compile transformer blocks (torch.compile): faster on a GPU and in long runs, after a minute or more at the start."""
     workers: int = 2
