@@ -1,6 +1,7 @@
 """One step and many: against the paper's update written out, torch's autograd and laws of the argmax."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from feature_sets import KEYS, clusters, joined, no_noise, private, releases_of,
 from torch.nn import functional as F
 
 from dpvision.adapt.descent import MANY_STEPS, ONE_STEP, Progress, Trained, many_steps, one_step
+from dpvision.adapt.feature_covariance import feature_covariance
 from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.release import Releases, full_batch_plan
 from dpvision.config import OptimConfig, PrivacyConfig
@@ -40,25 +42,34 @@ def test_from_zero_lamb_is_adam_is_the_sign_of_the_released_gradient() -> None:
     assert gradient_KD.abs().min() > 0
 
 
-@pytest.mark.parametrize("name", ["lamb", "adamw", "sgd"])
-def test_steps_in_three_starts_are_those_of_one_bit_for_bit(name: str) -> None:
-    """Private steps under one noise key, from a progress that was written as tensors and read again."""
-    stream, plan = stream_of(300, constant=1.0), full_batch_plan(300, 8.0, steps=9)
+@pytest.mark.parametrize(
+    ("steps", "name", "before"),
+    [
+        (many_steps, "lamb", 0),
+        (many_steps, "adamw", 0),
+        (many_steps, "sgd", 0),
+        (feature_covariance, "sgd", 2),
+        (feature_covariance, "adamw", 2),
+    ],
+)
+def test_steps_in_three_starts_are_those_of_one_bit_for_bit(steps: Callable[..., Trained], name: str, before: int) -> None:
+    """Private steps under one noise key, from a progress written as tensors and read again; ``before``: releases without a step."""
+    stream, plan = stream_of(300, constant=1.0, unit=True), full_batch_plan(300, 8.0, steps=9)
     optim = replace(SGD, name=name, ema_decay=0.8, schedule="cosine", learning_rate=0.1)  # type: ignore[arg-type]
 
     def trained(first: int, stop: int, start: Progress | None) -> Trained:
         releases = Releases(plan, iter(range(first, 9)).__next__, *KEYS, stop=lambda: releases.left == 9 - stop, _next=first)
-        return many_steps(stream, releases, optim=optim, start=start)
+        return steps(stream, releases, optim=optim, start=start)
 
     whole = trained(0, 9, None)
-    part = trained(0, 2, None)
-    for first, stop in ((2, 6), (6, 9)):
-        assert part.progress.done == first
+    part = trained(0, 3, None)
+    for first, stop in ((3, 6), (6, 9)):
+        assert part.progress.releases == first and part.progress.done == first - before
         part = trained(first, stop, Progress.of(first, {name: x.clone() for name, x in part.progress.tensors().items()}))
     for a, b in ((whole.last, part.last), (whole.average, part.average), (whole.ema, part.ema)):
         assert a is not None and b is not None
         assert torch.equal(a.weight_KD, b.weight_KD) and torch.equal(a.bias_K, b.bias_K)
-    fresh = trained(2, 9, None).last
+    fresh = trained(3, 9, None).last
     assert not torch.allclose(fresh.weight_KD, whole.last.weight_KD), "without the progress it would be another head"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dpvision.adapt import release
-from dpvision.adapt.session import adapt, new_head_session
+from dpvision.adapt.session import adapt, new_head_session, resumed_head_session
 from dpvision.checkpoint import list_checkpoints, load_checkpoint
 from dpvision.cli import main
 from dpvision.cli.run_args import STOPPED
@@ -137,20 +137,26 @@ def test_resume_says_what_was_charged_and_lost_and_that_it_starts_from_initial_w
     assert "no checkpoint" not in said.err and json.loads(said.out)["updates"] == STEPS - 2
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_head_that_is_interrupted_ends_with_a_step_or_says_what_is_lost(
-    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_that_is_interrupted_ends_with_a_step_and_goes_on_without_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before: the first interrupt lost all releases that were charged."""
-    store = write_digits(tmp_path / "digits", 0, 300)
-    config = head_config(store, "feature_covariance")
-    _interrupt(monkeypatch, release, at=2, times=times)
-    with new_head_session(config, tmp_path / "run") as session:
-        if times == 1:
-            adapt(session)
-            # Two releases measure the covariance; the first step after them is the least that makes a head.
-            assert load_checkpoint(tmp_path / "run").manifest["updates"] == session.run.ledger.steps == 3 < session.plan.steps
-            return
+    root = tmp_path / "run"
+    _interrupt(monkeypatch, release, at=2, times=1)
+    with new_head_session(head_config(write_digits(tmp_path / "digits", 0, 300), "feature_covariance"), root) as session:
+        adapt(session)
+        # Two releases measure the covariance; the first step after them is the least that makes a head.
+        assert load_checkpoint(root).manifest["updates"] == session.run.ledger.steps == 3 < session.plan.steps
+    monkeypatch.undo()
+    with resumed_head_session(root) as session:
+        assert session.lost == 0
+        adapt(session)
+        assert load_checkpoint(root).manifest["updates"] == session.run.ledger.steps == session.plan.steps
+
+
+def test_a_head_that_is_interrupted_twice_says_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _interrupt(monkeypatch, release, at=2, times=2)
+    with new_head_session(head_config(write_digits(tmp_path / "digits", 0, 300), "feature_covariance"), tmp_path / "run") as session:
         with pytest.raises(KeyboardInterrupt):
             adapt(session)
         charged = session.run.ledger.steps

@@ -38,8 +38,20 @@ Init = Literal["zero", "lecun"]
 
 
 @dataclass(frozen=True)
+class Coordinates:
+    """The coordinates that ``feature_covariance`` takes its steps in, from the covariance that it released first."""
+
+    map_EE: Tensor
+    """float32; a row becomes map x."""
+    rate: float
+    """Learning rate of a step."""
+    releases: int
+    """Number of releases that measured the covariance."""
+
+
+@dataclass(frozen=True)
 class Progress:
-    """Where a sequence of steps stands. All of it is post-processing of released gradients, so it may be saved and published."""
+    """Where a sequence of steps stands. All of it is post-processing of releases, so it may be saved and published."""
 
     done: int
     """Number of steps in the weights."""
@@ -49,17 +61,33 @@ class Progress:
     """Mean of the weights after each step, float64."""
     ema_KE: Tensor | None
     optimizer: dict[str, Tensor]
+    coordinates: Coordinates | None = None
+    """None if steps are taken on the stream's own rows."""
+
+    @property
+    def releases(self) -> int:
+        """Number of releases in the weights: the steps, and those that measured the coordinates."""
+        return self.done + (0 if self.coordinates is None else self.coordinates.releases)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return everything but ``done`` by name."""
-        ema = {} if self.ema_KE is None else {"ema": self.ema_KE}
-        return {"last": self.last_KE, "mean": self.mean_KE, **ema, **{f"optimizer/{name}": x for name, x in self.optimizer.items()}}
+        found = {"last": self.last_KE, "mean": self.mean_KE, **{f"optimizer/{name}": x for name, x in self.optimizer.items()}}
+        if self.ema_KE is not None:
+            found["ema"] = self.ema_KE
+        if (own := self.coordinates) is not None:
+            rate, releases = torch.tensor(own.rate, dtype=torch.float64), torch.tensor(own.releases)
+            found |= {"coordinates/map": own.map_EE, "coordinates/rate": rate, "coordinates/releases": releases}
+        return found
 
     @classmethod
-    def of(cls, done: int, tensors: dict[str, Tensor]) -> Self:
-        """Return the progress with these ``tensors()``."""
+    def of(cls, releases: int, tensors: dict[str, Tensor]) -> Self:
+        """Return the progress with these ``releases`` and ``tensors()``."""
         optimizer = {name.removeprefix("optimizer/"): x for name, x in tensors.items() if name.startswith("optimizer/")}
-        return cls(done, tensors["last"], tensors["mean"], tensors.get("ema"), optimizer)
+        own, done = None, releases
+        if "coordinates/map" in tensors:
+            own = Coordinates(tensors["coordinates/map"], float(tensors["coordinates/rate"]), int(tensors["coordinates/releases"]))
+            done -= own.releases
+        return cls(done, tensors["last"], tensors["mean"], tensors.get("ema"), optimizer, own)
 
 
 @dataclass(frozen=True)

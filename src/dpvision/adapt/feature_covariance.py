@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dpvision.adapt.descent import Trained, check_loss, many_steps
+from dpvision.adapt.descent import AfterStep, Coordinates, Progress, Trained, check_loss, many_steps
 from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.gradient import Loss
 from dpvision.adapt.moments import moment_of, moment_sum, noise_edge, row_bound
@@ -44,16 +44,20 @@ def feature_covariance(
     loss: Loss = "softmax",
     optim: OptimConfig = OPTIM,
     bias: float = 0.0,
+    start: Progress | None = None,
+    after_step: AfterStep = lambda trained: None,
 ) -> Trained:
     """Measure the covariance, whiten, then train with the steps left.
 
     Args:
-        releases: must have at least two steps left.
+        releases: must have at least two steps left, or one with ``start``.
         covariance_share: fraction of the releases spent on the covariance (rounded, at least one); in (0, 1).
         feature_norm: public length to which longer rows are scaled down for the covariance; if None, ``stream.longest_row``.
         strength: multiple of the identity added to the covariance, in units of the largest eigenvalue of the noise; at least 0.
         optim: its learning rate is in units of K d / steps.
         loss, bias: as in ``descent.many_steps``.
+        start: go on from these steps of an earlier start, in their coordinates.
+        after_step: called after each step with a function that returns the heads so far.
 
     Raises:
         ConfigError: a setting is out of range, the rows have no public bound, or fewer than two steps are left.
@@ -63,16 +67,32 @@ def feature_covariance(
         raise ConfigError(f"adapt: covariance_share={covariance_share}; expected strictly between 0 and 1. Use {COVARIANCE_SHARE}.")
     if not 0 <= strength < math.inf:
         raise ConfigError(f"adapt: strength={strength}; expected 0 or more. Use {STRENGTH}.")
+    own = None if start is None else start.coordinates
+    if own is None:
+        own = _measured(stream, releases, covariance_share, row_bound(stream, feature_norm), strength, optim.rate)
+
+    def with_coordinates(trained: Trained) -> Trained:
+        return replace(trained, progress=replace(trained.progress, coordinates=own))
+
+    return with_coordinates(
+        many_steps(
+            stream.mapped(own.map_EE), releases, loss=loss, optim=replace(optim, learning_rate=own.rate), bias=bias, start=start,
+            after_step=lambda trained: after_step(lambda: with_coordinates(trained())),
+        )
+    )  # fmt: skip
+
+
+def _measured(stream: FeatureStream, releases: Releases, share: float, bound: float, strength: float, rate: float) -> Coordinates:
+    """Release the covariance, and return the coordinates in which it is about ``I / d``."""
     if releases.left < 2:
         raise ConfigError(f"adapt: steps={releases.left}; expected two or more, one for the covariance. Give more --privacy.steps.")
-    bound, plan, width = row_bound(stream, feature_norm), releases.plan, stream.width
-    count = min(max(1, round(covariance_share * releases.left)), releases.left - 1)
+    plan, width = releases.plan, stream.width
+    count = min(max(1, round(share * releases.left)), releases.left - 1)
     released = releases.average(stream, lambda blocks: moment_sum(blocks, width, stream.num_classes, bound, 0.0, plan), count)
     covariance_EE = moment_of(released.grads["moment"], bound, 0.0, plan)
     edge = noise_edge(releases.entry_std(count), width, bound, 0.0, plan)
     map_EE, dimension = whitener(covariance_EE, max(strength * edge, 1e-6 * bound**2))
-    rate = optim.rate * stream.num_classes * dimension / releases.left
-    return many_steps(stream.mapped(map_EE.float()), releases, loss=loss, optim=replace(optim, learning_rate=rate), bias=bias)
+    return Coordinates(map_EE.float(), rate * stream.num_classes * dimension / releases.left, count)
 
 
 def whitener(covariance_EE: Tensor, strength: float) -> tuple[Tensor, float]:

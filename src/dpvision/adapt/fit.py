@@ -39,8 +39,8 @@ def fit_head(
     """Train the head of ``config.model`` with all releases left. Every setting comes from the config.
 
     Args:
-        start: many_steps only: go on from these steps.
-        after_step: many_steps only: called after each step with a function that returns the head so far.
+        start: go on from these steps (many_steps and feature_covariance only).
+        after_step: called after each step with a function that returns the head so far (these two only).
 
     Raises:
         ConfigError: too few releases are left for this head.
@@ -50,11 +50,11 @@ def fit_head(
     cfg = config.model.settled()
     assert cfg.loss != "auto" and cfg.bias is not None
     stream = replace(stream, constant=cfg.constant)
+    after: AfterStep = lambda trained: after_step(lambda: _chosen(cfg, trained()))  # noqa: E731
     match cfg.head:
         case "one_step":
             return Fitted(one_step(stream, releases, loss=cfg.loss, optim=config.optim, bias=cfg.bias))
         case "many_steps":
-            after: AfterStep = lambda trained: after_step(lambda: _chosen(cfg, trained()))  # noqa: E731
             return _chosen(
                 cfg,
                 many_steps(
@@ -63,9 +63,13 @@ def fit_head(
                 ),
             )  # fmt: skip
         case "feature_covariance":
-            norm, loss = cfg.feature_norm, cfg.loss
-            fitted = _chosen(cfg, feature_covariance(stream, releases, feature_norm=norm, loss=loss, optim=config.optim, bias=cfg.bias))
-            return replace(fitted, progress=None)  # its steps are in coordinates that the progress does not hold
+            return _chosen(
+                cfg,
+                feature_covariance(
+                    stream, releases, feature_norm=cfg.feature_norm, loss=cfg.loss, optim=config.optim, bias=cfg.bias, start=start,
+                    after_step=after,
+                ),
+            )  # fmt: skip
         case "least_squares":
             return Fitted(least_squares(stream, releases, feature_norm=cfg.feature_norm))
         case "prototypes":

@@ -4,8 +4,8 @@
         adapt(session)
 
 The ledger is correct whenever the process is killed: charged releases stay charged. A resumed run (``resumed_head_session``) has new
-keys and the releases left. A head of many steps is saved on the way and goes on from there; another head starts again with the releases
-left, or is refused if these are too few.
+keys and the releases left. A head of many steps is saved on the way, after steps, and goes on from there; another head starts again with
+the releases left, or is refused if these are too few.
 
 Legend: N records, D feature dimension.
 """
@@ -207,7 +207,7 @@ def save(session: HeadSession, config: RunConfig, fitted: Fitted, chosen: dict[s
     """
     more: dict[str, Any] = {"encoder": session.about_encoder, **({} if chosen is None else {"chosen": chosen})}
     steps, progress = session.run.ledger.steps, fitted.progress
-    updates = steps - session.charged_before if progress is None else progress.done
+    updates = steps - session.charged_before if progress is None else progress.releases
     session.finished = progress is None or steps == session.plan.steps
     path = session.run.save(
         _tensors(fitted.head), updates=updates, ema=None if fitted.ema is None else _tensors(fitted.ema),
@@ -241,7 +241,9 @@ def _read_progress(checkpoint: Checkpoint | None) -> tuple[int, Progress | None]
 
 
 def _num_bytes(made: Prepared) -> int:
-    return 8 * made.model.num_parameters
+    """Return the size of two checkpoints."""
+    width = made.model.encoder.width + 1 if made.model.head == "feature_covariance" else 0
+    return 8 * (made.model.num_parameters + width**2)
 
 
 def _tensors(head: Head) -> dict[str, Any]:
