@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from dpvision.adapt import prepare
 from dpvision.adapt.rate import MOST_STEPS
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli import main
@@ -43,6 +44,18 @@ def _argv(store: Store, root: Path, *more: str) -> list[str]:
 
 
 DECLARED = ["--dataset-size", "900", "--epsilon", "2"]
+
+
+@pytest.mark.parametrize("more", [[], ["--optim.momentum", "0.5"]])
+def test_the_encoder_is_opened_once(
+    more: list[str], stores: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A network's weights are read once, though typed settings and the number of steps follow from what it is."""
+    opened, real = [], prepare.open_encoder
+    monkeypatch.setattr(prepare, "open_encoder", lambda spec, **settings: opened.append(spec) or real(spec, **settings))
+    assert main([*_argv(stores[0], tmp_path, "--dataset-size", "900", "--privacy.guarantee", "none"), *more, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] > 60, "more steps than the preset's, so the plan was made again"
+    assert opened == ["pixels"]
 
 
 def test_from_images_to_a_statement(stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

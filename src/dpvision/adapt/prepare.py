@@ -72,11 +72,12 @@ class Prepared:
         return _NEEDED.get(self.model.head, 1)
 
 
-def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
+def prepare(config: RunConfig, plan: DPPlan | None = None, encoder: Encoder | None = None) -> Prepared:
     """Open the store and encoder of ``config``, fill in its defaults, make the plan, and check everything.
 
     Args:
         plan: the plan of a resumed run; if None, a new one is made.
+        encoder: the config's, if it is open already.
 
     Raises:
         ConfigError: the encoder is unknown, has no weights, or mixes images of a batch; a number is not declared; settings conflict.
@@ -91,7 +92,7 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     row_N = np.arange(store.num_records) if by_person else store.eligible_rows(config.privacy.max_records_per_unit, config.seed)
     _check_declared(config.privacy, store, row_N)
     device = distributed.join(config.hardware.device).device
-    encoder = open_public(model.encoder, device)
+    encoder = encoder or open_public(model.encoder, device)
     pooling, width = check_alone(encoder, model.encoder.pooling, device)
     ruled = plan is None and model.head == "auto"
     config = settled(config, encoder, pooling, width)

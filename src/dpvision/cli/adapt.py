@@ -161,10 +161,10 @@ def run(argv: Sequence[str]) -> None:
         chosen = with_head(config, made.model.head, made.model.reason)
         config = with_values(chosen, config, typed_settings(argv))
         if config != chosen or "steps" in typed_privacy(argv):
-            made = prepare(config)
+            made = prepare(config, encoder=made.encoder)
     longer = with_enough_steps(config, made.encoder, made.plan)
     if longer.privacy.steps != made.plan.steps and "steps" not in typed_privacy(argv):
-        made = prepare(longer)
+        made = prepare(longer, encoder=made.encoder)
     adapt_new(args, made)
 
 
