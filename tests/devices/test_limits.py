@@ -16,6 +16,7 @@ from dpvision.config import RunConfig
 from dpvision.data.batch import Batch
 from dpvision.dense.training_settings import DenseHardware
 from dpvision.devices import require_precision, slow_precision
+from dpvision.dp.compiled import CompiledBlocks
 from dpvision.errors import ConfigError
 from dpvision.recipes import RECIPES
 from dpvision.train import distributed, feed, loop, memory, start
@@ -92,6 +93,28 @@ def test_a_run_on_such_a_cpu_says_so(
         config = replace(config, hardware=replace(config.hardware, precision=precision))
         train(TrainArgs(recipe="vip.nano", runs=tmp_path, name=precision, quiet=True, config=config))
         assert ("This CPU has no bfloat16 instructions" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(("precision", "compared"), [("float32", 30), ("bfloat16", 16)])
+def test_a_batch_that_fits_in_low_precision_alone_is_not_compared_in_float32(
+    precision: str, compared: int, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config, hardware=replace(config.hardware, compile=True, precision=precision))
+    seen: list[int] = []
+
+    def checked(loss_fn: object, model: object, batch: Batch, key: object, blocks: CompiledBlocks) -> None:
+        seen.append(len(batch.record_id_B))
+        assert blocks.num_records == compared
+        if len(seen) == 2:
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(start, "check_compiled", checked)
+    with new_session(config, tmp_path / "fits") as session:
+        assert seen == [compared] and session.blocks is not None and session.blocks.num_records == 30
+    before = ledgers(Path(str(config.data.store)))
+    with pytest.raises(ConfigError, match=rf"out of memory on cpu .* {compared} records. Lower"), new_session(config, tmp_path / "not"):
+        pass
+    assert ledgers(Path(str(config.data.store))) == before and not (tmp_path / "not").exists()
 
 
 @pytest.mark.parametrize("supported", [True, False])

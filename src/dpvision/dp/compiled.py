@@ -64,7 +64,9 @@ class CompiledBlocks:
     """Compiled programs of a model's repeated blocks, for ``clipped_sum(..., blocks=...)``; the model itself is not changed."""
 
     def __init__(self, blocks: dict[str, nn.Module], num_records: int, backend: str) -> None:
-        self._blocks, self._num_records, self._backend = blocks, num_records, backend
+        self._blocks, self._backend = blocks, backend
+        self.num_records = num_records
+        """Records of the physical batches that the blocks are compiled for."""
         self.programs: dict[Any, _Program | None] = {}
         """By block and its arguments' shapes and types; None if the block runs uncompiled."""
         self._compiled: dict[Any, Callable[..., Any]] = {}
@@ -94,7 +96,7 @@ class CompiledBlocks:
         tensors = [a for a in args if isinstance(a, Tensor)]
         trained = [p for p in params.values() if p.requires_grad]
         ruled = bool(trained) and all(map(outer.knows, trained))
-        if outer.num_records != self._num_records or len(tensors) < len(args) or kwargs or not ruled:
+        if outer.num_records != self.num_records or len(tensors) < len(args) or kwargs or not ruled:
             return None
         about = tuple((a.shape, a.dtype, a.device, a.requires_grad) for a in (*tensors, *params.values()))
         kind = name, about, block.training, autocast_dtype(tensors[0].device)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint, state_tensors
@@ -40,6 +41,9 @@ from dpvision.train.words import open_tokenizer, open_words
 from dpvision.weights import Lineage, contents
 
 OpenParent = Callable[[str], Checkpoint]
+_COMPARED = 16
+"""Records on which compiled blocks are compared, in float32, where the run is in lower precision: its programs differ in any case, and a
+physical batch that fits in bfloat16 may not fit in float32."""
 
 
 def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> tuple[DPPlan, Store, int, Lineage]:
@@ -193,11 +197,21 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
 
 
 def _compile(config: RunConfig, model: nn.Module, loss_fn: LossFn, group: distributed.Group) -> CompiledBlocks:
-    """Compile the model's blocks for full physical batches, and compare them with the uncompiled blocks."""
+    """Compile the model's blocks for full physical batches. Before a private run, compare compiled blocks with uncompiled ones."""
     size = config.hardware.physical_batch_size
     blocks = compile_blocks(model, size)
     if config.privacy.guarantee == "dp":
-        check_compiled(loss_fn, model, to_device(example_batch(config, size), group.device), StepKey(config.seed, 0), blocks)
+        compared = blocks
+        if config.hardware.precision != "float32" and size > _COMPARED:
+            size = _COMPARED
+            compared = compile_blocks(model, size)
+        try:
+            check_compiled(loss_fn, model, to_device(example_batch(config, size), group.device), StepKey(config.seed, 0), compared)
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"hardware: compile=True; out of memory on {group.device} while compiled blocks are compared with uncompiled ones, on "
+                f"{size} records. Lower --hardware.physical-batch-size, or leave out --hardware.compile."
+            ) from None
     return blocks
 
 
