@@ -72,7 +72,7 @@ def config_of(store: Path, init_from: str | None = None, **privacy: object) -> R
         model=ClassifierConfig(encoder=TimmConfig(name=NAME, image_size=160), num_classes=8, pooling="own"),
         data=DataConfig(store=str(store), mean=tuple(known.mean), std=tuple(known.std)),
         optim=OptimConfig(learning_rate=1e-2, ema_decay=0.9),
-        hardware=HardwareConfig(device="cpu", physical_batch_size=NUM, workers=1),
+        hardware=HardwareConfig(device="cpu", physical_batch_size=NUM // 3, workers=1),
         init_from=init_from,
     )
 
