@@ -28,10 +28,10 @@ check: setup
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 prove: setup
-	$(BIN)/pytest -n 2 -m "not gpu"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not gpu"
 	mkdir -p runs/bench
 	$(BIN)/python benchmarks/draws.py --json runs/bench/draws.json
 	$(BIN)/python benchmarks/store_reads.py --quick --json runs/bench/store_reads.json
