@@ -1,4 +1,4 @@
-"""A captioner for small experiments: procedural scenes of 32 px, 90 minutes of a CPU core. Not in the paper; results in docs/dpcap.md.
+"""A captioner for small experiments: procedural scenes of 32 px, 1.5 to 3 hours of a CPU core. Not in the paper; results in docs/dpcap.md.
 
     dpvision data scenes stores/scenes --num 1000000 --size-px 32     the images with their captions
     dpvision data tokenizer stores/words.json --scenes 20000 --vocab-size 440
