@@ -145,7 +145,8 @@ class Simulation:
             moved_MJ = self.gram_MN @ residual_NJ
             for j, (way, epsilon, seed) in enumerate(heads):
                 at = slice(j * width, (j + 1) * width)
-                std, rate = mean_noise(self.plans[epsilon]) * math.sqrt(STEPS), steps_rate(self.plans[epsilon], MOMENTUM)
+                std = mean_noise(self.plans[epsilon]) * math.sqrt(STEPS)
+                rate = steps_rate(self.plans[epsilon], MOMENTUM, bounded=False)  # the free rows' own; all rows here are whitened
                 free, _, other, number = ways[way]
                 # A row is (free x, other x', constant), so a score moves by the sum of what its parts say.
                 moved_MK = free**2 * moved_MJ[:, at] + free * std * self.noise[seed][:, now]
