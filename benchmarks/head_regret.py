@@ -43,6 +43,7 @@ from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.frequency import frequency_decay, frequency_scale
 from dpvision.adapt.least_squares import least_squares
 from dpvision.adapt.prototypes import prototypes
+from dpvision.adapt.rate import enough_steps, with_rate
 from dpvision.adapt.recommend import recommend_head
 from dpvision.adapt.release import Releases, full_batch_plan
 from dpvision.config.head_presets import PRESETS
@@ -69,19 +70,21 @@ MANY = 2000
 """Records beyond which ``--seeds-many`` holds."""
 WIDEST = 2048
 """Feature dimensions up to which the heads of covariances take part: one core inverts them by the hundred."""
-FITS: dict[str, Callable[[FeatureStream, Releases], Head]] = {
-    "one_step": one_step,
-    "prototypes": prototypes,
-    "many_steps": lambda stream, releases: (
-        (
-            many_steps(stream, releases, loss="sigmoid", bias=-math.log(stream.num_classes - 1))
-            if stream.multi_label
-            else many_steps(stream, releases)
-        ).last
-    ),
-    "least_squares": least_squares,
-    "feature_covariance": lambda stream, releases: feature_covariance(stream, releases).last,
+FITS: dict[str, Callable[[FeatureStream, Releases, bool], Head]] = {
+    "one_step": lambda stream, releases, _: one_step(stream, releases),
+    "prototypes": lambda stream, releases, _: prototypes(stream, releases),
+    "many_steps": lambda stream, releases, bounded: steps_head(stream, releases, bounded=bounded),
+    "least_squares": lambda stream, releases, _: least_squares(stream, releases),
+    "feature_covariance": lambda stream, releases, _: feature_covariance(stream, releases).last,
 }
+"""Heads by name. The last argument: whether the rate of many_steps is bounded (``rate.steps_rate``), as ``dpvision adapt`` decides it."""
+
+
+def steps_head(stream: FeatureStream, releases: Releases, *, bounded: bool) -> Head:
+    optim = with_rate(PRESETS["many_steps"].optim, releases.plan, bounded=bounded)
+    if stream.multi_label:
+        return many_steps(stream, releases, optim=optim, loss="sigmoid", bias=-math.log(stream.num_classes - 1)).last
+    return many_steps(stream, releases, optim=optim).last
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +161,9 @@ def cell(
         if several and name == "feature_covariance":
             continue
         preset = PRESETS[name]  # type: ignore[index]
-        plan = full_batch_plan(count, epsilon, steps=preset.steps)
+        plan, bounded = full_batch_plan(count, epsilon, steps=preset.steps), not encoder.standard_rows
+        if name == "many_steps" and bounded:
+            plan = full_batch_plan(count, epsilon, steps=enough_steps(plan, preset.optim.momentum))
         scaled = name == "many_steps" and encoder.order_D is not None
         scale_D = frequency_scale(encoder.order_D, frequency_decay(plan)) if scaled else None
         stream = FeatureStream(
@@ -166,7 +171,7 @@ def cell(
         )
         for seed in range(seeds):
             keys = [hashlib.sha256(f"{seed} {use}".encode()).digest() for use in ("draw", "noise")]
-            head = fit(stream, Releases(plan, itertools.count().__next__, *keys))
+            head = fit(stream, Releases(plan, itertools.count().__next__, *keys), bounded)
             found.setdefault(name, []).append(accuracy(head, test))
     return found
 
