@@ -156,10 +156,11 @@ def find_batch_dims(run: Callable[[Any], object], few: Any, many: Any, replaced:
 
 def _with_rows(run: Callable[[Any], object], many: Any, replaced: dict[int, Any], calls: list[Call]) -> list[Call] | str:
     """Correct the order of rows in the calls, by which rows change with which record."""
+    directions: dict[torch.device, Tensor] = {}
 
     def marks(at: int, tensors: list[Tensor], batch_dims: Callable[[Call], tuple[BatchDim | None, ...]]) -> list[Any]:
         known = batch_dims(calls[at]) if at < len(calls) else ()
-        return [_row_marks(t, batch_dim) for t, batch_dim in zip(tensors, known, strict=False)]
+        return [_row_marks(t, batch_dim, directions) for t, batch_dim in zip(tensors, known, strict=False)]
 
     def inputs(at: int, tensors: list[Tensor]) -> list[Any]:
         return marks(at, tensors, lambda call: call.inputs)
@@ -222,20 +223,27 @@ def _batch_dim(few: torch.Size, many: torch.Size) -> BatchDim | None:
     return BatchDim(grown[0], int(per_record[0]))
 
 
-def _row_marks(value: Tensor, batch_dim: BatchDim | None) -> Tensor | None:
-    """One number per row along the records' dimension, which almost any change of the row changes."""
+def _row_marks(value: Tensor, batch_dim: BatchDim | None, directions: dict[torch.device, Tensor]) -> Tensor | None:
+    """One number per row along the records' dimension, which almost any change of the row changes; on the CPU.
+
+    Args:
+        directions: the longest vector so far that rows were multiplied by, on each device.
+    """
     size = NUM_RECORDS[1] * (batch_dim.per_record if batch_dim else 0)
     if batch_dim is None or batch_dim == MIXED or value.ndim <= batch_dim.dim or value.shape[batch_dim.dim] != size:
         return None
     rows = value.detach().movedim(batch_dim.dim, 0).reshape(value.shape[batch_dim.dim], -1).double().nan_to_num()
-    return rows @ torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device).mul_(1.7).add_(0.3).cos_()
+    width, found = rows.shape[1], directions.get(rows.device)
+    if found is None or len(found) < width:
+        found = directions[rows.device] = torch.arange(width, dtype=torch.float64, device=rows.device).mul_(1.7).add_(0.3).cos_()
+    return (rows @ found[:width]).cpu()
 
 
 def _ordered(batch_dim: BatchDim, before: Tensor | None, after: dict[int, Tensor | None]) -> BatchDim:
     """The batch dimension with the row order that explains which rows changed; ``MIXED`` if no order or both orders do."""
     if batch_dim == MIXED or before is None or any(marks is None for marks in after.values()):
         return MIXED
-    num, rows = NUM_RECORDS[1], torch.arange(len(before), device=before.device)
+    num, rows = NUM_RECORDS[1], torch.arange(len(before))
     fits = {True: True, False: True}
     for record, marks in after.items():
         changed = rows[before != marks]
