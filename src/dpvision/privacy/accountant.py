@@ -78,11 +78,11 @@ def epsilon(event: Event, delta: float, interval: float | None = None) -> float:
     return _pld(event, interval or discretization_interval(event, delta)).epsilon(delta)
 
 
-def unit_epsilon(event: Event, delta: float, *, parts: int = 2000) -> float:
+def unit_epsilon(event: Event, delta: float, *, parts: int = 8000) -> float:
     """Upper bound on epsilon of ``event`` for a unit of several records, on a grid of about epsilon / ``parts``.
 
     For a mixture ``discretization_interval`` goes by the largest component, which is many times too coarse; here the grid follows from the
-    bound. At most 2% above the limit at 2000 parts, 0.1% at 8000 (mixtures of up to 32 records, docs/log.md 2026-11-23).
+    bound. At most 0.1% above the limit at 8000 parts (mixtures of up to 32 records, docs/log.md 2026-11-23).
 
     Raises:
         PrivacyError: as ``epsilon``.
