@@ -5,9 +5,10 @@
 
 "private" is what ``train.loop.fit`` does in a step, by the same functions: draw, load, clip, totals (of the physical batches in float64,
 and the metrics), reduce, noise, optimizer, ledger. "non_private" trains a copy of the model on the same records: full physical batches, one
-backward pass each into ``.grad``, torch's AdamW; its "clip" is that pass. Both sides take a step in every round, in turn, after a
-physical batch that is not counted; each step is printed to standard error when it ends. Steps of Poisson size: --batch expected
-records out of three times as many scenes at the model's image size, at first weights; captioners have a vocabulary of 400.
+backward pass each into ``.grad``, torch's AdamW; its "clip" is that pass. Both sides take a step in every round, in turn, after one
+that is not counted: while passes of new sizes map memory for the first time, a step takes up to a fifth longer. Each step is printed to
+standard error when it ends. Steps of Poisson size: --batch expected records out of three times as many scenes at the model's image size, at
+first weights; captioners have a vocabulary of 400.
 
 Under torchrun the ranks share the batch on both sides; the non-private loop adds up its gradients in float32. CPU time is that of all
 ranks, other figures are rank 0's; where another rank's buckets hold more records, "totals" includes waiting for it.
@@ -43,7 +44,6 @@ from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.sources import Sample
 from dpvision.data.tokenizer import train_tokenizer
-from dpvision.dp.clip import clipped_sum
 from dpvision.dp.noise import privatize
 from dpvision.optim.ema import update_average
 from dpvision.optim.schedule import learning_rate
@@ -147,14 +147,6 @@ def full_batches(s: Session, rows: np.ndarray, key: StepKey) -> Iterator[Batch]:
     )  # fmt: skip
 
 
-def warm_up(s: Session, model: torch.nn.Module) -> None:
-    """A physical batch on both sides, so that no step finds the model's calls or makes a library start."""
-    key = StepKey(s.config.seed, 0)
-    batch = next(full_batches(s, s.rows[: s.config.hardware.physical_batch_size], key))
-    clipped_sum(s.loss_fn, s.model, batch, key, max_grad_norm=s.plan.max_grad_norm)
-    s.loss_fn(model, batch, key).sum().backward()
-
-
 def make_config(name: str, args: argparse.Namespace, folder: Path, group: Group) -> RunConfig:
     """The recipe at its first weights, on JPEG files of scenes; rank 0 writes them."""
     base, num = RECIPES[MODELS[name]](), 3 * args.batch
@@ -191,9 +183,9 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         s = stack.enter_context(start.new_session(make_config(name, args, folder, group), folder / "run"))
         model = copy.deepcopy(s.model)
         plain = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
-        warm_up(s, model)
-        for number in range(args.rounds):
-            for variant in sorted(found, reverse=number % 2 == 0):
+        private_step(s), plain_step(s, model, plain, 0)
+        for number in range(1, args.rounds + 1):
+            for variant in sorted(found, reverse=number % 2 == 1):
                 gather_texts("", group)  # the ranks begin together
                 wall, cpu = time.perf_counter(), time.process_time()
                 step = private_step(s) if variant == "private" else plain_step(s, model, plain, number)

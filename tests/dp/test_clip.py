@@ -55,6 +55,15 @@ def check_equal(clip_by, model, loss_fn, num):
     assert num < 2 or 0 < sum(norm > clip for norm in norms) < num
 
 
+def test_with_several_threads_it_equals_the_loop_and_repeats_its_bits(case):
+    torch.set_num_threads(3)  # the conftest restores it
+    model, loss_fn = case
+    first, again = (clipped_sum(loss_fn, model, make_batch(6), KEY, max_grad_norm=0.2) for _ in range(2))
+    assert all(torch.equal(first.grads[name], again.grads[name]) for name in first.grads)
+    assert torch.equal(first.norms_B, again.norms_B)
+    check_equal(clipped_sum, model.double(), loss_fn, 6)
+
+
 def test_equals_the_loop_in_float32(case, clip_by):
     model, loss_fn = case
     batch = make_batch(6)

@@ -1,6 +1,6 @@
 """Mistakes with what is in the norm: planted, and caught. The ids are those of docs/pitfalls.md, section "Clipping".
 
-Both methods are tried: what a norm leaves out is planted in ``clip._norms`` (vmap), and in ``one_pass._square_norms`` or
+Both methods are tried: what a norm leaves out is planted in ``clip._norms`` (vmap), and in ``one_pass.total_square_norms`` or
 ``weight_grads.Slot``.
 """
 
@@ -47,13 +47,13 @@ def planted_norm(method: str, leave_out: Callable[[], LeaveOut], match: str):
         norms = clip._norms
         mutant: Any = lambda grads: norms({name: value for name, value in grads.items() if not overlooked(name, value.shape[1:])})  # noqa: E731
         return planted(clip, "_norms", mutant, match)
-    square_norms = one_pass._square_norms
+    square_norms = one_pass.total_square_norms
 
-    def without(groups: list[list[Slot]], params: dict[str, Tensor], num_records: int) -> SquareNorms:
+    def without(groups: list[list[Slot]], params: dict[str, Tensor], num_records: int, device: torch.device) -> SquareNorms:
         kept = [g for g in groups if not all(overlooked(name, params[name].shape) for slot in g for name in slot.names)]
-        return square_norms(kept, params, num_records)
+        return square_norms(kept, params, num_records, device)
 
-    return planted(one_pass, "_square_norms", without, match)
+    return planted(one_pass, "total_square_norms", without, match)
 
 
 def norms_of_uses(slot: Slot, num_records: int) -> SquareNorms:

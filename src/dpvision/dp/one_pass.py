@@ -37,17 +37,16 @@ from dpvision.dp.rule import NoRule
 from dpvision.dp.weight_grads import (
     Slot,
     by_places,
-    group_square_norms,
     groups_of,
-    norm_is_own,
     pull_back,
-    shared_square_norms,
     sum_of_squares,
     summed,
+    total_square_norms,
     written_out,
 )
 from dpvision.errors import PrivacyError
 from dpvision.precision import autocast_dtype
+from dpvision.threads import map_pieces
 
 _LOG = logging.getLogger("dpvision")
 _UNSEEN = "used where no rule sees it"
@@ -303,7 +302,7 @@ def _gather(
             slow_B[rows] += sum(map(sum_of_squares, grads.values()))
             if len(chunks) == 1:
                 slow_grads[i] = grads
-        squares = [_square_norms(members, params, num) for members in parts]
+        squares = [total_square_norms(members, params, num, device) for members in parts]
         squares[0] = squares[0] + SquareNorms.certain(slow_B)
         square = sum(squares[1:], start=squares[0])
         norms_B = square.value_B.clamp(min=0).sqrt() / loss_scale  # below zero by rounding only; NaN stays NaN
@@ -339,8 +338,10 @@ def _gather(
         apart = [i for i in cancelling if finite[i]]
         finite[cancelling] = 0
         kept = None if bool(finite.all()) else send(finite.bool(), device)
-        total: dict[str, Tensor] = {}
-        for group, cut in ((group, cut) for members, cut in zip(parts, cuts, strict=True) for group in members):
+
+        @torch.no_grad()
+        def add_up(piece: tuple[list[Slot], list[slice]]) -> dict[str, Tensor]:
+            group, cut = piece
             sums = [slot.weighted_sum(factor_B, kept, cut) for slot in group]
             part = pull_back(group, sums, params, batched=False)
             for i in apart:
@@ -348,7 +349,11 @@ def _gather(
                     part[name] = part[name].double().add_(grad[0].double() * factor_B[i].double())
             for slot in group:
                 slot.release()
-            total |= {name: _rounded(value, params[name], num) for name, value in part.items()}  # a parameter is in one group only
+            return {name: _rounded(value, params[name], num) for name, value in part.items()}
+
+        total: dict[str, Tensor] = {}
+        for part in map_pieces(add_up, [(group, cut) for members, cut in zip(parts, cuts, strict=True) for group in members], device):
+            total |= part  # a parameter is in one group only
         for i, rows in enumerate(chunks):
             grads = slow_grads.get(i) or per_record_gradients(loss_fn, model, slow, take(batch, rows), key, loss_scale)[0]
             for name, value in grads.items():
@@ -378,19 +383,3 @@ def _rounding(params: dict[str, Tensor]) -> float:
     """Relative rounding of the scaled operands of weight gradients, in the precision of the forward pass."""
     sample = next(iter(params.values()))
     return rounding(autocast_dtype(sample.device) or sample.dtype, sample.device)
-
-
-def _square_norms(groups: list[list[Slot]], params: dict[str, Tensor], num_records: int) -> SquareNorms:
-    """Squared norms over all groups, those weights together that share an input."""
-    device = next(iter(params.values())).device
-    total = SquareNorms.certain(torch.zeros(num_records, dtype=torch.float64, device=device))
-    sharing: dict[Any, list[Slot]] = {}
-    for group in groups:
-        shared = group[0].shared_input() if len(group) == 1 and norm_is_own(group, params) else None
-        if shared is None:
-            total = total + group_square_norms(group, params, num_records)
-        else:
-            sharing.setdefault(shared, []).append(group[0])
-    for slots in sharing.values():
-        total = total + shared_square_norms(slots)
-    return total

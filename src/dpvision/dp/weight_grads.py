@@ -9,8 +9,11 @@ Legend: B records, N records of a chunk, W the dimensions of a weight.
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ from dpvision.dp.products import OUTER_NUMBERS, chunks, wide
 from dpvision.dp.rounding import sum_dtype
 from dpvision.dp.sides import Dense
 from dpvision.errors import PrivacyError
+from dpvision.threads import map_pieces
 
 _PIECE = 64
 """Numbers whose squares are summed in the gradient's own precision, before float64 takes over."""
@@ -187,6 +191,22 @@ def by_places(groups: list[list[Slot]]) -> list[list[list[Slot]]]:
     many = [group for group, num in zip(groups, places, strict=True) if num > half]
     few = [group for group, num in zip(groups, places, strict=True) if num <= half]
     return [part for part in (many, few) if part] or [[]]
+
+
+def total_square_norms(groups: list[list[Slot]], params: dict[str, Tensor], num_records: int, device: torch.device) -> SquareNorms:
+    """Return the squared norms of the records' gradients over all groups; weights with the same input share its Gram matrix."""
+    sharing: dict[Any, list[Slot]] = {}
+    alone = []
+    for group in groups:
+        shared = group[0].shared_input() if len(group) == 1 and norm_is_own(group, params) else None
+        if shared is None:
+            alone.append(group)
+        else:
+            sharing.setdefault(shared, []).append(group[0])
+    pieces = [partial(shared_square_norms, slots) for slots in sharing.values()]
+    pieces += [partial(group_square_norms, group, params, num_records) for group in alone]
+    zero = SquareNorms.certain(torch.zeros(num_records, dtype=torch.float64, device=device))
+    return sum(map_pieces(torch.no_grad()(operator.call), pieces, device), start=zero)
 
 
 def group_square_norms(group: list[Slot], params: dict[str, Tensor], num_records: int) -> SquareNorms:

@@ -9,7 +9,6 @@ Legend: B images, C channels, H height, W width, P paths, Q cells, D feature dim
 """
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 from dpvision.data.transform import blank_margin
 from dpvision.encoders.patch_constants import SCATTERING_CAP, SIZES, SizeConstants, load_constants, scattering_channels
 from dpvision.encoders.scattering import make_scattering
+from dpvision.threads import map_pieces
 
 SCATTERING_WEIGHT = 0.7
 _CHUNK = 16
@@ -46,16 +46,8 @@ class PatchFeatures:
         return out
 
     def _rows(self, x_BCHW: Tensor, constants: SizeConstants) -> Tensor:
-        parts = x_BCHW.split(_CHUNK)
-        if x_BCHW.device.type != "cpu":
-            return torch.cat([self._chunk(part, constants) for part in parts])
         # One thread per chunk: twice as fast as two threads per product, and the bits do not depend on the number of threads.
-        threads = torch.get_num_threads()
-        try:
-            with ThreadPoolExecutor(threads, initializer=partial(torch.set_num_threads, 1)) as pool:
-                return torch.cat(list(pool.map(partial(self._chunk, constants=constants), parts)))
-        finally:
-            torch.set_num_threads(threads)
+        return torch.cat(map_pieces(partial(self._chunk, constants=constants), x_BCHW.split(_CHUNK), x_BCHW.device))
 
     @torch.inference_mode()
     def _chunk(self, x_BCHW: Tensor, constants: SizeConstants) -> Tensor:

@@ -7,8 +7,8 @@ step on a CPU, private or not. A training process needs the same memory again at
 import ctypes
 import platform
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-_NEVER_TRIM = 2**31 - 1
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+_NEVER = -1
 
 
 def keep_freed_memory() -> bool:
@@ -16,6 +16,12 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    # No block as a mapping of its own, which is unmapped when freed: the threshold for those is at most 32 MiB, and a layer's attention
-    # scores can be larger.
-    return bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER_TRIM))
+    settings = {
+        # No block as a mapping of its own, which is unmapped when freed: the threshold for those is at most 32 MiB, and a layer's attention
+        # scores can be larger.
+        _MMAP_MAX: 0,
+        _TRIM_THRESHOLD: _NEVER,
+        # One arena for all threads: what one thread frees, another can use.
+        _ARENA_MAX: 1,
+    }
+    return all([mallopt(parameter, value) for parameter, value in settings.items()])
