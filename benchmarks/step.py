@@ -183,7 +183,8 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         s = stack.enter_context(start.new_session(make_config(name, args, folder, group), folder / "run"))
         model = copy.deepcopy(s.model)
         plain = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
-        private_step(s), plain_step(s, model, plain, 0)
+        private_step(s)
+        plain_step(s, model, plain, 0)
         for number in range(1, args.rounds + 1):
             for variant in sorted(found, reverse=number % 2 == 1):
                 gather_texts("", group)  # the ranks begin together
