@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 export MPLBACKEND := Agg
+# Where it is set, every process of the tests compiles all that it imports: six of torch's twelve seconds on a slow core.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test check prove docs dist clean
 
