@@ -5,11 +5,10 @@
 
 "private" is what ``train.loop.fit`` does in a step, by the same functions: draw, load, clip, totals (of the physical batches in float64,
 and the metrics), reduce, noise, optimizer, ledger. "non_private" trains a copy of the model on the same records: full physical batches, one
-backward pass each into ``.grad``, torch's AdamW; its "clip" is that pass. In every round both sides take a step pass by pass: after each
-private pass the plain loop catches up with its number of records, so that a machine that slows down slows both. One round is not
-counted: while passes of new sizes map memory for the first time, a step takes up to a fifth longer. Both sides' seconds so far are printed
-to standard error after each pass. Steps of Poisson size: --batch expected records out of three times as many scenes at the model's image
-size, at first weights; captioners have a vocabulary of 400.
+backward pass each into ``.grad``, torch's AdamW; its "clip" is that pass. Both sides take a step in every round, in turn, after one
+that is not counted: while passes of new sizes map memory for the first time, a step takes up to a fifth longer. Each step is printed to
+standard error when it ends. Steps of Poisson size: --batch expected records out of three times as many scenes at the model's image size, at
+first weights; captioners have a vocabulary of 400.
 
 Under torchrun the ranks share the batch on both sides; the non-private loop adds up its gradients in float32. CPU time is that of all
 ranks, other figures are rank 0's; where another rank's buckets hold more records, "totals" includes waiting for it.
@@ -94,44 +93,15 @@ class Parts:
             yield item
 
 
-class Clock:
-    """Seconds by the clock, and CPU seconds, that were spent inside."""
-
-    def __init__(self) -> None:
-        self.wall = self.cpu = 0.0
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        wall, cpu = time.perf_counter(), time.process_time()
-        try:
-            yield
-        finally:
-            self.wall, self.cpu = self.wall + time.perf_counter() - wall, self.cpu + time.process_time() - cpu
-
-
-def private_step(s: Session, after_pass: Callable[[int], None] = lambda records: None) -> tuple[int, dict[str, float]]:
-    """One step as ``fit`` takes it; the number of records and the seconds of its parts.
-
-    Args:
-        after_pass: called with the number of records so far after each physical batch; its time is no part of the step.
-    """
-    parts, batches, clip, records = Parts(), train_step._batches, train_step.clipped_sum, 0
-
-    def clip_then_wait(*args: Any, **kwargs: Any) -> Any:
-        nonlocal records
-        with parts.part("clip"):
-            found = clip(*args, **kwargs)
-        records += found.num_records
-        with parts.part("between"):
-            after_pass(records)
-        return found
-
+def private_step(s: Session) -> tuple[int, dict[str, float]]:
+    """One step as ``fit`` takes it; the number of records and the seconds of its parts."""
+    parts, batches = Parts(), train_step._batches
     with parts.part("ledger"):
         step = broadcast_int(0 if s.run is None else s.run.ledger.append(), s.group)
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(DPPlan, "draw", parts.timed("draw", DPPlan.draw)))
         stack.enter_context(patch.object(train_step, "_batches", lambda *args: parts.waiting("load", batches(*args))))
-        stack.enter_context(patch.object(train_step, "clipped_sum", clip_then_wait))
+        stack.enter_context(patch.object(train_step, "clipped_sum", parts.timed("clip", train_step.clipped_sum)))
         stack.enter_context(patch.object(train_step, "all_reduce_sum", parts.timed("reduce", train_step.all_reduce_sum)))
         begun, before = time.perf_counter(), sum(parts.seconds.values())
         total, _ = train_step.step_sum(step, s, DRAW_KEY)
@@ -143,77 +113,29 @@ def private_step(s: Session, after_pass: Callable[[int], None] = lambda records:
         if s.ema is not None:
             update_average(s.ema, s.model, s.config.optim, s.updates)
     s.updates += 1
-    return total.num_records, {name: value for name, value in parts.seconds.items() if name != "between"}
+    return total.num_records, parts.seconds
 
 
-class PlainStep:
-    """A step of an ordinary training loop on the records of private step ``step``, taken pass by pass."""
-
-    def __init__(self, s: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-        self.parts, self.clock, self.records = Parts(), Clock(), 0
-        self._session, self._model, self._optimizer, self._drawn = s, model, optimizer, 0
-        self._passes = self._take_passes(StepKey(s.config.seed, step), step)
-
-    def catch_up(self, records: int) -> None:
-        """Take passes until ``records`` have been seen, or all of this rank."""
-        with self.clock.running():
-            while self.records < records and next(self._passes, None) is not None:
-                pass
-
-    def finish(self) -> tuple[int, dict[str, float]]:
-        """Take the rest of the step; return the number of records that all ranks drew, and the seconds of its parts."""
-        with self.clock.running():
-            for _ in self._passes:
-                pass
-            trained = [p for p in self._model.parameters() if p.grad is not None]
-            if self._session.group.world_size > 1:
-                with self.parts.part("reduce"):
-                    for work in [dist.all_reduce(p.grad, async_op=True) for p in trained]:
-                        work.wait()
-            with self.parts.part("optimizer"):
-                for p in trained:
-                    assert p.grad is not None
-                    p.grad.div_(self._session.plan.expected_batch_size)
-                self._optimizer.step()
-        return self._drawn, self.parts.seconds
-
-    def _take_passes(self, key: StepKey, step: int) -> Iterator[int]:
-        s, parts = self._session, self.parts
-        with parts.part("draw"):
-            drawn = s.rows[s.plan.draw(step, len(s.rows), derive_rng(DRAW_KEY, step))]
-            rows = drawn[s.group.rank :: s.group.world_size]
-        self._drawn = len(drawn)
-        self._optimizer.zero_grad()
-        for batch in parts.waiting("load", full_batches(s, rows, key)):
-            with parts.part("clip"):
-                s.loss_fn(self._model, batch, key).sum().backward()
-            self.records += int(batch.valid_B.sum())
-            yield self.records
-
-
-def both_steps(s: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, name: str) -> dict[str, dict[str, float]]:
-    """The costs of a private and a plain step on the same records, by variant."""
-    plain, whole = PlainStep(s, model, optimizer, step), Clock()
-    begun = time.perf_counter()
-
-    def after_pass(records: int) -> None:
-        ours = time.perf_counter() - begun - plain.clock.wall
-        plain.catch_up(records)
-        if s.group.is_main:
-            line = f"{name}: private {ours:.1f} s for {records} records, non-private {plain.clock.wall:.1f} s for {plain.records}"
-            print(line, file=sys.stderr, flush=True)
-
-    gather_texts("", s.group)  # the ranks begin together
-    begun = time.perf_counter()
-    with whole.running():
-        private = private_step(s, after_pass)
-    ours = whole.wall - plain.clock.wall, whole.cpu - plain.clock.cpu
-    gather_texts("", s.group)
-    found = {"private": (*private, *ours), "non_private": (*plain.finish(), plain.clock.wall, plain.clock.cpu)}
-    return {
-        variant: {**seconds, "step": wall, "cpu": sum(map(float, gather_texts(str(cpu), s.group))), "records": records}
-        for variant, (records, seconds, wall, cpu) in found.items()
-    }
+def plain_step(s: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> tuple[int, dict[str, float]]:
+    """The same records by an ordinary training loop."""
+    parts, key = Parts(), StepKey(s.config.seed, step)
+    with parts.part("draw"):
+        drawn = s.rows[s.plan.draw(step, len(s.rows), derive_rng(DRAW_KEY, step))]
+        rows = drawn[s.group.rank :: s.group.world_size]
+    optimizer.zero_grad()
+    for batch in parts.waiting("load", full_batches(s, rows, key)):
+        with parts.part("clip"):
+            s.loss_fn(model, batch, key).sum().backward()
+    if s.group.world_size > 1:
+        with parts.part("reduce"):
+            for work in [dist.all_reduce(p.grad, async_op=True) for p in model.parameters() if p.grad is not None]:
+                work.wait()
+    with parts.part("optimizer"):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.div_(s.plan.expected_batch_size)
+        optimizer.step()
+    return len(drawn), parts.seconds
 
 
 def full_batches(s: Session, rows: np.ndarray, key: StepKey) -> Iterator[Batch]:
@@ -261,15 +183,18 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         s = stack.enter_context(start.new_session(make_config(name, args, folder, group), folder / "run"))
         model = copy.deepcopy(s.model)
         plain = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
-        both_steps(s, model, plain, 0, f"{name}, not counted")
+        private_step(s)
+        plain_step(s, model, plain, 0)
         for number in range(1, args.rounds + 1):
-            costs = both_steps(s, model, plain, number, f"{name}, round {number}")
-            for variant, steps in found.items():
-                steps.append(costs[variant])
+            for variant in sorted(found, reverse=number % 2 == 1):
+                gather_texts("", group)  # the ranks begin together
+                wall, cpu = time.perf_counter(), time.process_time()
+                step = private_step(s) if variant == "private" else plain_step(s, model, plain, number)
+                seconds, cpu = time.perf_counter() - wall, time.process_time() - cpu
+                costs = {**step[1], "step": seconds, "cpu": sum(map(float, gather_texts(str(cpu), group))), "records": step[0]}
+                found[variant].append(costs)
                 if group.is_main:
-                    last = steps[-1]
-                    line = f"{name} {variant}: {last['step']:.1f} s, CPU {last['cpu']:.1f} s, {last['records']} records"
-                    print(line, file=sys.stderr, flush=True)
+                    print(f"{name} {variant}: {costs['step']:.1f} s, CPU {costs['cpu']:.1f} s, {step[0]} records", file=sys.stderr)
     for ours, theirs in zip(found["private"], found["non_private"], strict=True):
         assert ours["records"] == theirs["records"], "both sides take the same draw"
     rows = [
