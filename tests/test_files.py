@@ -45,7 +45,7 @@ def test_a_kill_before_the_rename_leaves_what_was_there(tmp_path: Path, name: st
     else:
         target.mkdir()
         (target / "a").write_bytes(b"old")
-    done = subprocess.run([sys.executable, "-c", KILLED, str(target), stage], timeout=60)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(target), stage], timeout=900)
     assert done.returncode == -signal.SIGKILL
     if name == "folder" and stage == "renaming":  # no call replaces a folder: the old one has gone, the new one is whole
         (folder,) = tmp_path.iterdir()

@@ -19,7 +19,7 @@ def three_threads():
 
 
 def test_results_come_in_the_order_of_the_pieces_from_single_threads():
-    meeting = threading.Barrier(3, timeout=60)
+    meeting = threading.Barrier(3, timeout=900)
 
     def work(piece: int) -> tuple[int, int, int]:
         if piece < 3:

@@ -34,6 +34,7 @@ def test_less_noise_never_means_a_steeper_decay() -> None:
     assert frequency_decay(no_noise(100, steps=60)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [1.5, 4.0])
 def test_scaled_rows_of_textures_have_about_length_one(decay: float) -> None:
     """The energies that the constants claim, on textures beyond those that shaped the encoder."""
@@ -78,6 +79,7 @@ def _at_32_px(config: RunConfig) -> RunConfig:
     return replace(config, model=replace(config.model, encoder=replace(config.model.encoder, image_size=32)))
 
 
+@pytest.mark.slow
 def test_a_run_scales_by_its_own_plan_and_says_so(digits: Store) -> None:
     config = head_config(digits, "many_steps", spec="patches")
     config = _at_32_px(config)

@@ -141,7 +141,7 @@ def test_with_one_image_each_people_are_records(store: Store) -> None:
 # The contract
 
 
-@pytest.mark.parametrize("count", [1, 3, 99])
+@pytest.mark.parametrize("count", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 99))])
 def test_a_person_moves_every_sum_by_at_most_the_clip_norm(store: Store, count: int) -> None:
     made = prepare(people_head_config(store, max_records_per_unit=count))
     largest = dict.fromkeys(SUMS, 0.0)

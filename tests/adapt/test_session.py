@@ -306,6 +306,7 @@ def test_presets_are_the_heads_own_defaults() -> None:
     assert PRESETS["feature_covariance"].optim == feature_covariance.OPTIM
 
 
+@pytest.mark.slow
 def test_iterates_are_chosen_by_the_config(private: Store, tmp_path: Path) -> None:
     config = head_config(private, "many_steps")
     optim: OptimConfig = replace(config.optim, ema_decay=0.5)

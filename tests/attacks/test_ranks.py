@@ -133,7 +133,7 @@ def ended(stores: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
         started.append(subprocess.Popen(command, env={**os.environ, **where}, stderr=subprocess.PIPE, text=True))
     try:
         for process in started:
-            _, said = process.communicate(timeout=240)
+            _, said = process.communicate(timeout=900)
             assert process.returncode == 0, said[-3000:]
     finally:
         for process in started:

@@ -78,7 +78,7 @@ def _process(config: RunConfig, folder: Path, rank: int, launcher: list[str]) ->
     (folder / "script.py").write_text(INTERRUPTED)
     return subprocess.run(
         [sys.executable, *launcher, str(folder / "script.py"), str(folder / "config.json"), str(folder / "run"), str(rank)],
-        capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 

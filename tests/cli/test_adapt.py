@@ -114,6 +114,7 @@ def test_settings_typed_are_copied_one_by_one_onto_another_heads_defaults() -> N
     assert with_values(other, asked, typed) == replace(wanted, model=replace(other.model, bias=False)) != other
 
 
+@pytest.mark.slow
 def test_a_private_score_chooses_among_heads_for_one_charge(
     stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,6 +315,7 @@ def _scenes_with_colours(folder: Path, first: int, count: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_images_of_several_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine, test, one = (str(tmp_path / name) for name in ("mine", "test", "one"))
     (tmp_path / "colours.txt").write_text("blue\ngreen\nred\nyellow\n")

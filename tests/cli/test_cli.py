@@ -12,6 +12,8 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.recipes import RECIPES
 
 ONE_OF_EACH_MODEL = {repr(config.model): name for name in RECIPES if (config := RECIPES[name]()).model.kind != "head"}
+FEW = {"synthetic.vip_nano", "dpcap.micro_non_private", "supervised.micro", "transfer.micro_lora"}
+"""One of each kind, small, for the quick tests."""
 NUM = 240  # enough for all eight classes to be on both sides of an evaluation's own split
 
 
@@ -75,12 +77,13 @@ def test_plan_calibrates_and_takes_recipes(capsys: pytest.CaptureFixture[str]) -
     assert 1.9 < result["epsilon"] <= 2.0 and result["noise_multiplier"] > 0 and result["signal"]["num_parameters"] > 0
 
 
-@pytest.mark.parametrize("recipe", sorted(ONE_OF_EACH_MODEL.values()))
+@pytest.mark.parametrize("recipe", [r if r in FEW else pytest.param(r, marks=pytest.mark.slow) for r in sorted(ONE_OF_EACH_MODEL.values())])
 def test_doctor_counts_what_the_model_trains(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = _run(capsys, ["doctor", recipe, "--json"])
     assert sum(result["parts"].values()) == result["num_parameters"] > 1_000
 
 
+@pytest.mark.slow
 def test_a_check_that_takes_minutes_is_announced(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

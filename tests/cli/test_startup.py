@@ -23,7 +23,7 @@ print(json.dumps([code, [name for name in {SLOW!r} if name in sys.modules]]))
 
 def _started(argv: list[str], folder: Path) -> tuple[int, list[str], str]:
     """Exit status, which slow libraries were imported, and what was printed."""
-    done = subprocess.run([sys.executable, "-c", RUN, *argv], capture_output=True, text=True, timeout=300, cwd=folder)
+    done = subprocess.run([sys.executable, "-c", RUN, *argv], capture_output=True, text=True, timeout=900, cwd=folder)
     assert done.returncode == 0, done.stderr
     code, slow = json.loads(done.stdout.splitlines()[-1])
     return code, slow, done.stdout + done.stderr
@@ -106,6 +106,6 @@ def test_a_plan_imports_no_slow_part(recipe: str, tmp_path: Path) -> None:
     """One epsilon in two seconds: dp-accounting alone took more than one to import, most of it SciPy's statistics and optimizers."""
     code = RUN.replace(repr(SLOW), repr((*SLOW, "scipy.stats", "scipy.optimize", "scipy.signal")))
     argv = [sys.executable, "-c", code, "plan", recipe, "--json"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=900, cwd=tmp_path)
     status, slow = json.loads(done.stdout.splitlines()[-1])
     assert status == 0 and slow == ["scipy"], done.stderr

@@ -97,6 +97,7 @@ def test_importing_with_captions_says_what_is_missing(tmp_path: Path, capsys: py
     _refused(capsys, named, "labels only")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED.exists(), reason="the shared captions are not beside this checkout")
 def test_real_captions_are_short_in_a_vocabulary_of_eight_thousand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = sorted(str(path) for path in (SHARED / "caption_text").glob("*.gz"))

@@ -137,13 +137,14 @@ main(argv)
 """
 
 
+@pytest.mark.slow
 def test_after_kills_the_same_command_goes_on_and_counts_every_trial(
     mine: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Killed in the second trial's run, and again between the third trial's entry in the journal and its run."""
     argv = _argv(mine, "charged", "--test", str(public.path), "--json", *SPACE)
     for when, more, steps in (("in a run", [], 5), ("before a run", ["--resume"], 6)):
-        done = subprocess.run([sys.executable, "-c", KILLED, when, *argv, *more], capture_output=True, timeout=240)
+        done = subprocess.run([sys.executable, "-c", KILLED, when, *argv, *more], capture_output=True, timeout=900)
         assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
         assert sum(charged for _, charged in _runs(mine)) == steps
     journal = tmp_path / "runs" / "study" / "confidential" / "study.journal"

@@ -210,6 +210,7 @@ def test_another_trainings_checkpoint_is_refused(tmp_path: Path) -> None:
         trained(work=tmp_path / "file" / "below")
 
 
+@pytest.mark.slow
 def test_two_processes_under_torchrun_are_one_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -225,7 +226,7 @@ leave()
 """
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
     assert equal(first, second)

@@ -31,7 +31,7 @@ def vit() -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["mae", "vit"])
-@pytest.mark.parametrize("num", [NUM, 1, 3])
+@pytest.mark.parametrize("num", [NUM, *(pytest.param(few, marks=pytest.mark.slow) for few in (1, 3))])
 def test_compiled_sum_is_that_of_vmap(name, num):
     model, loss_fn = (zoo.tiny_mae(), zoo.mae_losses) if name == "mae" else (vit(), class_losses)
     model, batch = model.double(), make_batch(num, size=8 if name == "mae" else 32, dtype=torch.float64)
@@ -45,6 +45,7 @@ def test_compiled_sum_is_that_of_vmap(name, num):
     assert (made and all(made)) if num == NUM else not made, "blocks were not compiled, or for another batch size"
 
 
+@pytest.mark.slow
 def test_blocks_that_differ_in_a_constant_do_not_share_a_program():
     model = vit().double()
     model.blocks[1].norm1.eps = 0.5
@@ -56,6 +57,7 @@ def test_blocks_that_differ_in_a_constant_do_not_share_a_program():
     assert len({id(program.run) for program in blocks.programs.values()}) == 3
 
 
+@pytest.mark.slow
 def test_frozen_and_later_thawed_parts_of_a_block():
     model = vit().double()
     model.blocks[0].requires_grad_(False)
@@ -111,6 +113,7 @@ def test_block_with_a_transposed_square_weight_is_exact():
     assert (flat(clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1, blocks=blocks)) - flat(expected)).norm() <= 1e-13
 
 
+@pytest.mark.slow
 def test_pass_that_broke_off_leaves_nothing_for_the_next(monkeypatch):
     model, batch = vit().double(), make_batch(NUM, size=32, dtype=torch.float64)
     blocks = compile_blocks(model, NUM, backend="aot_eager")
@@ -130,6 +133,7 @@ def test_pass_that_broke_off_leaves_nothing_for_the_next(monkeypatch):
     assert torch.equal(flat(again), flat(expected))
 
 
+@pytest.mark.slow
 def test_model_is_left_as_it_was(monkeypatch):
     """After a pass, and after one that broke off: it can be copied and pickled, and nothing of the programs is in it."""
     model, batch = vit(), make_batch(NUM, size=32)

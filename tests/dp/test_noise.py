@@ -124,7 +124,7 @@ class Rank:
 def test_shares_of_several_owners_are_the_whole_bit_for_bit(world_size):
     total = replace(zeros(), grads={"a": torch.randn(123, 457), "b": torch.randn(5), "c": torch.tensor(2.0)})
     expected, results = privatize(total, plan(), 1, KEY).grads, [None] * world_size
-    slots, barrier = [None] * world_size, threading.Barrier(world_size, timeout=60)
+    slots, barrier = [None] * world_size, threading.Barrier(world_size, timeout=900)
 
     def work(rank):
         results[rank] = privatize(total, plan(), 1, KEY, owners=Rank(rank, world_size, slots, barrier)).grads

@@ -60,6 +60,7 @@ def test_pixels_are_those_of_the_baseline_of_every_score() -> None:
     assert torch.equal(open_encoder("pixels").poolings(x)["pixels"], raw_pixels(x)["pixels"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hog", "scattering"])
 def test_edges_help_to_read_digits_from_few_examples(name: str) -> None:
     digits = load_digits()

@@ -221,6 +221,7 @@ def _features(store: Path) -> dict[str, bytes]:
     return {f.name: f.read_bytes() for f in (store / "confidential" / "features").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_killed_adapt_resumes_in_the_midst_of_its_features(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A real process, a real SIGKILL; nothing is charged before the features are there."""
     stores = [write_digits(tmp_path / f"{n}" / "mine", 0, 600) for n in range(2)]

@@ -53,7 +53,7 @@ def _published(model: VisionTransformer) -> dict[str, torch.Tensor]:
     return dict(model.state_dict()) | decoder
 
 
-@pytest.mark.parametrize("kind", ["mae", "vip"])
+@pytest.mark.parametrize("kind", [pytest.param("mae", marks=pytest.mark.slow), "vip"])
 def test_a_masked_autoencoders_file_gives_timms_features(tmp_path, kind):
     model = _timm_model()
     torch.save({"model": _published(model), "epoch": 800}, tmp_path / "mae_pretrain.pth")
@@ -95,7 +95,10 @@ def test_what_is_no_masked_autoencoder_is_refused_with_the_first_tensor(tmp_path
         released_encoder("dino", tmp_path / "block.safetensors")
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "backbone.", "state_dict.module.encoder."])
+_SLOW_PREFIXES = [pytest.param(prefix, marks=pytest.mark.slow) for prefix in ("", "module.", "backbone.")]
+
+
+@pytest.mark.parametrize("prefix", ["state_dict.module.encoder.", *_SLOW_PREFIXES])
 def test_simclr_is_a_resnet50_whatever_wraps_it(tmp_path, prefix):
     from safetensors.torch import save_file
 
@@ -119,6 +122,7 @@ def _tan_convolution(conv: torch.nn.Conv2d, x_BCHW: torch.Tensor) -> torch.Tenso
     return F.conv2d(x_BCHW, standard * conv.gain, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
+@pytest.mark.slow
 def test_tans_blocks_become_timms_with_the_same_function(tmp_path):
     from safetensors.torch import save_file
 

@@ -3,7 +3,7 @@
 import timm
 import torch
 import torchvision
-from pytest import mark, raises
+from pytest import mark, param, raises
 from safetensors.torch import save_file
 
 from dpvision.encoders.open import open_encoder
@@ -44,6 +44,7 @@ def test_a_timm_transformer_gives_its_own_tokens_pooled(tmp_path):
     assert len(blocks) == 12 and all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(blocks, taken, strict=True))
 
 
+@mark.slow
 def test_registers_are_no_patches():
     encoder = third_party_encoder("timm", "vit_medium_patch16_reg4_gap_256")
     assert encoder.blocks is None  # it has no class token
@@ -57,7 +58,7 @@ def test_registers_are_no_patches():
         assert torch.allclose(encoder.poolings(x_BCHW)["mean"], token_BLD[:, 4:].mean(1), atol=1e-6)
 
 
-@mark.parametrize("name", ["alexnet", "resnet18", "squeezenet1_1", "shufflenet_v2_x0_5"])
+@mark.parametrize("name", ["resnet18", *(param(name, marks=mark.slow) for name in ("alexnet", "squeezenet1_1", "shufflenet_v2_x0_5"))])
 def test_a_torchvision_convnet_gives_the_map_before_its_pooling(tmp_path, name):
     torch.manual_seed(4)
     more = {"num_classes": 5}
@@ -125,6 +126,7 @@ def test_the_backbone_trains_and_leaves_the_frozen_encoder_as_it_was(spec):
     assert torch.equal(encoder.poolings(x_BCHW)["mean"], before)
 
 
+@mark.slow
 def test_files_that_do_not_fit_are_refused_with_the_first_tensor(tmp_path):
     model = torchvision.models.resnet18(weights=None)
     small = model.state_dict()

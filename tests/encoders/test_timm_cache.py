@@ -53,6 +53,7 @@ def test_an_empty_cache_has_none_and_says_where_it_looked(caches: Path) -> None:
     assert encoder.weights == "random" and "random weights" in encoder.name and encoder.licence is None
 
 
+@pytest.mark.slow
 def test_fetched_weights_are_those_of_the_encoder_with_their_licence(caches: Path) -> None:
     file = _fetch(caches)
     assert find_timm_weights(NAME) == (file, [])

@@ -136,6 +136,7 @@ def test_a_pickle_that_wants_memory_is_stopped(tmp_path):
         load_pickle_safely(tmp_path / "big.pth")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("write", "num_bytes"),
     [
@@ -157,6 +158,7 @@ def test_torchs_loader_alone_takes_what_is_refused_here(tmp_path, write, num_byt
         load_pickle_safely(tmp_path / "file.pth")
 
 
+@pytest.mark.slow
 def test_torchs_loader_alone_does_not_end_where_this_one_does(tmp_path):
     _endless(tmp_path / "endless.pth")
     program = (

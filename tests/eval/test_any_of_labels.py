@@ -147,6 +147,7 @@ def test_every_protocol_on_features_scores_by_them() -> None:
     assert [score.value for score in scores] == [0.5] * 4 and all("any label of real.json" in score.protocol for score in scores)
 
 
+@pytest.mark.slow
 def test_a_suite_scores_by_the_file_and_does_not_mix_up_its_cache(tmp_path: Path) -> None:
     train, test = write_colours(tmp_path / "train", 30, 0), write_colours(tmp_path / "test", 10, 1)
     every = AnyOfLabels("every.json", (frozenset({0, 1, 2}),) * test.num_records)

@@ -72,7 +72,14 @@ def test_an_example_is_short(name: str, limit: int) -> None:
     assert len((EXAMPLES / name / SCRIPTS[name]).read_text().splitlines()) < limit
 
 
-@pytest.mark.parametrize(("name", "epsilon"), [("adapt_digits", 3.0), ("your_own_loop", 3.0), ("your_own_loader", 8.0)])
+@pytest.mark.parametrize(
+    ("name", "epsilon"),
+    [
+        pytest.param("adapt_digits", 3.0, marks=pytest.mark.slow),
+        ("your_own_loop", 3.0),
+        pytest.param("your_own_loader", 8.0, marks=pytest.mark.slow),
+    ],
+)
 def test_digits_are_learned_at_the_epsilon_that_is_printed(example, name: str, epsilon: float) -> None:
     done = example(name)
     (accuracy,), ((spent, planned),) = done.found(r"accuracy ([\d.]+)%"), done.spent("digits")
@@ -81,6 +88,7 @@ def test_digits_are_learned_at_the_epsilon_that_is_printed(example, name: str, e
     assert spent == planned <= epsilon and done.found(r"at epsilon ([\d.]+)") == [float(f"{spent:.2f}")]
 
 
+@pytest.mark.slow
 def test_the_row_of_the_paper_is_at_the_epsilons_of_its_ledgers(example) -> None:
     done = example("paper_row")
     printed = done.found(r"at epsilon ([\d.]+)")
@@ -88,6 +96,7 @@ def test_the_row_of_the_paper_is_at_the_epsilons_of_its_ledgers(example) -> None
     assert min(done.found(r"many_steps: accuracy ([\d.]+)%")) / 100 > 3 * CHANCE_OF_A_DIGIT
 
 
+@pytest.mark.slow
 def test_private_captions_teach_colours_that_the_warm_start_cannot_name(example) -> None:
     done = example("private_captioner")
     before, after = done.found(r"right in ([\d.]+)%")

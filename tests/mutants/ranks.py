@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpvision.train.distributed import Group
 
-_TIMEOUT_S = 120
+_TIMEOUT_S = 900
 _REDUCE = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MIN: torch.amin, dist.ReduceOp.MAX: torch.amax}
 
 

@@ -87,6 +87,7 @@ def pretraining_cells() -> list[Cell]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_recommended_was_within_two_points_of_the_best() -> None:
     cells = head_cells() + pretraining_cells()
     missed = [(case, round(got, 1), round(best, 1)) for case, got, best in cells if best - got > 2]

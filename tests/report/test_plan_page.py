@@ -62,7 +62,7 @@ def test_a_browser_shows_the_epsilon_of_the_sliders(page: Path) -> None:
     grid = embedded(page)
     for b, n, s in ((3, 3, 2), (0, 8, 4), (6, 0, 1)):
         command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000", "--dump-dom"]
-        shown = subprocess.run([*command, f"{page.as_uri()}#{b}-{n}-{s}"], capture_output=True, text=True, timeout=120).stdout
+        shown = subprocess.run([*command, f"{page.as_uri()}#{b}-{n}-{s}"], capture_output=True, text=True, timeout=900).stdout
         value = re.search(r'id="epsilon">([^<]*)<', shown)
         assert value is not None
         exact = grid["epsilon"][b][n][s]

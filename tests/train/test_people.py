@@ -343,7 +343,7 @@ def test_after_sigkill_the_same_images_of_a_person_belong_to_a_step_and_people_a
     config = replace(config, privacy=replace(config.privacy, steps=8))
     (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
     command = [sys.executable, "-c", CRASH, str(tmp_path / "config.json"), str(tmp_path / "run")]
-    assert subprocess.run(command, capture_output=True, timeout=240).returncode == -signal.SIGKILL
+    assert subprocess.run(command, capture_output=True, timeout=900).returncode == -signal.SIGKILL
     with new_session(config, tmp_path / "other") as fresh:
         expected = sums(fresh, 3, KEY)[0]
     with resumed_session(tmp_path / "run") as session:

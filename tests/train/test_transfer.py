@@ -153,6 +153,7 @@ def test_the_mean_of_the_iterates_is_kept_and_goes_on_after_a_stop(
     assert not torch.equal(checkpoint.ema["head.weight"], checkpoint.model["head.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["lora", "film", "head"])
 def test_a_tuned_run_is_a_parent_like_any_other(transfer: RunConfig, tmp_path: Path, way: str) -> None:
     """Its additions are merged: the new run starts as the same function, whatever it tunes itself."""

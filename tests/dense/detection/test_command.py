@@ -174,7 +174,7 @@ def test_two_processes_say_it_once(data: dict[str, Path], tmp_path: Path) -> Non
     run, out = write_run(tmp_path / "run"), tmp_path / "scores.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "dpvision", "evaluate", "detection", run]
     argv = [*command, *argv_of(data), *SMALL, "--public", "--json", "--out", str(out), "--work", str(tmp_path / "work")]
-    done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
+    done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert len(found["scores"]) == len(read_scores(out)) == len(read_scores(Path(run) / "scores.json")) >= 7

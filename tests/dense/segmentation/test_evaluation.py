@@ -174,7 +174,7 @@ def test_two_processes_under_torchrun_train_and_score_as_one(tmp_path: Path) -> 
     script.write_text(SCRIPT.format(root=str(Path(__file__).parents[3]), settings=repr(SHORT)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     command += [str(tmp_path / "train"), str(tmp_path / "test"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (np.load(tmp_path / f"rank{rank}.npy") for rank in (0, 1))
     np.testing.assert_array_equal(first, second)

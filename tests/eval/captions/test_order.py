@@ -60,6 +60,7 @@ def test_shuffles_hang_on_the_words_alone() -> None:
     assert len({tuple(shuffled_captions(f"{colour} dogs play with a ball")[1].split()) for colour in ("red", "big", "old", "wet")}) == 4
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=80))
 def test_no_shuffle_is_the_caption_or_stands_twice_and_all_are_laid_out_alike(caption: str) -> None:

@@ -48,6 +48,7 @@ def test_the_first_caption_is_true_of_its_scene_and_the_second_is_not() -> None:
             assert _RELATION.match(true) and _RELATION.match(false)
 
 
+@pytest.mark.slow
 def test_words_alone_give_nothing_away() -> None:
     # One count of all words and pairs of words over many true and false captions, then a judge by likelihood ratio on others.
     test = scene_compositional(range(40_000, 46_000))

@@ -55,7 +55,9 @@ def _tokens(labels: LabelSet, prompt: str) -> list[list[list[int]]]:
     return [[words_of_scenes().words(caption) for caption in own] for own in prompted(labels, prompt)]
 
 
-@pytest.mark.parametrize("prompt", ["this is a photo of a", "an image of a", "x"])
+@pytest.mark.parametrize(
+    "prompt", ["x", *(pytest.param(prompt, marks=pytest.mark.slow) for prompt in ("this is a photo of a", "an image of a"))]
+)
 def test_the_walk_is_that_of_a_plain_search_with_full_passes(prompt: str) -> None:
     # "car" and "carpet" share a beginning; "star" is said in two ways; one label begins another
     names = [("car",), ("carpet",), ("car park",), ("star", "pointed thing"), ("red disc",), ("red",), ("rings and things",)]

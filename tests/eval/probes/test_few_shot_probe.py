@@ -117,6 +117,7 @@ def test_the_whole_network_is_trained(train: Store, monkeypatch: pytest.MonkeyPa
     assert all(moved)
 
 
+@pytest.mark.slow
 def test_the_rate_is_chosen_on_other_persons_images_and_all_are_trained_on_then(
     train: Store, test: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def test_it_reaches_what_logistic_regression_reaches(train: Store, test: Store) 
     assert abs(accuracy - expected) < 0.05
 
 
+@pytest.mark.slow
 def test_predictions_do_not_depend_on_which_images_stand_beside(train: Store, test: Store) -> None:
     settings = replace(SMALL, epochs=8, warmup_epochs=1)
     rows = np.random.Generator(np.random.PCG64(0)).permutation(test.num_records)
@@ -119,6 +120,7 @@ def test_an_encoder_without_blocks_is_probed_on_its_pooling_and_says_so() -> Non
         token_features(encoder, "cls")
 
 
+@pytest.mark.slow
 def test_a_rate_that_learns_nothing_is_not_chosen(train: Store, test: Store) -> None:
     settings = replace(SMALL, blrs=(1e-9, 2.0), epochs=40, warmup_epochs=2)
     found = _probe(train, test, settings)
