@@ -43,7 +43,7 @@ from ..captioners import image, train_captioner, write_run
 from .strict_device import DEVICE, StrictDeviceError, StrictTensor, crossings, without_float64
 
 KEY = StepKey(0, 0)
-RECIPES_RUN = ("vip.nano", "dpcap.base_cap_mae", "supervised.micro")
+RECIPES_RUN = ("vip.nano", "dpcap.base_cap_mae", pytest.param("supervised.micro", marks=pytest.mark.slow))
 """A masked autoencoder, a captioner with both losses, and labels."""
 
 
@@ -133,7 +133,7 @@ def test_probes_on_the_device_give_the_cpus_scores(protocol: str, stores: tuple[
     assert found[0] == pytest.approx(found[1], abs=0.1) and found[0]
 
 
-@pytest.mark.parametrize("spec", ["hog", "scattering", "patches+scattering"])
+@pytest.mark.parametrize("spec", ["patches+scattering", *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("hog", "scattering"))])
 def test_fixed_features_on_the_device_are_the_cpus(spec: str) -> None:
     ours, theirs = (open_encoder(spec, device=device, image_size=32) for device in (DEVICE, "cpu"))
     x_BCHW = torch.randn(3, 3, ours.image_size, ours.image_size, generator=torch.Generator().manual_seed(0))
@@ -142,7 +142,7 @@ def test_fixed_features_on_the_device_are_the_cpus(spec: str) -> None:
     torch.testing.assert_close(made.cpu(), theirs(x_BCHW), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["greedy", "beam", "sample"])
+@pytest.mark.parametrize("method", ["greedy", *(pytest.param(method, marks=pytest.mark.slow) for method in ("beam", "sample"))])
 def test_captions_on_the_device_are_the_cpus(method: str, captioner_run: Path) -> None:
     assert captions(captioner_run, DEVICE, method) == captions(captioner_run, "cpu", method)
 

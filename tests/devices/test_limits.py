@@ -153,7 +153,10 @@ def small_memory(monkeypatch: pytest.MonkeyPatch, most: int, after: int = 0) -> 
     monkeypatch.setattr(distributed, "join", lambda device: Group(0, 1, DEVICE))
 
 
-@pytest.mark.parametrize(("most", "named"), [(30, 30), (11, 7), (3, 3)])
+ENDS = [pytest.param(count, count, marks=pytest.mark.slow) for count in (30, 3)]
+
+
+@pytest.mark.parametrize(("most", "named"), [(11, 7), *ENDS])
 def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(
     most: int, named: int, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
