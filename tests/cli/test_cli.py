@@ -26,6 +26,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _tiny(store: Path, runs: Path, name: str = "first") -> list[str]:
     sizes = f"--privacy.dataset-size {NUM} --privacy.expected-batch-size 20 --privacy.steps 2 --hardware.physical-batch-size 20"
+    sizes += " --model.encoder.depth 1 --model.encoder.width 32 --model.encoder.num-heads 2"
+    sizes += " --model.decoder-depth 1 --model.decoder-width 16 --model.decoder-num-heads 2"
     return [
         "train",
         "vip.micro",

@@ -137,6 +137,7 @@ def test_counts_are_the_real_models(name: str, capsys: pytest.CaptureFixture[str
     assert result["ways"]["linear"]["num_parameters"] == linear
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the limit on memory is Linux's")
 def test_the_largest_recipe_needs_no_memory_for_its_weights() -> None:
     program = textwrap.dedent("""
@@ -219,6 +220,7 @@ def test_wrong_input_gets_one_clear_error(argv: list[str], words: str, capsys: p
     assert words in err and not out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["doctor_models:small", "doctor_models:odd", "doctor_models:own_loss"])
 def test_measured_figures_fit_together(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = _json(capsys, name, "--measure", "--device", "cpu", "--image-size", "16", "--max-minutes", "0.05")

@@ -32,6 +32,7 @@ def _json(capsys: pytest.CaptureFixture[str], argv: list[str]) -> dict:
     return json.loads(out)
 
 
+@pytest.mark.slow
 def test_every_test_on_a_store_and_on_scenes_with_controls_and_chance(
     stores: dict[str, str], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -283,6 +283,7 @@ def _network(store: Path, how: str, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_on_public_images_trials_are_compared_by_loss_and_the_best_is_a_command(scenes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*_network(scenes, "public", "--name", "p", "--space", "optim.learning_rate=1e-4,1e-2"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -301,6 +302,7 @@ def test_on_public_images_trials_are_compared_by_loss_and_the_best_is_a_command(
     assert made["dataset_size"] == 40 and made["steps"] == 2 and "--optim.learning-rate" in words
 
 
+@pytest.mark.slow
 def test_simulated_trials_may_vary_batch_and_steps_since_the_target_fixes_the_price(
     scenes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,6 +106,7 @@ def test_private_captions_teach_colours_that_the_warm_start_cannot_name(example)
     assert spent == planned <= 8 and done.found(r"epsilon ([\d.]+)") == [float(f"{spent:.2f}")]
 
 
+@pytest.mark.slow
 def test_the_walk_through_ends_with_a_statement_that_holds(example) -> None:
     done = example("command_line")
     commands = re.findall(r"^\+ dpvision (\w+)", done.out, re.MULTILINE)

@@ -71,6 +71,7 @@ def test_a_browser_shows_the_epsilon_of_the_sliders(page: Path) -> None:
         assert words is not None and f"--noise-multiplier {grid['noise'][n]} " in words[1] and f"--steps {grid['steps'][s]}" in words[1]
 
 
+@pytest.mark.slow
 def test_a_plan_for_people_is_told_by_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = draft_plan(PrivacyConfig(**{**CONFIG.__dict__, "num_units": 25_000, "max_records_per_unit": 2}))
     assert isinstance(plan, DPPlan)
