@@ -180,6 +180,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(
         pass
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_at_all_is_refused(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_memory(monkeypatch, 0)
     with pytest.raises(ConfigError, match=r"out of memory .* even with one record.*smaller model"), new_session(config, tmp_path / "run"):

@@ -147,10 +147,14 @@ def test_more_images_people_and_epsilon_never_lower_the_expected_score() -> None
         ("--images 50000 --labels 10 --epsilon 1 --public-encoder timm:vit_base_patch16_224", "head on a public encoder"),
         ("--images 50000 --epsilon 8", "too little data"),
         ("--images 1000000 --captions --epsilon 8", "private pre-training"),
-        ("--images 3000000 --epsilon 8 --gpus 8 --device H100", "private pre-training"),
-        ("--images 3000000 --epsilon 8 --gpus 8 --device H100 --public-encoder runs/public", "continual training"),
+        pytest.param("--images 3000000 --epsilon 8 --gpus 8 --device H100", "private pre-training", marks=pytest.mark.slow),
+        pytest.param(
+            "--images 3000000 --epsilon 8 --gpus 8 --device H100 --public-encoder runs/public", "continual training", marks=pytest.mark.slow
+        ),
         ("--images 20000 --people 4000 --labels 10 --epsilon 3", "head on baseline features"),
-        ("--images 3000000 --people 3000000 --epsilon 8 --gpus 8 --device H100", "private pre-training"),
+        pytest.param(
+            "--images 3000000 --people 3000000 --epsilon 8 --gpus 8 --device H100", "private pre-training", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_commands_are_understood_up_to_the_missing_store(
@@ -169,6 +173,7 @@ def test_the_commands_are_understood_up_to_the_missing_store(
         assert "dpvision data import SOURCE STORE" in capsys.readouterr().err, command
 
 
+@pytest.mark.slow
 def test_continual_training_names_the_recipe_of_its_size() -> None:
     """Its network and private steps are those that the recommendation was computed for."""
     asked = Question(3_000_000, 8, gpus=8, device="H100", public_encoder="runs/public")
@@ -187,6 +192,7 @@ def test_continual_training_names_the_recipe_of_its_size() -> None:
         assert one.privacy.expected_batch_size == other.privacy.expected_batch_size
 
 
+@pytest.mark.slow
 def test_pretraining_on_images_of_people_draws_people_and_compares_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--images", "2500000", "--people", "2500000", "--epsilon", "8", "--gpus", "8", "--device", "H100"]) == 0
     said = capsys.readouterr().out
@@ -235,6 +241,7 @@ def test_a_delta_far_too_large_is_computed_and_refused_in_words(capsys: pytest.C
     assert "dataset_size x delta at most 1.5, got 100" in found["refused"]
 
 
+@pytest.mark.slow
 def test_hours_that_do_not_suffice_are_said() -> None:
     assert any("hours are needed" in warning for warning in advise(Question(5_000_000, 8, captions=True, gpus=1, hours=1)).warnings)
     with pytest.raises(ConfigError, match="hours"):

@@ -53,6 +53,7 @@ def test_every_epsilon_of_the_grid_is_an_upper_bound_within_one_percent_of_a_sec
     assert checked > 20
 
 
+@pytest.mark.slow
 def test_the_coarse_grid_costs_at_most_one_percent() -> None:
     rng = np.random.default_rng(7)
     checked = 0
@@ -94,6 +95,7 @@ def test_the_steps_of_batch_by_epochs_spend_the_budget_and_two_percent_more_over
     assert known >= 8
 
 
+@pytest.mark.slow
 def test_more_compute_needs_the_noise_that_dp_cap_found(dpcap: DPPlan) -> None:
     # Table 13: noise 0.81 and 0.95 at twice and four times the epochs, noise / batch 1.12 and 1.32 times (Renyi; ours is PLD).
     table = tables.compute_rows(dpcap)

@@ -74,6 +74,7 @@ def said(capsys: pytest.CaptureFixture[str], argv: list[str], status: int = 0) -
     return out if status == 0 else err
 
 
+@pytest.mark.slow
 def test_scores_go_to_the_run_to_one_file_and_to_people(data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out, image = write_run(tmp_path / "run"), tmp_path / "scores.json", tmp_path / "seen.png"
     argv = [run, f"random:{run}", *argv_of(data), "--public", "--out", str(out), "--work", str(tmp_path / "work"), *SMALL]

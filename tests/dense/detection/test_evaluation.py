@@ -169,6 +169,7 @@ def test_two_ranks_answer_for_all_images_in_their_order(tmp_path: Path, monkeypa
         np.testing.assert_allclose(one.box_N4, other.box_N4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_stopped_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     train, encoder = load_coco(*write_shapes(tmp_path / "pictures", 6, width=48)), make_encoder()
     settings = replace(SETTINGS, epochs=4, drop_path=0.3, jitter=(0.5, 1.5), batch_size=3)

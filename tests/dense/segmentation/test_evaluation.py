@@ -60,6 +60,7 @@ def mean_iou(model: Segmenter, folder: SemanticFolder, settings: SegmentationSet
     return measures(pixel_counts(model, tiny_encoder(), folder, settings, HARDWARE))[0].value
 
 
+@pytest.mark.slow
 def test_shapes_are_learned_and_found_again_and_shuffled_masks_teach_nothing(folders: dict[str, SemanticFolder]) -> None:
     model = trained(folders["train"], replace(SETTINGS, epochs=80))
     assert mean_iou(model, folders["train"]) > 0.8 and mean_iou(model, folders["test"]) > 0.6
