@@ -209,7 +209,7 @@ class _Sized:
 # Operator only
 
 
-@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("shown", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_jobs_log_holds_no_loss_of_private_images(shown: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Before: the loss and the throughput of every 15 s stood in it."""
     assert main(["data", "scenes", str(tmp_path / "s"), "--num", "60", "--size-px", "32", "--workers", "1"]) == 0

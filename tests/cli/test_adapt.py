@@ -254,7 +254,7 @@ def test_resume_needs_no_more_than_the_name(stores: tuple[Store, Store], tmp_pat
     assert "expected 'transfer.one_step', the recipe of" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("recipe", ["transfer.one_step", "supervised.micro"])
+@pytest.mark.parametrize("recipe", ["transfer.one_step", pytest.param("supervised.micro", marks=pytest.mark.slow)])
 def test_a_store_that_cannot_be_written_beside_leaves_the_name_free(
     recipe: str, stores: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

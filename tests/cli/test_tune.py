@@ -371,6 +371,7 @@ BAD = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_mistake_is_one_clear_error_and_costs_nothing(
     mine: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
