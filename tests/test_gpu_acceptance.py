@@ -58,6 +58,7 @@ def test_a_check_that_does_not_hold_is_named_and_fails_the_whole() -> None:
     assert not good and "1 of 2 checks hold" in shown and "WRONG a: 2, at most 1" in shown
 
 
+@pytest.mark.slow
 def test_a_part_that_is_there_is_not_run_again_unless_the_code_changed(tmp_path: Path) -> None:
     first = call(tmp_path, "--parts", "totals")
     assert first.returncode == 0, first.stderr

@@ -49,10 +49,10 @@ def step_crossings(name: str, stores: tuple[Path, Path], root: Path, monkeypatch
     return found, passes, width
 
 
-CLASSIFIERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("supervised.micro", "transfer.vit_b16_last")]
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("dpcap.base_cap_mae", "supervised.micro", "transfer.vit_b16_last")]
 
 
-@pytest.mark.parametrize("name", ["vip.nano", "dpcap.base_cap_mae", *CLASSIFIERS])
+@pytest.mark.parametrize("name", ["vip.nano", *OTHERS])
 def test_a_step_waits_once_a_pass_and_once_at_its_end(
     name: str, stores: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

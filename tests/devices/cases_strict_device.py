@@ -43,7 +43,7 @@ from ..captioners import image, train_captioner, write_run
 from .strict_device import DEVICE, StrictDeviceError, StrictTensor, crossings, without_float64
 
 KEY = StepKey(0, 0)
-RECIPES_RUN = ("vip.nano", "dpcap.base_cap_mae", pytest.param("supervised.micro", marks=pytest.mark.slow))
+RECIPES_RUN = ("vip.nano", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpcap.base_cap_mae", "supervised.micro")))
 """A masked autoencoder, a captioner with both losses, and labels."""
 
 

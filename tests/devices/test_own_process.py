@@ -1,4 +1,4 @@
-"""Tests on the strict device and on fake CUDA tensors, each file in a process of its own.
+"""Tests on the strict device and on fake CUDA tensors, each in a process of its own.
 
 Torch keeps a device that was registered, and fake tensors fail where other tests have touched CUDA.
 """
@@ -14,11 +14,21 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("cases", ["cases_strict_device.py", "cases_crossings.py", "cases_fake_cuda.py"])
-def test_cases_pass_in_a_process_of_their_own(cases: str, marked: str) -> None:
-    if marked == "slow" and "mark.slow" not in (HERE / cases).read_text():
-        pytest.skip(f"{cases} has no slow case")
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marked, str(HERE / cases)]
+@pytest.mark.parametrize("cases", [["cases_strict_device.py", "cases_crossings.py"], ["cases_fake_cuda.py"]], ids=["strict", "fake"])
+def test_cases_pass_in_a_process_of_their_own(cases: list[str], marked: str) -> None:
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+        marked,
+        *(str(HERE / name) for name in cases),
+    ]
     apart = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(argv, cwd=HERE.parents[1], env=apart, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -30,15 +30,21 @@ def case(request):
 
 
 @pytest.fixture(params=METHODS)
-def clip_by(request):
+def clip_by_any(request):
     """``clipped_sum`` by one of its methods."""
     return partial(clipped_sum, method=request.param)
 
 
-def test_equals_the_loop_in_float64(case, clip_by):
+@pytest.fixture(params=[pytest.param(method, marks=[pytest.mark.slow] if method == "vmap" else []) for method in METHODS])
+def clip_by(request):
+    """The same; by vmap, the fallback, in the slow tests only."""
+    return partial(clipped_sum, method=request.param)
+
+
+def test_equals_the_loop_in_float64(case, clip_by_any):
     model, loss_fn = case[0].double(), case[1]
     for num in (0, 1, 6):
-        check_equal(clip_by, model, loss_fn, num)
+        check_equal(clip_by_any, model, loss_fn, num)
 
 
 def check_equal(clip_by, model, loss_fn, num):
@@ -109,10 +115,10 @@ def test_sum_does_not_depend_on_rows(case, clip_by):
     torch.testing.assert_close(flat(shuffled.grads), flat(straight.grads), rtol=0, atol=1e-13)
 
 
-def test_removing_replacing_or_scaling_a_record_moves_the_sum_by_at_most_c(case, clip_by):
+def test_removing_replacing_or_scaling_a_record_moves_the_sum_by_at_most_c(case, clip_by_any):
     """In float32 without slack: what rounding adds is kept free. In float64 the slack is for the rounding of the sum."""
-    check_sensitivity(clip_by, *case, torch.float32, 0.0)
-    check_sensitivity(clip_by, *case, torch.float64, 1e-12)
+    check_sensitivity(clip_by_any, *case, torch.float32, 0.0)
+    check_sensitivity(clip_by_any, *case, torch.float64, 1e-12)
 
 
 def check_sensitivity(clip_by, model, loss_fn, dtype, slack):
@@ -189,15 +195,15 @@ def test_huge_batch_of_equal_records_keeps_each_contribution():
     assert total.grads["weight"].double().norm() >= num * 0.1 * (1 - RESERVE) * (1 - 1e-5)
 
 
-def test_record_that_is_not_finite_contributes_exactly_zero(case, clip_by):
+def test_record_that_is_not_finite_contributes_exactly_zero(case, clip_by_any):
     """In every kind of layer. Huge numbers may leave a finite gradient, which is then clipped like any other."""
     model, loss_fn = case
     batch = make_batch(4)
-    others = clip_by(loss_fn, model, rows(batch, [0, 2, 3]), KEY, max_grad_norm=0.1)
+    others = clip_by_any(loss_fn, model, rows(batch, [0, 2, 3]), KEY, max_grad_norm=0.1)
     for poison in (torch.nan, torch.inf, 1e30):
         image = batch.image_BVCHW.clone()
         image[1, 0, 1, 2:5, 2:5] = poison
-        total = clip_by(loss_fn, model, batch._replace(image_BVCHW=image), KEY, max_grad_norm=0.1)
+        total = clip_by_any(loss_fn, model, batch._replace(image_BVCHW=image), KEY, max_grad_norm=0.1)
         assert total.num_records == 4
         torch.testing.assert_close(total.norms_B[[0, 2, 3]], others.norms_B, rtol=1e-5, atol=0)
         moved = (flat(total.grads) - flat(others.grads)).norm()

@@ -33,6 +33,7 @@ def test_the_recipes_of_table_13_are_simulations_by_this_rule() -> None:
         assert again.noise_multiplier == pytest.approx(small.noise_multiplier)
 
 
+@pytest.mark.slow
 def test_full_batches_and_truncated_ones_are_simulated_by_poisson_draws() -> None:
     whole = replace(FULL, expected_batch_size=20_000, sampling="full_batch")
     assert simulated(whole, 10).sampling == "poisson" and simulated(whole, 10).expected_batch_size == 2_000

@@ -243,6 +243,7 @@ def test_wrong_input_gets_one_clear_error(tmp_path: Path, small_privacy: Privacy
         gallery_of_run(make_run(tmp_path / "mae" / "run", tmp_path / "mae" / "store", privacy=small_privacy, charged=2), squares.path)
 
 
+@pytest.mark.slow
 def test_the_command_says_where_the_gallery_stands(
     tmp_path: Path, small_privacy: PrivacyConfig, squares: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:

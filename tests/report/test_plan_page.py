@@ -14,6 +14,7 @@ from dpvision.privacy.plan import DPPlan, draft_plan
 from dpvision.privacy.planner import what_if
 from dpvision.report.plan_page import make_plan_page
 
+pytestmark = pytest.mark.slow  # the grid of a page takes half a minute
 CONFIG = PrivacyConfig(dataset_size=50_000, expected_batch_size=2_000, steps=300, noise_multiplier=1.1)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -71,7 +72,6 @@ def test_a_browser_shows_the_epsilon_of_the_sliders(page: Path) -> None:
         assert words is not None and f"--noise-multiplier {grid['noise'][n]} " in words[1] and f"--steps {grid['steps'][s]}" in words[1]
 
 
-@pytest.mark.slow
 def test_a_plan_for_people_is_told_by_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = draft_plan(PrivacyConfig(**{**CONFIG.__dict__, "num_units": 25_000, "max_records_per_unit": 2}))
     assert isinstance(plan, DPPlan)

@@ -66,6 +66,7 @@ def test_the_same_world_at_every_size() -> None:
     assert likeness(small, large.roll(1, 0)).abs().median() < 0.3
 
 
+@pytest.mark.slow
 def test_no_image_is_empty() -> None:
     grey = textures(torch.arange(2000), 32).float().mean(1).flatten(1)
     assert (grey.std(dim=1) > 5).all(), "a nearly flat image teaches nothing"
@@ -73,6 +74,7 @@ def test_no_image_is_empty() -> None:
     assert clipped.median() < 0.05
 
 
+@pytest.mark.slow
 def test_the_spectrum_falls_as_that_of_things_and_not_of_noise() -> None:
     """Power over frequency, log-log, at 64 px: white noise has slope 0, 1/f noise -2, photographs about -2 to -3."""
     grey = textures(torch.arange(400), 64).float().mean(1).numpy()

@@ -143,6 +143,7 @@ def test_physical_batches_change_nothing(config: RunConfig, tmp_path: Path) -> N
         torch.testing.assert_close(totals[1].grads[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_loss_falls_when_it_may(config: RunConfig, tmp_path: Path) -> None:
     """Without noise, words that say nothing of the image are learned within seconds: the mean loss falls below half of log V."""
     privacy = PrivacyConfig(dataset_size=NUM_RECORDS, expected_batch_size=40, steps=60, max_grad_norm=None, guarantee="none")
