@@ -124,6 +124,7 @@ def patients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_import_prints_a_command_that_works_and_the_guarantee_is_a_persons(
     patients: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

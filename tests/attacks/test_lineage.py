@@ -186,7 +186,7 @@ def test_a_run_on_public_images_from_such_weights_lies_under_confidential(root: 
         make_statement(run)
 
 
-@pytest.mark.parametrize("how", ["averaged", "copied and renamed"])
+@pytest.mark.parametrize("how", ["averaged", pytest.param("copied and renamed", marks=pytest.mark.slow)])
 def test_a_private_parents_epsilon_stays_through_a_file(root: Path, tmp_path: Path, how: str) -> None:
     """9.00 became 1.00."""
     file = LAUNDRIES[how](root / "parent", tmp_path)

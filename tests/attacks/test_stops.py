@@ -164,6 +164,7 @@ def test_a_head_that_is_interrupted_twice_says_what_is_lost(
     assert f"{charged} charged steps were not saved and are lost" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_adapt_stops_after_the_step_it_is_in_says_what_was_charged_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

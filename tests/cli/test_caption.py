@@ -57,6 +57,7 @@ def _refused(capsys: pytest.CaptureFixture[str], words: str, *argv: str) -> None
     assert words in err and "Traceback" not in err and "; expected" in err and err.count("\n") <= 2, err
 
 
+@pytest.mark.slow
 def test_the_words_are_those_of_the_image(run: str, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Colours by name are right only if channels, normalisation, tokenizer and decoder all are."""
     said = _lines(_ok(capsys, run, str(photos))[0])

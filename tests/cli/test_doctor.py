@@ -119,6 +119,7 @@ def _size(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vip.micro", "test_vit", "test_convnext", "doctor_models:small"])
 def test_counts_are_the_real_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = _json(capsys, name)

@@ -98,6 +98,7 @@ def test_half_of_the_images_are_flipped_and_none_when_told_not_to(tmp_path):
     assert flipped(DataConfig(horizontal_flip=False)) == 0
 
 
+@pytest.mark.slow
 def test_views_are_distributed_as_torchvisions(tmp_path):
     """Crop and flip as they are seen in the pixels, over 600 steps: two-sample Kolmogorov-Smirnov distances (5e-4 quantile).
 

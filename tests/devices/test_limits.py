@@ -250,6 +250,7 @@ def test_the_next_batch_is_copied_while_this_one_is_computed(monkeypatch: pytest
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_largest_halves() -> None:
     tried: list[int] = []
 

@@ -61,6 +61,7 @@ def check_equal(clip_by, model, loss_fn, num):
     assert num < 2 or 0 < sum(norm > clip for norm in norms) < num
 
 
+@pytest.mark.slow
 def test_with_several_threads_it_equals_the_loop_and_repeats_its_bits(case):
     torch.set_num_threads(3)  # the conftest restores it
     model, loss_fn = case

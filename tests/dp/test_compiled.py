@@ -30,7 +30,7 @@ def vit() -> nn.Module:
         return timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=32, patch_size=8, depth=3, embed_dim=24, num_heads=2)
 
 
-@pytest.mark.parametrize("name", ["mae", "vit"])
+@pytest.mark.parametrize("name", ["mae", pytest.param("vit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num", [NUM, *(pytest.param(few, marks=pytest.mark.slow) for few in (1, 3))])
 def test_compiled_sum_is_that_of_vmap(name, num):
     model, loss_fn = (zoo.tiny_mae(), zoo.mae_losses) if name == "mae" else (vit(), class_losses)

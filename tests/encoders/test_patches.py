@@ -272,6 +272,7 @@ def test_the_shipped_files_are_those_that_the_slow_test_compared(side: int, dige
     assert hashlib.sha256((FOLDER / f"patches-{side}px.safetensors").read_bytes()).hexdigest() == digest
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_changes_no_bit(small: SizeConstants, texture_NCHW: Tensor) -> None:
     features, threads = PatchFeatures({32: small}, scattering=True), torch.get_num_threads()
     x_BCHW = textures(torch.arange(70), 32).float() / 255

@@ -99,6 +99,7 @@ def test_sizes_are_free_where_the_model_lets_them_be():
         third_party_encoder("torchvision", "alexnet", image_size=32)
 
 
+@mark.slow
 @mark.parametrize("spec", ["timm:resnet18", "torchvision:resnet18"])
 def test_random_weights_are_the_same_each_time_and_leave_the_global_generator_alone(spec):
     torch.manual_seed(0)
@@ -110,6 +111,7 @@ def test_random_weights_are_the_same_each_time_and_leave_the_global_generator_al
     assert "random weights" in first.name
 
 
+@mark.slow
 @mark.parametrize("spec", ["timm:resnet18", "torchvision:resnet18", f"timm:{VIT}"])
 def test_the_backbone_trains_and_leaves_the_frozen_encoder_as_it_was(spec):
     encoder = open_encoder(spec, image_size=64)

@@ -123,6 +123,7 @@ def test_an_archive_that_unpacks_to_more_than_itself_is_refused(tmp_path):
         load_pickle_safely(tmp_path / "bomb.pth")
 
 
+@pytest.mark.slow
 def test_tensors_without_bytes_behind_their_numbers_are_refused(tmp_path):
     torch.save({"huge": torch.ones(1).expand(10**12)}, tmp_path / "huge.pth")
     with pytest.raises(CheckpointError, match="'huge' needs more than its storage"):

@@ -72,14 +72,8 @@ def test_an_example_is_short(name: str, limit: int) -> None:
     assert len((EXAMPLES / name / SCRIPTS[name]).read_text().splitlines()) < limit
 
 
-@pytest.mark.parametrize(
-    ("name", "epsilon"),
-    [
-        pytest.param("adapt_digits", 3.0, marks=pytest.mark.slow),
-        ("your_own_loop", 3.0),
-        pytest.param("your_own_loader", 8.0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "epsilon"), [("adapt_digits", 3.0), ("your_own_loop", 3.0), ("your_own_loader", 8.0)])
 def test_digits_are_learned_at_the_epsilon_that_is_printed(example, name: str, epsilon: float) -> None:
     done = example(name)
     (accuracy,), ((spent, planned),) = done.found(r"accuracy ([\d.]+)%"), done.spent("digits")

@@ -182,6 +182,7 @@ def test_a_caption_does_not_depend_on_the_batch(settings: GenerateSettings) -> N
         assert [[s.ids for s in own] for own in found] == [[s.ids for s in together[b]] for b in order]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [{}, {"temperature": 2.5}, {"top_k": 3}, {"top_p": 0.8}, {"temperature": 1.7, "top_k": 6, "top_p": 0.7}])
 def test_words_are_drawn_as_often_as_the_softmax_says(cut: dict) -> None:
     """The law of the first word and, given the likeliest first, of the second: prefixes of captions against products of the softmax."""

@@ -102,6 +102,7 @@ def vit_counts(depth: int, width: int, num_tokens: int, patch: int = 16) -> dict
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("name", "depth", "width", "patch", "grid"),

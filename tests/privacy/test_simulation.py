@@ -70,6 +70,7 @@ def test_the_planners_output_says_that_nothing_is_guaranteed(capsys: pytest.Capt
     assert "Drop --simulate" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_executes_the_simulation_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def numbers(rows: tuple[Row, ...]) -> list[int]:
     return [known[pixels(row).tobytes()] for row in rows]
 
 
+@pytest.mark.slow
 def test_images_stand_with_their_own_words(tmp_path: Path, squares: Store) -> None:
     made = gallery_of_run(write_run(tmp_path / "run", train_captioner(), guarantee=GUARANTEE), squares.path, count=6)
     assert made.num_candidates == NUM and len(made.random) == len(made.best) == 6

@@ -57,6 +57,7 @@ def test_a_larger_image_shows_the_same_scene() -> None:
         assert np.abs(large - make_scene(i, 48).image).mean() < 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attribute", sorted(ATTRIBUTES))
 def test_scene_attributes_are_uniform(scenes: list[Scene], attribute: str) -> None:
     counts = np.bincount([scene.attributes[attribute] for scene in scenes], minlength=len(ATTRIBUTES[attribute]))
@@ -64,6 +65,7 @@ def test_scene_attributes_are_uniform(scenes: list[Scene], attribute: str) -> No
     assert chisquare(counts).pvalue > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attribute", "words"), [("shape", SHAPES), ("colour", COLOURS), ("texture", TEXTURES), ("size", SIZES)])
 def test_object_attributes_are_uniform(scenes: list[Scene], attribute: str, words: tuple[str, ...]) -> None:
     counts = Counter(getattr(obj, attribute) for scene in scenes for obj in scene.objects)

@@ -21,6 +21,7 @@ def test_an_image_does_not_depend_on_the_others_or_on_their_order() -> None:
         assert torch.equal(together, backwards) and torch.equal(together, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "num"), [(96, 24), (224, 5)])
 def test_threads_do_not_change_a_bit(size: int, num: int) -> None:
     """Nor does a sum over one large image, which PyTorch cuts up among threads."""
@@ -87,6 +88,7 @@ def test_the_spectrum_falls_as_that_of_things_and_not_of_noise() -> None:
     assert -3.3 < slope < -1.9
 
 
+@pytest.mark.slow
 def test_patches_follow_from_their_neighbours_as_in_photographs() -> None:
     """Least squares from the eight neighbours to a patch of 4 x 4 pixels of mean 0 and variance 1, which is what the warm start predicts.
 

@@ -184,8 +184,8 @@ def test_surgery_takes_encoder_and_decoder_and_leaves_the_words_fresh(config: Ru
     ("change", "name"),
     [
         ({"decoder": replace(DECODER, num_heads=4)}, "decoder.num_heads"),
-        ({"encoder": replace(ENCODER, num_heads=4)}, "encoder.num_heads"),
-        ({"decoder": replace(DECODER, depth=2)}, "decoder.depth"),
+        pytest.param({"encoder": replace(ENCODER, num_heads=4)}, "encoder.num_heads", marks=pytest.mark.slow),
+        pytest.param({"decoder": replace(DECODER, depth=2)}, "decoder.depth", marks=pytest.mark.slow),
     ],
 )
 def test_a_parent_of_other_sizes_is_refused(config: RunConfig, tmp_path: Path, change: dict[str, Any], name: str) -> None:
@@ -197,6 +197,7 @@ def test_a_parent_of_other_sizes_is_refused(config: RunConfig, tmp_path: Path, c
         pass
 
 
+@pytest.mark.slow
 def test_a_captioner_goes_on_only_with_its_own_words(config: RunConfig, tmp_path: Path) -> None:
     root = train(config, tmp_path / "run")
     other = tmp_path / "other.json"

@@ -46,6 +46,7 @@ def _two_processes(config: RunConfig, folder: Path) -> dict[str, torch.Tensor]:
     return load_checkpoint(folder / "two").model
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(config: RunConfig, tmp_path: Path) -> None:
     with new_session(config, tmp_path / "one") as session:
         fit(session, secrets=Secrets(b"d" * 32, b"n" * 32), quiet=True)

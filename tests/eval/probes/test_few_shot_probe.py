@@ -90,6 +90,7 @@ def test_transformers_get_adamw_and_convnets_sgd() -> None:
         assert optimizer.defaults["weight_decay"] == decay and optimizer.defaults.get("momentum", 0.9) == 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vit", "conv"])
 def test_fine_tuning_learns_leaves_the_encoder_alone_and_repeats_itself(kind: str, train: Store, test: Store) -> None:
     encoder, settings = (vit_encoder(), QUICK) if kind == "vit" else (conv_encoder(), replace(QUICK, learning_rates=(0.1,)))

@@ -186,6 +186,7 @@ def test_damaged_scores_and_missing_runs_are_refused(make_run: MakeRun, tmp_path
         write_scores(tmp_path / "nowhere", [SCORE], train_data="a", test_data="b")
 
 
+@pytest.mark.slow
 def test_every_protocol_has_its_score_and_controls_join_where_they_can(make_run: MakeRun, train_store: Store, test_store: Store) -> None:
     protocols = make_protocols(
         [name for name in PROTOCOLS if name not in ("own_head", "knn", "linear")],
