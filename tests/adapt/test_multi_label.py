@@ -68,6 +68,7 @@ def test_a_head_is_fitted_to_the_sets_of_the_store(private: Store) -> None:
     assert made.label.tolist() == slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "threshold"), [("one_step", None), ("many_steps", 0.0), ("least_squares", 0.5), ("prototypes", None), (None, 0.0)]
 )

@@ -222,6 +222,7 @@ def test_auto_chooses_by_the_number_of_people(store: Store) -> None:
     assert made.model.head == "prototypes" and "3.33 people a class" in (made.model.reason or ""), "12 images a class would be enough"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", PRESETS)
 def test_every_head_learns_from_people(tmp_path: Path, head: HeadName) -> None:
     """600 people with 1 to 3 noisy images of their class."""
@@ -269,6 +270,7 @@ def test_a_person_without_an_image_that_decodes_or_has_a_label_contributes_exact
         adapt(session)
 
 
+@pytest.mark.slow
 def test_of_several_labels_the_images_with_the_same_ones_are_averaged(tmp_path: Path) -> None:
     sets = [[0], [0, 1], [1, 0], [2], [], [0, 1], []]
     samples = [

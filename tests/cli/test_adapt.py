@@ -86,6 +86,7 @@ def test_from_images_to_a_statement(stores: tuple[Store, Store], tmp_path: Path,
     assert "own head" in (tmp_path / "first" / "confidential" / "compare.html").read_text()
 
 
+@pytest.mark.slow
 def test_what_is_typed_overrides_what_auto_chose(stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = _argv(stores[0], tmp_path, "--dataset-size", "900", "--privacy.guarantee", "none", "--dry-run", "--json")
     assert main(argv) == 0

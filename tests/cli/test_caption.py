@@ -64,6 +64,7 @@ def test_the_words_are_those_of_the_image(run: str, photos: Path, capsys: pytest
     assert said == {f"{photos}/{'more/' if n > 105 else ''}{n}.png": image(n)[1] for n in NUMBERS}
 
 
+@pytest.mark.slow
 def test_a_file_a_folder_a_tar_and_a_store_give_the_same_words(
     run: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

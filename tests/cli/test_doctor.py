@@ -172,6 +172,7 @@ def test_slow_tied_frozen_and_unused_parameters_are_named(capsys: pytest.Capture
     assert "no rule" not in err, "said once, in the table"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layer", "words"),
     [
@@ -278,6 +279,7 @@ def test_the_search_ends_a_sixteenth_below_the_limit_at_most(limit: int) -> None
     assert most_that_fit(fits, most=4096, stop=lambda: True) == (0, False)
 
 
+@pytest.mark.slow
 def test_peak_memory_is_counted_to_the_byte() -> None:
     def step() -> None:
         a = torch.empty(1000, dtype=torch.float64)

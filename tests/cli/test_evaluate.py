@@ -86,6 +86,7 @@ def test_no_cache_leaves_nothing_in_the_store(tmp_path: Path, capsys: pytest.Cap
     assert _json(capsys, asked)["scores"] == first["scores"] and (store / "confidential" / "features").exists()
 
 
+@pytest.mark.slow
 def test_few_shot_and_lars_settings_reach_the_protocol(stores: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(_run(tmp_path / "a"))
     text = f"{run} --train {stores['train']} --test {stores['test']} --protocols few_shot_probe,linear_lars,fine_tune --against none"

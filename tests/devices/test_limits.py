@@ -85,6 +85,7 @@ def test_a_cpu_that_emulates_bfloat16_is_named(
     assert (slow_precision(precision, torch.device(device)) is not None) == warned
 
 
+@pytest.mark.slow
 def test_a_run_on_such_a_cpu_says_so(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +188,7 @@ def test_a_model_that_does_not_fit_at_all_is_refused(config: RunConfig, tmp_path
         pass
 
 
+@pytest.mark.slow
 def test_memory_lost_during_a_run_names_the_step_and_a_smaller_batch(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,13 +20,27 @@ from dpvision.errors import ConfigError, PrivacyError
 MEMBERS = {**zoo.ZOO, **zoo_layers.LAYERS, **zoo_tokens.TOKENS}
 
 
-@pytest.fixture(params=MEMBERS)
-def case(request):
-    """(model in float32, loss function) of one member of the zoo."""
+QUICK = ("bare", "tied", "reused", "without_rule", "rule_and_unknown", "hidden_use", "convnet", "mae")
+"""The members on which the quick tests check what is not the contract itself."""
+
+
+def build(name):
     with torch.random.fork_rng():
         torch.manual_seed(11)
-        build, loss_fn = MEMBERS[request.param]
-        return build(), loss_fn
+        make, loss_fn = MEMBERS[name]
+        return make(), loss_fn
+
+
+@pytest.fixture(params=MEMBERS)
+def every_case(request):
+    """(model in float32, loss function) of one member of the zoo."""
+    return build(request.param)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MEMBERS])
+def case(request):
+    """The same; most members in the slow tests only."""
+    return build(request.param)
 
 
 @pytest.fixture(params=METHODS)
@@ -41,8 +55,8 @@ def clip_by(request):
     return partial(clipped_sum, method=request.param)
 
 
-def test_equals_the_loop_in_float64(case, clip_by_any):
-    model, loss_fn = case[0].double(), case[1]
+def test_equals_the_loop_in_float64(every_case, clip_by_any):
+    model, loss_fn = every_case[0].double(), every_case[1]
     for num in (0, 1, 6):
         check_equal(clip_by_any, model, loss_fn, num)
 
@@ -116,10 +130,10 @@ def test_sum_does_not_depend_on_rows(case, clip_by):
     torch.testing.assert_close(flat(shuffled.grads), flat(straight.grads), rtol=0, atol=1e-13)
 
 
-def test_removing_replacing_or_scaling_a_record_moves_the_sum_by_at_most_c(case, clip_by_any):
+def test_removing_replacing_or_scaling_a_record_moves_the_sum_by_at_most_c(every_case, clip_by_any):
     """In float32 without slack: what rounding adds is kept free. In float64 the slack is for the rounding of the sum."""
-    check_sensitivity(clip_by_any, *case, torch.float32, 0.0)
-    check_sensitivity(clip_by_any, *case, torch.float64, 1e-12)
+    check_sensitivity(clip_by_any, *every_case, torch.float32, 0.0)
+    check_sensitivity(clip_by_any, *every_case, torch.float64, 1e-12)
 
 
 def check_sensitivity(clip_by, model, loss_fn, dtype, slack):
@@ -196,9 +210,9 @@ def test_huge_batch_of_equal_records_keeps_each_contribution():
     assert total.grads["weight"].double().norm() >= num * 0.1 * (1 - RESERVE) * (1 - 1e-5)
 
 
-def test_record_that_is_not_finite_contributes_exactly_zero(case, clip_by_any):
+def test_record_that_is_not_finite_contributes_exactly_zero(every_case, clip_by_any):
     """In every kind of layer. Huge numbers may leave a finite gradient, which is then clipped like any other."""
-    model, loss_fn = case
+    model, loss_fn = every_case
     batch = make_batch(4)
     others = clip_by_any(loss_fn, model, rows(batch, [0, 2, 3]), KEY, max_grad_norm=0.1)
     for poison in (torch.nan, torch.inf, 1e30):

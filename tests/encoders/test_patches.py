@@ -86,6 +86,7 @@ def test_atoms_are_whitened_patches_of_length_one(texture_NCHW: Tensor) -> None:
     assert bank.weight_PK.shape == (48, 50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("side", "stride"), [(s.side_px, s.stride) for s in SETTINGS.values()])
 def test_an_image_and_its_mirror_image_have_the_same_features(side: int, stride: int, texture_NCHW: Tensor) -> None:
     bank = replace(learn_bank(texture_NCHW, num_atoms=6, patch_px=6, stride=1, cells=3), stride=stride)

@@ -143,6 +143,7 @@ def test_tans_blocks_become_timms_with_the_same_function(tmp_path):
     assert (found - tans).norm() < 1e-4 * tans.norm() < 0.1 * (timms - tans).norm()
 
 
+@pytest.mark.slow
 def test_tan_takes_other_resnets_by_name(tmp_path):
     from safetensors.torch import save_file
 

@@ -84,6 +84,7 @@ def test_a_torchvision_convnet_gives_the_map_before_its_pooling(tmp_path, name):
     assert torch.allclose(found["2x2"][:, 2 * width : 3 * width], quarter, atol=1e-5)
 
 
+@mark.slow
 def test_preprocessing_is_the_librarys_own():
     vit, swin = third_party_encoder("timm", VIT), third_party_encoder("torchvision", "swin_t")
     assert vit.mean == timm.models.get_pretrained_cfg(VIT).mean
@@ -91,6 +92,7 @@ def test_preprocessing_is_the_librarys_own():
     assert third_party_encoder("timm", f"{VIT}.augreg_in21k").mean == (0.5, 0.5, 0.5)
 
 
+@mark.slow
 def test_sizes_are_free_where_the_model_lets_them_be():
     assert third_party_encoder("timm", VIT, image_size=32).image_size == 224
     small = third_party_encoder("torchvision", "resnet18", image_size=32)

@@ -130,6 +130,7 @@ def test_tensors_without_bytes_behind_their_numbers_are_refused(tmp_path):
         load_pickle_safely(tmp_path / "huge.pth")
 
 
+@pytest.mark.slow
 def test_a_pickle_that_wants_memory_is_stopped(tmp_path):
     # an allowed name, asked for four gigabytes out of a file of a kilobyte
     torch.save({"big": _Calls(torch.UntypedStorage, 1 << 32)}, tmp_path / "big.pth")

@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_reading_scores_imports_no_protocol() -> None:
     loaded = "*[name for name in sys.modules if name.startswith(('dpvision.eval.', 'sklearn'))]"
     code = f"import sys, dpvision.report.statement, dpvision.report.verify; print({loaded})"

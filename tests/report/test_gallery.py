@@ -99,6 +99,7 @@ def test_the_random_ones_are_drawn_by_id_whatever_is_said_of_them_and_wherever_t
     assert drawn != [200 + int(row) for row in np.argsort(ids)[:8]], "a hash of a hash: ids alone could be sorted by anybody's wish"
 
 
+@pytest.mark.slow
 def test_the_best_are_of_the_tenth_with_the_highest_cider(tmp_path: Path, squares: Store) -> None:
     """Of a captioner that is trained too little to be always right; the scores are made again here from what it says."""
     half = train_captioner(40)

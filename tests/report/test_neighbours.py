@@ -97,6 +97,7 @@ def test_a_store_of_one_image_has_no_neighbours_and_one_of_three_has_two(tmp_pat
     assert made is not None and made.k == 2 and len(made.rows) <= 3
 
 
+@pytest.mark.slow
 def test_random_weights_stand_beside_a_trained_encoder(copy_of: Callable[[], Path], scenes: Store) -> None:
     run = copy_of()
     made = neighbours_of_run(run, scenes, num_queries=3)

@@ -10,6 +10,7 @@ from dpvision.synthetic.texture_bank import FIELD_SIDE, NUM_ANGLES, NUM_CONTOURS
 from dpvision.synthetic.textures import NUM_THINGS, _count_things, textures
 
 
+@pytest.mark.slow
 def test_an_image_does_not_depend_on_the_others_or_on_their_order() -> None:
     """Parts, padding of vector instructions and the sort by number of things must not show in a bit."""
     number = torch.arange(40)
@@ -53,6 +54,7 @@ def test_a_look_shows_the_same_world() -> None:
     assert own < 0.6 * other
 
 
+@pytest.mark.slow
 def test_the_same_world_at_every_size() -> None:
     """A large image averaged down agrees with the small one, far beyond what two programs have in common."""
     number = torch.arange(60)

@@ -119,6 +119,7 @@ def test_the_warm_start_passes_both_gates(config: RunConfig) -> None:
     check_exact(loss_fn, model, example_batch(config), KEY)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_and_its_words_go_with_the_weights(config: RunConfig, words: Path, tmp_path: Path) -> None:
     root = train(config, tmp_path / "run")
     checkpoint = load_checkpoint(root)
@@ -154,6 +155,7 @@ def test_the_loss_falls_when_it_may(config: RunConfig, tmp_path: Path) -> None:
     assert np.mean(losses[:2]) > 0.9 * np.log(300) and np.mean(losses[-5:]) < 0.5 * np.log(300)
 
 
+@pytest.mark.slow
 def test_surgery_takes_encoder_and_decoder_and_leaves_the_words_fresh(config: RunConfig, tmp_path: Path) -> None:
     public = write_scenes(tmp_path / "public", 30, 16, public=True)
     start = replace(

@@ -102,6 +102,7 @@ def test_both_steps_have_all_images_of_the_run_that_is_private_alone(size: str) 
     assert private.init_from == f"runs/{public.recipe}" and private.privacy.steps == alone.privacy.steps
 
 
+@pytest.mark.slow
 def test_fewer_private_images_need_more_noise(capsys: pytest.CaptureFixture[str]) -> None:
     plan = make_plan(RECIPES["vip.continual_micro"]().privacy)
     alone = make_plan(RECIPES["vip.micro"]().privacy)

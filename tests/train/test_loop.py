@@ -66,6 +66,7 @@ def test_compiled_blocks_do_not_change_the_result_beyond_rounding(config: RunCon
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=2e-5, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "bits"), [("bfloat16", 8), ("float16", 11)])
 def test_half_precision_moves_the_result_by_its_rounding_only(config: RunConfig, tmp_path: Path, precision: str, bits: int) -> None:
     # SGD without noise: the weights' movement is then the sum of clipped gradients, and the precision of these is what is compared.

@@ -200,6 +200,7 @@ def test_softmax_over_classes_that_do_not_exclude_one_another_is_refused(config:
         replace(config.model, loss="softmax")
 
 
+@pytest.mark.slow
 def test_scores_that_would_mean_nothing_are_refused(config: RunConfig, halves: tuple[Store, Store], tmp_path: Path) -> None:
     test = halves[1]
     single = write_scenes(tmp_path / "single", 40, 16, first=500, public=False)

@@ -37,6 +37,7 @@ def test_the_private_step_is_a_step_of_the_training_loop(tmp_path: Path) -> None
     assert not all(torch.equal(p, first[name]) for name, p in by_loop.items())
 
 
+@pytest.mark.slow
 def test_the_parts_add_up_to_the_step() -> None:
     rows = benchmark.measure("mae_micro", ARGS)
     value = {(r["variant"], r["metric"]): r["value"] for r in rows}

@@ -33,6 +33,7 @@ def _true_of(sentence: str, scene: Scene) -> bool:
     return {"left of": a.x < b.x, "right of": a.x > b.x, "above": a.y < b.y, "below": a.y > b.y}[word]
 
 
+@pytest.mark.slow
 def test_the_first_caption_is_true_of_its_scene_and_the_second_is_not() -> None:
     test = scene_compositional(NUMBERS)
     kinds = Counter(choice.group for choice in test.choices)

@@ -84,6 +84,7 @@ def test_with_labels_of_one_word_both_ways_agree_when_a_word_says_nothing_about_
     assert greedy.tolist() == loss_BC.argmin(1).tolist() and len(set(greedy.tolist())) > 1
 
 
+@pytest.mark.slow
 def test_by_loss_the_class_of_the_likeliest_caption_wins(store: Store) -> None:
     ready = open_made(3)
     labels = LabelSet("shapes", tuple((name, f"{name} thing") for name in LABELS))

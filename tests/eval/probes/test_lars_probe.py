@@ -64,6 +64,7 @@ def test_updates_are_those_of_you_et_al() -> None:
         assert torch.allclose(heads.bias_R[r], bias_R[r], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_it_reaches_what_logistic_regression_reaches(train: Store, test: Store) -> None:
     feature_of, _ = token_features(vit_encoder(), "blocks")
     (x_ND, label_N, _), (y_MD, truth_M, _) = (
@@ -139,6 +140,7 @@ def test_held_out_persons_do_not_choose_by_themselves(train: Store, test: Store,
     assert len(everything) == 500 and len(kept) % 4 == 0 and 380 <= len(kept) <= 420  # 125 persons of four, a fifth held out whole
 
 
+@pytest.mark.slow
 def test_augmented_passes_differ_and_are_the_same_every_time(train: Store, test: Store) -> None:
     settings = replace(SMALL, epochs=3, warmup_epochs=1, augment=True, crop_scale=(0.5, 1.0))
     lines: list[list[str]] = [[], []]

@@ -59,6 +59,7 @@ def test_baselines_stand_beside_every_score(make_run: MakeRun, train_store: Stor
     assert len({s.value for s in scores}) > 3  # encoder and random weights are different models here
 
 
+@pytest.mark.slow
 def test_scores_are_the_same_every_time(make_run: MakeRun, train_store: Store, test_store: Store) -> None:
     run = make_run()
     assert evaluate(run, train_store, test_store, workers=1) == evaluate(run, train_store, test_store, batch_size=256, workers=2)

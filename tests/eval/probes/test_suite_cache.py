@@ -21,6 +21,7 @@ def _stores(tmp_path: Path) -> tuple[Store, Store]:
     return write_scenes(tmp_path / "a", 120, 16), write_scenes(tmp_path / "b", 40, 16, first=500)
 
 
+@pytest.mark.slow
 def test_a_second_evaluation_is_the_first_and_reads_no_image(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, stores = make_run(), _stores(tmp_path)
     plain = evaluate(run, *stores, workers=1)
