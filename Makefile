@@ -1,4 +1,4 @@
-# make demo   set up and run the main job on procedural scenes        make test   set up, lint, type-check, pass the tests
+# make demo   set up and run the main job on procedural scenes        make test   set up, lint, type-check, pass the quick tests
 # make dist   wheel and sdist in dist/, tried in a fresh environment
 # make docs   these pages as a site in site/, every link checked
 # make prove  the longer checks and the quick benchmarks

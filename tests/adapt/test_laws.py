@@ -154,7 +154,6 @@ leave()
 """
 
 
-@pytest.mark.slow
 def test_two_real_processes_release_what_one_does(tmp_path: Path) -> None:
     """Each sums its slice, the noise is added to the total once: both have one process's heads, and each other's bit for bit."""
     (tmp_path / "script.py").write_text(RANK_SCRIPT)

@@ -70,14 +70,18 @@ def loss_after(steps: int, rate: float, share: float) -> float:
     return float(torch.nn.functional.cross_entropy(torch.from_numpy(x_ND) @ head.weight_KD.T, torch.from_numpy(label)))
 
 
-def test_the_bound_on_the_rate_is_where_steps_diverge() -> None:
-    """At the bound the loss comes to rest, near the labels' entropy (clipping moves it). Above 2 (1 + m) / (2 p (1 - p)) it swings."""
-    for share in (0.4, 0.1):
-        entropy = -share * math.log(share) - (1 - share) * math.log(1 - share)
-        ends = [loss_after(steps, stable_rate(0.9), share) for steps in (400, 401)]
-        assert max(ends) - min(ends) < 1e-4 and max(ends) < entropy + 0.005
+@pytest.mark.parametrize("share", [0.1, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.4, 0.25))])
+def test_at_the_bound_on_the_rate_the_loss_comes_to_rest(share: float) -> None:
+    """Near the labels' entropy: clipping moves it."""
+    entropy = -share * math.log(share) - (1 - share) * math.log(1 - share)
+    ends = [loss_after(steps, stable_rate(0.9), share) for steps in (400, 401, 420)]
+    assert max(ends) - min(ends) < 1e-4 and max(ends) < entropy + 0.005
+
+
+def test_beyond_the_limit_of_the_rate_the_loss_swings() -> None:
+    """Above 2 (1 + m) / (2 p (1 - p)), where p is the share of the second class."""
     limit = 2 * 1.9 / (2 * 0.4 * 0.6)
-    swings = [loss_after(steps, 1.1 * limit, 0.4) for steps in (400, 401)]
+    swings = [loss_after(steps, 1.1 * limit, 0.4) for steps in (400, 401, 420)]
     assert max(swings) - min(swings) > 0.005 and stable_rate(0.9) < 0.6 * limit
 
 

@@ -137,7 +137,6 @@ main(argv)
 """
 
 
-@pytest.mark.slow
 def test_after_kills_the_same_command_goes_on_and_counts_every_trial(
     mine: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

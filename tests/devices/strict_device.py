@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
+from torch.library import Library
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
@@ -173,7 +174,7 @@ def _caller() -> str:
     return "outside the package"
 
 
-_KERNELS = library.Library("aten", "IMPL")
+_KERNELS = Library("aten", "IMPL")
 """Kernels that are reached without a tensor of the device among the arguments, or with Python's dispatch switched off."""
 
 

@@ -157,13 +157,13 @@ def check_sensitivity(clip_by, model, loss_fn, dtype, slack):
     assert (other - without).norm() <= clip * (1 + slack)
 
 
-def test_automatic_clipping_stays_below_c(case, clip_by):
+def test_automatic_clipping_stays_below_c(every_case, clip_by_any):
     """One record: its contribution is C g / (||g|| + 0.01), and shorter than C whatever the scale of the image."""
-    model, loss_fn, clip = case[0].double(), case[1], 0.7
+    model, loss_fn, clip = every_case[0].double(), every_case[1], 0.7
     batch = make_batch(1, dtype=torch.float64)
     for scale in (1e-3, 1.0, 1e4):
         scaled = batch._replace(image_BVCHW=batch.image_BVCHW * scale)
-        total = clip_by(loss_fn, model, scaled, KEY, max_grad_norm=clip, rule="automatic")
+        total = clip_by_any(loss_fn, model, scaled, KEY, max_grad_norm=clip, rule="automatic")
         [(_, grads)] = per_record_gradients(loss_fn, model, scaled, KEY)
         norm = flat(grads).norm()
         torch.testing.assert_close(flat(total.grads), clip * flat(grads) / (norm + 0.01), rtol=0, atol=1e-12)
@@ -182,7 +182,7 @@ def test_loss_scale_is_undone_before_the_norm(case, clip_by):
 
 @pytest.mark.parametrize("shape", [(1, 1, 7), (3, 8, 8), (3, 33, 41), (3, 224, 224)])
 @pytest.mark.parametrize("clip", [1e-12, 0.1, 1.0, 1e12])
-def test_float32_contribution_never_exceeds_c(clip_by, shape, clip):
+def test_float32_contribution_never_exceeds_c(clip_by_any, shape, clip):
     """Any gradient whatever, in float32, measured in float64: no slack."""
     generator = torch.Generator().manual_seed(3)
     model = GradientIsImage(*shape)
@@ -194,7 +194,7 @@ def test_float32_contribution_never_exceeds_c(clip_by, shape, clip):
         ]
         image[..., 0, 0] = 1.0
         image = (image / image.norm() * clip * scale).clamp(-1e18, 1e18)
-        total = clip_by(image_losses, model, batch._replace(image_BVCHW=image), KEY, max_grad_norm=clip)
+        total = clip_by_any(image_losses, model, batch._replace(image_BVCHW=image), KEY, max_grad_norm=clip)
         norm = total.grads["weight"].double().norm().item()
         assert norm <= clip * (1 - RESERVE) * (1 + 32 * torch.finfo(torch.float32).eps)
         true = image.double().norm().item()
@@ -236,15 +236,15 @@ def test_only_records_that_are_not_finite_give_zeros(case, clip_by):
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.4, None])
-def test_padding_is_not_in_the_sum_whatever_it_holds(case, clip_by, max_grad_norm):
+def test_padding_is_not_in_the_sum_whatever_it_holds(case, clip_by_any, max_grad_norm):
     model, loss_fn = case
     batch = make_batch(5)
     image = batch.image_BVCHW.clone()
     image[1], image[4] = torch.nan, 1e20
     valid = torch.tensor([True, False, True, True, False])
-    total = clip_by(loss_fn, model, batch._replace(image_BVCHW=image, valid_B=valid), KEY, max_grad_norm=max_grad_norm)
-    expected = clip_by(loss_fn, model, rows(batch, valid), KEY, max_grad_norm=max_grad_norm)
-    other = clip_by(loss_fn, model, batch._replace(valid_B=valid), KEY, max_grad_norm=max_grad_norm)
+    total = clip_by_any(loss_fn, model, batch._replace(image_BVCHW=image, valid_B=valid), KEY, max_grad_norm=max_grad_norm)
+    expected = clip_by_any(loss_fn, model, rows(batch, valid), KEY, max_grad_norm=max_grad_norm)
+    other = clip_by_any(loss_fn, model, batch._replace(valid_B=valid), KEY, max_grad_norm=max_grad_norm)
     assert torch.equal(flat(total.grads), flat(other.grads)) and torch.equal(total.norms_B, other.norms_B)
     # Against the batch without padding, another shape: kernels may round another way.
     assert (flat(total.grads) - flat(expected.grads)).norm() <= 1e-6 * flat(expected.grads).norm()

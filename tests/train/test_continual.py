@@ -45,8 +45,7 @@ def tiny(name: str, store: Path, records: int, parent: Path | None) -> RunConfig
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [pytest.param("base", marks=pytest.mark.slow), "micro"])
 def test_the_statement_names_the_public_step_and_charges_the_private_one_alone(
     size: str, photographs: Path, scenes: Path, tmp_path: Path
 ) -> None:
