@@ -5,10 +5,10 @@
 
 "private" is what ``train.loop.fit`` does in a step, by the same functions: draw, load, clip, totals (of the physical batches in float64,
 and the metrics), reduce, noise, optimizer, ledger. "non_private" trains a copy of the model on the same records: full physical batches, one
-backward pass each into ``.grad``, torch's AdamW; its "clip" is that pass. Both sides take a step in every round, in turn, after one
-that is not counted: while passes of new sizes map memory for the first time, a step takes up to a fifth longer. Each step is printed to
-standard error when it ends. Steps of Poisson size: --batch expected records out of three times as many scenes at the model's image size, at
-first weights; captioners have a vocabulary of 400.
+backward pass each into ``.grad``, torch's AdamW; its "clip" is that pass. Both sides take a step in every round, in turn, after two passes
+of --physical records and a step each that are not counted: while a pass maps memory for the first time, it takes up to a third longer.
+"page_faults" shows what was still mapped. Each step is printed to standard error when it ends. Steps of Poisson size: --batch expected
+records out of three times as many scenes at the model's image size, at first weights; captioners have a vocabulary of 400.
 
 Under torchrun the ranks share the batch on both sides; the non-private loop adds up its gradients in float32. CPU time is that of all
 ranks, other figures are rank 0's; where another rank's buckets hold more records, "totals" includes waiting for it.
@@ -22,6 +22,7 @@ import contextlib
 import copy
 import io
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -44,6 +45,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.sources import Sample
 from dpvision.data.tokenizer import train_tokenizer
+from dpvision.dp.clip import clipped_sum
 from dpvision.dp.noise import privatize
 from dpvision.optim.ema import update_average
 from dpvision.optim.schedule import learning_rate
@@ -147,6 +149,16 @@ def full_batches(s: Session, rows: np.ndarray, key: StepKey) -> Iterator[Batch]:
     )  # fmt: skip
 
 
+def map_memory(s: Session, model: torch.nn.Module) -> None:
+    """Two passes of a full physical batch of each side, in turn: later ones find the memory that they need, whatever their size."""
+    key = StepKey(s.config.seed, 0)
+    batch = next(full_batches(s, s.rows[: s.config.hardware.physical_batch_size], key))
+    for _ in range(2):
+        clipped_sum(s.loss_fn, s.model, batch, key, max_grad_norm=s.plan.max_grad_norm)
+        s.loss_fn(model, batch, key).sum().backward()
+        model.zero_grad()
+
+
 def make_config(name: str, args: argparse.Namespace, folder: Path, group: Group) -> RunConfig:
     """The recipe at its first weights, on JPEG files of scenes; rank 0 writes them."""
     base, num = RECIPES[MODELS[name]](), 3 * args.batch
@@ -183,28 +195,34 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         s = stack.enter_context(start.new_session(make_config(name, args, folder, group), folder / "run"))
         model = copy.deepcopy(s.model)
         plain = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
+        map_memory(s, model)
         private_step(s)
         plain_step(s, model, plain, 0)
         for number in range(1, args.rounds + 1):
             for variant in sorted(found, reverse=number % 2 == 1):
                 gather_texts("", group)  # the ranks begin together
-                wall, cpu = time.perf_counter(), time.process_time()
+                wall, cpu, faults = time.perf_counter(), time.process_time(), _page_faults()
                 step = private_step(s) if variant == "private" else plain_step(s, model, plain, number)
                 seconds, cpu = time.perf_counter() - wall, time.process_time() - cpu
-                costs = {**step[1], "step": seconds, "cpu": sum(map(float, gather_texts(str(cpu), group))), "records": step[0]}
+                counts = {"records": step[0], "page_faults": _page_faults() - faults}
+                costs = {**step[1], "step": seconds, "cpu": sum(map(float, gather_texts(str(cpu), group))), **counts}
                 found[variant].append(costs)
                 if group.is_main:
                     print(f"{name} {variant}: {costs['step']:.1f} s, CPU {costs['cpu']:.1f} s, {step[0]} records", file=sys.stderr)
     for ours, theirs in zip(found["private"], found["non_private"], strict=True):
         assert ours["records"] == theirs["records"], "both sides take the same draw"
     rows = [
-        row(name, variant, f"{part}_s" if part != "records" else part, [costs[part] for costs in steps])
+        row(name, variant, part if part in ("records", "page_faults") else f"{part}_s", [costs[part] for costs in steps])
         for variant, steps in found.items()
         for part in steps[0]
     ]
     for ratio, part in (("time_ratio", "step"), ("cpu_ratio", "cpu")):
         rows.append(row(name, "private", ratio, [a[part] / b[part] for a, b in zip(found["private"], found["non_private"], strict=True)]))
     return rows
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def main() -> None:
