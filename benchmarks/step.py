@@ -150,7 +150,7 @@ def full_batches(s: Session, rows: np.ndarray, key: StepKey) -> Iterator[Batch]:
 
 
 def map_memory(s: Session, model: torch.nn.Module) -> None:
-    """Two passes of a full physical batch of each side, in turn: later ones find the memory that they need, whatever their size."""
+    """Two passes of a full physical batch of each side, in turn, so that most of the memory of later ones is mapped."""
     key = StepKey(s.config.seed, 0)
     batch = next(full_batches(s, s.rows[: s.config.hardware.physical_batch_size], key))
     for _ in range(2):
