@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.library import Library
+from torch import Tensor, library
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
@@ -174,10 +173,6 @@ def _caller() -> str:
     return "outside the package"
 
 
-_KERNELS = Library("aten", "IMPL")
-"""Kernels that are reached without a tensor of the device among the arguments, or with Python's dispatch switched off."""
-
-
 def _made(func: Any) -> Any:
     return lambda *args, **kwargs: _run(func, args, {**kwargs, "device": DEVICE})
 
@@ -188,9 +183,10 @@ def _copied(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tenso
     return target
 
 
-_KERNELS.impl("empty.memory_format", _made(torch.ops.aten.empty.memory_format), "PrivateUse1")
-_KERNELS.impl("empty_strided", _made(torch.ops.aten.empty_strided.default), "PrivateUse1")
-_KERNELS.impl("_copy_from", _copied, "PrivateUse1")
+# Kernels that are reached without a tensor of the device among the arguments, or with Python's dispatch switched off.
+library.impl("aten::empty.memory_format", DEVICE.type, _made(torch.ops.aten.empty.memory_format))
+library.impl("aten::empty_strided", DEVICE.type, _made(torch.ops.aten.empty_strided.default))
+library.impl("aten::_copy_from", DEVICE.type, _copied)
 
 
 @contextlib.contextmanager
