@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from dpvision.cli.data import SceneLabel
-from dpvision.data.synthetic_store import write_scenes
+from dpvision.data.synthetic_store import write_scenes, write_textures
 from dpvision.errors import DataError
 from dpvision.synthetic.scenes import ATTRIBUTES, LABELS, make_scene
 
@@ -67,7 +67,19 @@ def test_no_scenes_is_an_error(tmp_path):
         write_scenes(tmp_path / "s", 0)
 
 
-@pytest.mark.slow
 def test_scenes_from_several_processes_are_the_same(tmp_path):
     one, two = (write_scenes(tmp_path / str(w), 150, 32, workers=w) for w in (1, 2))
     assert [one.read(i) for i in range(150)] == [two.read(i) for i in range(150)]
+
+
+@pytest.mark.parametrize("write", [write_scenes, write_textures])
+def test_a_folder_that_exists_is_refused_before_anything_is_drawn(tmp_path, write, monkeypatch):
+    def drawn(*args, **kwargs):
+        yield from ()
+        raise AssertionError("drawn")
+
+    monkeypatch.setattr("dpvision.data.synthetic_store.ordered_map", drawn)
+    with pytest.raises(AssertionError, match="drawn"):
+        write(tmp_path / "new", 1000, 16, workers=2)
+    with pytest.raises(DataError, match="exists; expected a new folder"):
+        write(tmp_path, 1000, 16, workers=2)

@@ -1,5 +1,6 @@
 """``dpvision data``: import, inspect and split stores, and make synthetic ones."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -167,7 +168,13 @@ def scenes(
     """
     from dpvision.data.synthetic_store import write_scenes
 
-    _said(write_scenes(store, num, size_px, first=first, label=label, multi_label=multi_label, workers=workers, public=public), json)
+    start = time.monotonic()
+    with Console(stderr=True).status("drawing") as status:
+        made = write_scenes(
+            store, num, size_px, first=first, label=label, multi_label=multi_label, workers=workers, public=public,
+            progress=lambda n: status.update(f"drawing: {n:,} of {num:,} scenes, {n / (time.monotonic() - start):,.0f}/s"),
+        )  # fmt: skip
+    _said(made, json)
 
 
 def inspect(

@@ -1,22 +1,28 @@
-"""Map a function over items in threads: results in order, a bounded number of items ahead."""
+"""Map a function over items in threads or processes: results in order, a bounded number of items ahead."""
 
+import multiprocessing
+import os
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-def ordered_map(function: Callable[[T], R], items: Iterable[T], *, workers: int, ahead: int) -> Iterator[R]:
-    """Yield ``function(item)`` in the order of the items, computed by ``workers`` threads.
+def ordered_map(
+    function: Callable[[T], R], items: Iterable[T], *, workers: int, ahead: int, processes: bool = False
+) -> Generator[R, None, None]:
+    """Yield ``function(item)`` in the order of the items, computed by ``workers`` threads or processes.
 
     At most ``ahead`` items are taken before their result is requested, so memory stays bounded. An exception of ``function`` or of the
-    iterable is raised in place of its result; closing the iterator early cancels the calls that have not begun.
+    iterable is raised in place of its result; closing the iterator early cancels the calls that have not begun. Processes are started with
+    the first request, import ``function`` by name, and end when this process dies, however it does.
     """
-    pool = ThreadPoolExecutor(workers)
     pending: deque[Future[R]] = deque()
+    pool = _processes(workers) if processes else ThreadPoolExecutor(workers)
     try:
         for item in items:
             pending.append(pool.submit(function, item))
@@ -26,3 +32,20 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], *, workers: int,
             yield pending.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _processes(workers: int) -> Executor:
+    # spawn: a forked child would inherit the locks of other threads
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+
+
+def _end_with_parent() -> None:
+    """Without this, the workers of a process that is killed wait for work for ever: each holds both ends of the pool's queue."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -2,24 +2,27 @@
 
 import contextlib
 import io
-import multiprocessing
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from PIL import Image
 
 from dpvision.data.importer import import_samples
+from dpvision.data.ordered import ordered_map
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.data.texture_store import texture_files
 from dpvision.errors import DataError
-from dpvision.synthetic.scenes import ATTRIBUTES, Scene, make_scene
+from dpvision.synthetic.scenes import ATTRIBUTES, Scene, make_scenes
 
-_TEXTURES_AT_ONCE = 256
+_SCENES_AT_ONCE, _TEXTURES_AT_ONCE = 64, 256
+
+T = TypeVar("T")
 
 
 def write_scenes(
@@ -56,13 +59,8 @@ def write_scenes(
         raise DataError(f"scenes: label={label!r}; expected one of {', '.join(ATTRIBUTES)}. Use colour, the easiest to learn.")
     if not num >= 1:
         raise DataError(f"scenes: num={num}; expected at least 1. Use 1000.")
-    with contextlib.ExitStack() as stack:
-        draw, numbers = partial(make_scene, size_px=size_px), range(first, first + num)
-        scenes: Iterator[Scene] = map(draw, numbers)
-        if workers > 1:
-            # spawn: a forked child would inherit the locks of other threads. It imports numpy and the scenes, not torch
-            pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")))
-            scenes = pool.map(draw, numbers, chunksize=64)
+    numbers = range(first, first + num)
+    with _drawn(partial(make_scenes, size_px=size_px), numbers, _SCENES_AT_ONCE, workers) as scenes:
         kept = ((i, scene) for i, scene in zip(numbers, scenes, strict=True) if keep(scene))
         samples = (_sample(i, scene, label, multi_label, caption_of) for i, scene in kept)
         return import_samples(
@@ -84,15 +82,20 @@ def write_textures(
     """
     if not num >= 1:
         raise DataError(f"synth: num={num}; expected at least 1. Use 1000.")
-    parts = [range(i, min(i + _TEXTURES_AT_ONCE, first + num)) for i in range(first, first + num, _TEXTURES_AT_ONCE)]
-    with contextlib.ExitStack() as stack:
-        draw = partial(_draw_textures, size_px=size_px)
-        made: Iterator[list[tuple[str, bytes]]] = map(draw, parts)
-        if workers > 1:
-            pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")))
-            made = pool.map(draw, parts)
-        samples = (Sample(key, image, {}) for part in made for key, image in part)
+    with _drawn(partial(_draw_textures, size_px=size_px), range(first, first + num), _TEXTURES_AT_ONCE, workers) as textures:
+        samples = (Sample(key, image, {}) for key, image in textures)
         return import_samples(samples, store_dir, public=True, licence="Apache-2.0 (procedural)", progress=progress)
+
+
+@contextlib.contextmanager
+def _drawn(draw: Callable[[range], list[T]], numbers: range, at_once: int, workers: int) -> Iterator[Iterator[T]]:
+    """Yield what ``draw`` makes of the numbers, ``at_once`` in a call, in order; nothing is drawn before it is asked for."""
+    parts = (numbers[i : i + at_once] for i in range(0, len(numbers), at_once))
+    if workers == 1:
+        yield chain.from_iterable(map(draw, parts))
+        return
+    with contextlib.closing(ordered_map(draw, parts, workers=workers, ahead=2 * workers, processes=True)) as made:
+        yield chain.from_iterable(made)
 
 
 def _draw_textures(numbers: range, size_px: int) -> list[tuple[str, bytes]]:

@@ -115,3 +115,8 @@ def make_scene(i: int, size_px: int = 48) -> Scene:
         light=layout.light,
         background=layout.background,
     )
+
+
+def make_scenes(numbers: range, size_px: int = 48) -> list[Scene]:
+    """Return the scenes of these numbers; see ``make_scene``."""
+    return [make_scene(i, size_px) for i in numbers]
