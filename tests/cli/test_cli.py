@@ -1,5 +1,6 @@
 """The command line as people use it: help for everything, JSON for machines, one clear error and exit 2 for wrong input."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -66,6 +67,22 @@ def test_every_command_has_help_that_teaches(command: str, capsys: pytest.Captur
     except SystemExit as stop:
         assert stop.code == 0
     assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_names_resume_where_the_command_has_it(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):
+        main([command, *(["vip.micro"] if command == "train" else []), "--help"])
+    has_resume = "--resume" in capsys.readouterr().out
+
+    def stopped(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dpvision.cli.importlib.import_module", stopped)
+    assert main([command]) == 130
+    assert ("--resume" in capsys.readouterr().err) == has_resume
 
 
 def test_plan_prints_the_published_figures(capsys: pytest.CaptureFixture[str]) -> None:

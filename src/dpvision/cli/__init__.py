@@ -28,6 +28,8 @@ COMMANDS = {
     "demo": ("demo", "run the main steps in a few minutes, on procedural scenes or on your own images"),
 }
 
+_RESUMED = ("train", "adapt", "tune")
+
 _FOOT = """
 Start with `dpvision demo`, then `dpvision plan --help`. Each command takes --help and --json.
 The epsilon printed is the epsilon executed: see docs/tour.md for the design and docs/pitfalls.md for common mistakes."""
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: hardware: {error}\nUse a smaller --batch-size, or free the GPU of other processes.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nstopped; --resume continues a run from its last checkpoint.", file=sys.stderr)
+        print(f"\nstopped{'; --resume continues a run from its last checkpoint' if args[0] in _RESUMED else ''}.", file=sys.stderr)
         return 130
     return 0
 
