@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dpvision.cli.output import CONFIG, SourcePath, StorePath, emit, pairs
 from dpvision.cli.overlap import overlap
-from dpvision.cli.paths import check_source, check_store
+from dpvision.cli.paths import check_sheet, check_source, check_store
 from dpvision.cli.tokenizer import tokenizer
 from dpvision.data.import_labels import ClassRule, UnknownClasses, read_classes
 from dpvision.errors import OPERATOR_ONLY, DataError
@@ -191,6 +191,7 @@ def inspect(
         json: Print JSON.
     """
     check_store(store)
+    check_sheet(sheet, "data inspect")
     from dpvision.data.declared import has_units
     from dpvision.data.inspect import contact_sheet, inspect_store
     from dpvision.data.open import open_store
@@ -206,7 +207,7 @@ def inspect(
     contact_sheet(opened, num_images).save(sheet)
     result["contact_sheet"] = str(sheet)
     lines = [f"{_label(opened)}what {store} holds", pairs(result), *(_unit_lines(opened) if has_units(opened) else [])]
-    emit(result | {"operator_only": opened.visibility == "private", "declare": _suggested(opened)}, json, "\n".join(lines))
+    emit(result | {"operator_only": opened.results_visibility == "private", "declare": _suggested(opened)}, json, "\n".join(lines))
 
 
 def split(
@@ -254,7 +255,7 @@ def _said(store: "Store", as_json: bool, more: dict[str, Any] | None = None) -> 
         "store": str(store.path),
         "store_id": store.store_id,
         "visibility": store.visibility,
-        "operator_only": store.visibility == "private",
+        "operator_only": store.results_visibility == "private",
         "num_records": store.num_records,
         "multi_label": store.multi_label,
         "declare": _suggested(store),
@@ -281,7 +282,7 @@ def _said(store: "Store", as_json: bool, more: dict[str, Any] | None = None) -> 
 
 
 def _label(store: "Store") -> str:
-    return OPERATOR_ONLY if store.visibility == "private" else ""
+    return OPERATOR_ONLY if store.results_visibility == "private" else ""
 
 
 def _suggested(store: "Store") -> list[dict[str, int]]:
@@ -289,7 +290,7 @@ def _suggested(store: "Store") -> list[dict[str, int]]:
     from dpvision.data.declared import count_units, has_units, rounded_up
 
     if not has_units(store):
-        return [{"dataset_size": rounded_up(store.num_records)}]
+        return [{"dataset_size": rounded_up(store.meta.get("cleared_from", store.num_records))}]
     found: list[dict[str, int]] = []
     for k in _RECORDS_OF_A_UNIT:
         rows = store.eligible_rows(k, 0)

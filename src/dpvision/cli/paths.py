@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dpvision.errors import CheckpointError, DataError
+from dpvision.errors import CheckpointError, ConfigError, DataError
 
 
 def check_store(*paths: Path | None) -> None:
@@ -27,3 +27,9 @@ def check_run(*paths: Path) -> None:
             raise CheckpointError(
                 f"run: {path}: no such folder; expected a run folder or a checkpoint folder. List yours with ls runs, or train one first."
             )
+
+
+def check_sheet(path: Path | None, command: str) -> None:
+    """Raise ConfigError for a contact sheet that is not to be an image file of a usual kind; None is ignored."""
+    if path is not None and path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+        raise ConfigError(f"{command}: sheet={path}; expected a file name with .png, .jpg or .webp. Use sheet.png.")

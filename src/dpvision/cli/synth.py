@@ -9,6 +9,7 @@ import tyro
 from rich.console import Console
 
 from dpvision.cli.output import emit, pairs, parse
+from dpvision.cli.paths import check_sheet
 from dpvision.errors import ConfigError
 
 OutPath = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="STORE")]
@@ -54,6 +55,7 @@ def synth(
     """
     if store is None and sheet is None:
         raise ConfigError("synth: no output; expected a store, --sheet, or both. For example: dpvision synth --sheet textures.png.")
+    check_sheet(sheet, "synth")
     from dpvision.data.inspect import texture_sheet
     from dpvision.data.synthetic_store import write_textures
     from dpvision.data.texture_store import write_texture_store

@@ -44,11 +44,13 @@ def store_captions(store: Store) -> Iterator[str]:
     """Yield all captions of a public store, record by record.
 
     Raises:
-        PrivacyError: the store is private. A tokenizer shows which words occur, and no noise is added to it (docs/privacy.md).
+        PrivacyError: the store is private, or cleared of private twins. A tokenizer shows which words occur, and no noise is added to it
+            (docs/privacy.md).
     """
-    if store.visibility != "public":
+    if store.results_visibility != "public":
+        kind = "private" if store.visibility == "private" else "cleared"
         raise PrivacyError(
-            f"tokenizer: {store.path} is a private store; expected public or synthetic text: the file would show words of the captions. "
+            f"tokenizer: {store.path} is a {kind} store; expected public or synthetic text: the file would show words of the captions. "
             "Use --text with public captions, --scenes, or a store imported with --public."
         )
     return _store_captions(store)

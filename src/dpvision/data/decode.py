@@ -27,6 +27,9 @@ MAX_ASPECT = 100
 MAX_FILE_BYTES = 1 << 29
 """No image of 50 megapixels is larger than this, even uncompressed with four channels of 16 bits."""
 
+HEAD_BYTES = 16
+"""First bytes of a file by which Pillow's readers recognise their format."""
+
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "AVIF", "JPEG2000")
 """Only these of Pillow's formats are opened: some of the others start programs or are not images."""
 
@@ -61,6 +64,12 @@ def decode(data: bytes) -> np.ndarray:
         if pixels is not None:
             return pixels
     return np.asarray(_open(data))
+
+
+def may_be_image(head: bytes) -> bool:
+    """False where ``decode`` calls a file that begins with these ``HEAD_BYTES`` bytes "not an image"."""
+    readers = (Image.OPEN[name][1] for name in FORMATS if name in Image.OPEN)
+    return _is_heif(head) or _looks_like_image(head) or any(accept is None or accept(head) for accept in readers)
 
 
 def extension(data: bytes) -> str:

@@ -7,8 +7,7 @@ import contextlib
 import json
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,6 +20,7 @@ from dpvision.data.import_labels import ClassRule, ImportedLabels
 from dpvision.data.merge import merge_duplicates
 from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
+from dpvision.data.person_names import person_name
 from dpvision.data.record_lines import append_line, have_captions
 from dpvision.data.sources import Sample, open_source
 from dpvision.data.store import ROW, Store, write_description
@@ -30,7 +30,8 @@ from dpvision.errors import CheckpointError, DataError
 from dpvision.files import new_folder
 
 SHARD_BYTES = 1 << 28
-_CHUNK = 64
+_CHUNK, _CHUNK_BYTES = 64, 1 << 26
+"""Samples of a chunk, and bytes from which on it has fewer."""
 _ROWS_IN_LIST = 1 << 16
 
 
@@ -86,6 +87,7 @@ def import_source(
         label_from=label_from,
         label_separator=label_separator,
         label_names=found.label_names,
+        counts=found.counts,
         classes=classes,
         caption_file=caption_file,
         require_captions=require_captions,
@@ -104,6 +106,7 @@ def import_samples(
     label_from: str | None = None,
     label_separator: str | None = None,
     label_names: list[str] | None = None,
+    counts: Mapping[str, int] | None = None,
     classes: ClassRule | None = None,
     caption_file: CaptionFile | None = None,
     require_captions: bool = False,
@@ -116,6 +119,7 @@ def import_samples(
 
     Args:
         label_names: names of integer labels.
+        counts: further counts for the summary, final when the samples are at their end.
         caption_file: captions by the samples' names; its ``attach`` must not have been called yet.
         metric: how scores on the labels are computed, "accuracy" or "mean_per_class"; if None, the evaluation's setting.
     """
@@ -131,7 +135,8 @@ def import_samples(
             done += len(chunk)
             if progress is not None:
                 progress(done)
-        build.finish("public" if public else "private", done, {} if caption_file is None else caption_file.summary())
+        more = dict(counts or {}) | ({} if caption_file is None else caption_file.summary())
+        build.finish("public" if public else "private", done, more)
     return open_store(target)
 
 
@@ -172,9 +177,19 @@ def _checked(samples: Iterable[Sample], key: bytes, require_captions: bool, work
     def check(chunk: list[Sample]) -> list[_Checked]:
         return [_check(sample, key, require_captions) for sample in chunk]
 
-    each = iter(samples)
-    chunks = iter(lambda: list(islice(each, _CHUNK)), [])
-    return ordered_map(check, chunks, workers=workers, ahead=2 * workers)
+    return ordered_map(check, _chunks(samples), workers=workers, ahead=2 * workers)
+
+
+def _chunks(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    chunk, size = list[Sample](), 0
+    for sample in samples:
+        chunk.append(sample)
+        size += len(sample.image)
+        if len(chunk) == _CHUNK or size >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def _check(sample: Sample, key: bytes, require_captions: bool) -> _Checked:
@@ -244,8 +259,9 @@ class _Build:
         self._rows.clear()
 
     def _unit(self, sample: Sample) -> int:
-        value = sample.fields.get(self._unit_from) if self._unit_from is not None else None
-        return -1 if value in (None, "") else keyed_hash(self.key, str(value).encode("utf-8", "surrogatepass"))
+        field = self._unit_from
+        name = None if field is None else person_name(sample.fields.get(field), field, sample.key)
+        return -1 if name is None else keyed_hash(self.key, name.encode("utf-8", "surrogatepass"))
 
     def finish(self, visibility: str, num_seen: int, more: dict[str, int]) -> None:
         self._flush()

@@ -73,7 +73,7 @@ def contact_sheet(store: Store, num: int = 64, *, tile_px: int = 96, columns: in
         size = (tile_px - 2, tile_px - 2)
         sheet.paste(image.resize(size, Image.Resampling.BICUBIC, box=centre_box(*image.size)), (left + 1, top + 1))
         labels = store.classes(np.array([row]))[1].tolist()
-        name = ", ".join(store.label_names[label] if store.label_names else str(label) for label in labels)
+        name = " ".join(", ".join(store.label_names[label] if store.label_names else str(label) for label in labels).split())
         if name:
             while len(name) > 1 and draw.textlength(name) > tile_px - 4:
                 name = name[:-1]

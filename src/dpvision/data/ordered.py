@@ -8,6 +8,8 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import TypeVar
 
+from dpvision.errors import ConfigError
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -20,7 +22,12 @@ def ordered_map(
     At most ``ahead`` items are taken before their result is requested, so memory stays bounded. An exception of ``function`` or of the
     iterable is raised in place of its result; closing the iterator early cancels the calls that have not begun. Processes are started with
     the first request, import ``function`` by name, and end when this process dies, however it does.
+
+    Raises:
+        ConfigError: ``workers`` is below 1.
     """
+    if not workers >= 1:
+        raise ConfigError(f"workers={workers}; expected at least 1. Use 2.")
     pending: deque[Future[R]] = deque()
     pool = _processes(workers) if processes else ThreadPoolExecutor(workers)
     try:

@@ -3,25 +3,28 @@
 Every kind yields ``Sample``; importer.py alone interprets its fields (label, unit, captions).
 """
 
-import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dpvision.data.captions import CAPTION_FIELDS, MAX_TEXT_BYTES, decode_text
-from dpvision.data.decode import MAX_FILE_BYTES
+from dpvision.data.decode import HEAD_BYTES, MAX_FILE_BYTES, may_be_image
+from dpvision.data.metadata_table import METADATA_NAMES, read_metadata
 from dpvision.data.ordered import ordered_map
 from dpvision.data.tarindex import Member, scan
 from dpvision.errors import DataError
 
-IMAGE_EXTENSIONS = frozenset(["jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "bmp", "ppm", "pgm", "avif", "jp2"])
-METADATA_NAMES = ("metadata.csv", "metadata.jsonl")
+IMAGE_EXTENSIONS = frozenset(
+    ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "tif", "tiff", "bmp", "ppm", "pgm", "avif", "jp2", "heic", "heif"]
+)
 _BESIDE = (".txt", ".json")
 
 
@@ -41,10 +44,13 @@ class Sample(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Samples in a fixed order, and the names of integer labels if the source has them."""
+    """Samples in a fixed order."""
 
     samples: Iterator[Sample]
     label_names: list[str] | None = None
+    """Names of integer labels, if the source has them."""
+    counts: Mapping[str, int] = MappingProxyType({})
+    """Further counts for the import's summary, final when the samples are at their end."""
 
 
 def open_source(
@@ -73,7 +79,7 @@ def open_source(
         return Source(_tar_samples(paths, workers))
     if kind == "parquet":
         return _parquet_source(paths, label_from or "label", wanted)
-    return Source(_folder_samples(paths[0], unit_from, wanted, None if label_separator is None else label_from or "label"))
+    return _folder_source(paths[0], unit_from, label_from, label_separator is not None)
 
 
 def _recognise(source: Path) -> tuple[str, list[Path]]:
@@ -81,8 +87,14 @@ def _recognise(source: Path) -> tuple[str, list[Path]]:
         tars, parquets = sorted(source.glob("*.tar")), sorted(source.rglob("*.parquet"))
         if tars and parquets:
             raise DataError(f"source: {source}: tars and parquet files; expected one kind. Name them, e.g. {source}/*.tar in quotes.")
+        packed = [*tars, *parquets]
+        if packed and (image := next((Path(at, name) for at, _, names in os.walk(source) for name in names if _is_image(name)), None)):
+            raise DataError(
+                f"source: {packed[0]} beside the image {image}; expected one kind. Move the other away, or name the files, e.g. "
+                f"'{packed[0].parent}/*{packed[0].suffix}' in quotes."
+            )
         return ("tar", tars) if tars else ("parquet", parquets) if parquets else ("folder", [source])
-    paths = sorted(source.parent.glob(source.name)) if "*" in source.name else [source]
+    paths = sorted(path for path in source.parent.glob(source.name) if not path.is_dir()) if "*" in source.name else [source]
     kinds = {path.suffix for path in paths if path.is_file()}
     for kind in ("tar", "parquet"):
         if kinds == {f".{kind}"}:
@@ -106,13 +118,17 @@ def _require_fields(wanted: Iterable[str], known: Iterable[str], where: object) 
             raise DataError(f"source: {where}: field={name!r}; expected one of {sorted(known)}. Change --unit-from or --label-from.")
 
 
-def _folder_samples(root: Path, unit_from: str | None, wanted: list[str], may_be_empty: str | None) -> Iterator[Sample]:
-    columns, rows = _read_metadata(root, may_be_empty)
+def _folder_source(root: Path, unit_from: str | None, label_from: str | None, separated: bool) -> Source:
+    label = label_from or "label"
+    columns, rows = read_metadata(root, [label, *([unit_from] if unit_from else [])], label if separated else None)
     tables = {root / name for name in METADATA_NAMES}
-    _require_fields(wanted, {"parent", "label", *columns}, root)
+    _require_fields([name for name in (unit_from, label_from) if name is not None], {"parent", "label", *columns}, root)
+    counts = Counter[str]()
 
     def walk() -> Iterator[Sample]:
-        for folder, below, names in os.walk(root, onerror=_raise):
+        num_rows = len(rows)
+        for folder, below, names in os.walk(root, onerror=_raise, followlinks=True):
+            _refuse_circles(Path(folder), below)
             below.sort()
             beside = _texts_beside(folder, names)
             texts = {path for found in beside.values() for path in found}
@@ -128,9 +144,24 @@ def _folder_samples(root: Path, unit_from: str | None, wanted: list[str], may_be
                     if not (unit_from == "parent" and len(inside.parts) == 2):
                         fields["label"] = inside.parts[0]
                 fields |= _read_beside(beside.get(path.stem, []) if _is_image(name) else [])
-                yield file_sample(path, inside.as_posix(), fields | rows.get(inside.as_posix(), {}))
+                yield file_sample(path, inside.as_posix(), fields | rows.pop(inside.as_posix(), {}))
+        if num_rows:
+            counts["table_rows_without_file"] = len(rows)
+        if num_rows and len(rows) == num_rows:
+            raise DataError(
+                f"source: {root}: no file_name of its table is a file there, for example {next(iter(rows))!r}; expected paths inside the "
+                "folder. Change them, or move the table to the folder that they start from."
+            )
 
-    return walk()
+    return Source(walk(), counts=counts)
+
+
+def _refuse_circles(folder: Path, below: list[str]) -> None:
+    """Links to folders are followed, as links to files are: their images would be missing without a word."""
+    for name in below:
+        link = folder / name
+        if link.is_symlink() and folder.resolve().is_relative_to(link.resolve()):
+            raise DataError(f"source: {link} leads back to {link.resolve()}; expected folders without circles. Remove the link.")
 
 
 def _is_image(name: str) -> bool:
@@ -186,61 +217,33 @@ def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
             return Sample(key, b"", fields, problem="not a file")
         if path.stat().st_size > MAX_FILE_BYTES:
             return Sample(key, b"", fields, problem="oversized")
-        return Sample(key, path.read_bytes(), fields)
+        with path.open("rb") as file:  # a folder of photos has videos too, which need not be read whole
+            head = file.read(HEAD_BYTES)
+            return Sample(key, head + file.read(), fields) if may_be_image(head) else Sample(key, b"", fields, problem="not an image")
     except OSError:
         return Sample(key, b"", fields, problem="cannot be read")
-
-
-def _read_metadata(root: Path, may_be_empty: str | None) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Columns and rows (by file_name) of the metadata table of Hugging Face's imagefolder layout; empty if there is no table.
-
-    Args:
-        may_be_empty: the column whose empty cells are kept; those of other columns are dropped.
-    """
-    files = [root / name for name in METADATA_NAMES if (root / name).exists()]
-    if not files:
-        return [], {}
-    if len(files) > 1:
-        raise DataError(f"source: {root} has {' and '.join(METADATA_NAMES)}; expected one of them. Move the other away.")
-    (file,) = files
-    try:
-        with file.open(newline="", encoding="utf-8-sig") as lines:
-            columns, read = _csv_rows(lines) if file.suffix == ".csv" else _jsonl_rows(lines)
-            if "file_name" not in columns:
-                raise DataError(f"source: {file}: columns {columns}; expected one named file_name. Add it, or move the file away.")
-            rows = {
-                row["file_name"]: {k: v for k, v in row.items() if k and (v not in ("", None) or (k == may_be_empty and v is not None))}
-                for row in read
-            }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error) as error:
-        raise DataError(f"source: {file}: {error}; expected a readable table in UTF-8. Repair it, or move it away.") from None
-    return columns, rows
-
-
-def _csv_rows(lines: Iterable[str]) -> tuple[list[str], Iterable[dict[str, Any]]]:
-    reader = csv.DictReader(lines)
-    return list(reader.fieldnames or []), reader
-
-
-def _jsonl_rows(lines: Iterable[str]) -> tuple[list[str], Iterable[dict[str, Any]]]:
-    rows = [json.loads(line) for line in lines if line.strip()]
-    return list(dict.fromkeys(name for row in rows for name in row)), rows
 
 
 def _parquet_source(paths: list[Path], label: str, wanted: list[str]) -> Source:
     schema = _arrow(paths[0], partial(pq.read_schema, paths[0]))
     image = _image_column(schema, paths[0])
     _require_fields(wanted, set(schema.names) - {image}, paths[0])
-    columns = [image, *(name for name in {label, *wanted, *CAPTION_FIELDS} if name in schema.names and name != image)]
+    useful = {label, *wanted, *CAPTION_FIELDS} - {image}
+    columns, label_names = [image, *sorted(useful & set(schema.names))], _class_names(schema, label)
 
     def rows() -> Iterator[Sample]:
         for path in paths:
             file = _arrow(path, partial(pq.ParquetFile, path))
+            found = file.schema_arrow
+            if image not in found.names or useful & set(found.names) != set(columns) - {image}:
+                raise DataError(f"source: {path}: columns {found.names}; expected those of {paths[0]}, {columns}. Import it separately.")
+            if _class_names(found, label) != label_names:
+                raise DataError(
+                    f"source: {path}: class names unlike those of {paths[0]}; expected the same, in one order. Import it apart."
+                )
             batches = file.iter_batches(batch_size=512, columns=columns)
             number = 0
             while (batch := _arrow(path, partial(next, batches, None))) is not None:
-                if image not in batch.schema.names:
-                    raise DataError(f"source: {path}: no column {image!r}; expected the columns of {paths[0]}. Import it separately.")
                 for row in batch.to_pylist():
                     cell = row.pop(image)
                     data, name = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
@@ -248,7 +251,7 @@ def _parquet_source(paths: list[Path], label: str, wanted: list[str]) -> Source:
                     number += 1
                     yield Sample(key, data, row) if data else Sample(key, b"", row, problem="no image")
 
-    return Source(rows(), _class_names(schema, label))
+    return Source(rows(), label_names)
 
 
 def _arrow(path: Path, read: Callable[[], Any]) -> Any:
@@ -287,12 +290,18 @@ def _tar_samples(paths: list[Path], workers: int) -> Iterator[Sample]:
         for member in members:
             folder, _, name = member.name.removeprefix("./").rpartition("/")
             stem, _, extension = name.partition(".")  # WebDataset: the key ends at the first dot of the file's name
-            groups.setdefault(f"{folder}/{stem}" if folder else stem, {}).setdefault(extension.lower(), member)
+            parts = groups.setdefault(f"{folder}/{stem}" if folder else stem, {})
+            if extension.lower() in parts:
+                raise DataError(f"source: {path}: two members {member.name}; expected different names. Merge tars with names of their own.")
+            parts[extension.lower()] = member
         try:
             fd = os.open(path, os.O_RDONLY)
             try:
                 for key, parts in groups.items():
+                    images = [extension for extension in parts if extension in IMAGE_EXTENSIONS]
                     yield _tar_sample(fd, path.resolve(), key, parts)
+                    for extension in images[1:]:
+                        yield Sample(f"{key}.{extension}", b"", {}, place=(path.resolve(), 0), problem="second image of a name")
             finally:
                 os.close(fd)
         except OSError as error:

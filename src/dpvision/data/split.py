@@ -58,7 +58,7 @@ def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fra
 
 def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> None:
     text, labels, home = store.meta["text"], store.meta.get("labels"), store.path.resolve()
-    with new_store_folder(target, private=store.visibility == "private") as folder:
+    with new_store_folder(target, private=store.results_visibility == "private") as folder:
         copy_key(home, folder)
         write_description(
             folder,

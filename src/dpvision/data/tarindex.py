@@ -16,6 +16,8 @@ BLOCK = 512
 _END = bytes(BLOCK)
 _REGULAR = (b"0", b"\0", b"7")
 _MAX_HEADER_DATA_BYTES = 1 << 20
+_MAX_TAIL_BYTES = 1 << 20
+"""Zeros at a tar's end: 10 KiB by default, more with `tar --blocking-factor`."""
 
 
 class Member(NamedTuple):
@@ -30,16 +32,16 @@ def scan(path: Path) -> list[Member]:
     """List the regular members of a tar file in order; folders, links and devices are skipped.
 
     Raises:
-        DataError: the file cannot be read, is not an uncompressed tar, or ends inside a member.
+        DataError: the file cannot be read, is not an uncompressed tar, ends inside a member, or goes on after its end.
     """
     try:
         fd = os.open(path, os.O_RDONLY)
+        try:
+            return list(_members(fd, os.fstat(fd).st_size, path))
+        finally:
+            os.close(fd)
     except OSError as error:
         raise DataError(f"tar: {path}: {error.strerror}; expected a readable tar file. Check the path and its permissions.") from None
-    try:
-        return list(_members(fd, os.fstat(fd).st_size, path))
-    finally:
-        os.close(fd)
 
 
 def member_size(header: bytes) -> int:
@@ -64,6 +66,7 @@ def _members(fd: int, end: int, path: Path) -> Iterator[Member]:
     while position + BLOCK <= end:
         header = os.pread(fd, BLOCK, position)
         if header == _END:
+            _check_tail(fd, position, end, path)
             return
         try:
             size = member_size(header)
@@ -96,6 +99,17 @@ def _members(fd: int, end: int, path: Path) -> Iterator[Member]:
         position = offset + (size + BLOCK - 1) // BLOCK * BLOCK
     if position > end or position + BLOCK <= end:
         raise DataError(f"tar: {path}: ends inside a member, at byte {end}; expected a whole file. Copy it again or remove it.")
+
+
+def _check_tail(fd: int, position: int, end: int, path: Path) -> None:
+    """Nothing but the zeros that fill a tar's last record may follow its end: a download into a file of the full size that broke off, or
+    a second tar appended with `cat`, would lose images without a word."""
+    tail = os.pread(fd, min(end - position, _MAX_TAIL_BYTES), position)
+    if end - position > _MAX_TAIL_BYTES or tail.strip(b"\0"):
+        raise DataError(
+            f"tar: {path}: {end - position:,} bytes after its end at byte {position}; expected a whole tar, and one only. Copy it again, "
+            "or take tars apart that were appended to each other."
+        )
 
 
 def _text(field: bytes) -> str:

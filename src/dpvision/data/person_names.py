@@ -1,0 +1,34 @@
+"""The person of an image, from a field of its source: one name for one person, however the source writes it."""
+
+import unicodedata
+from typing import Any
+
+from dpvision.errors import DataError
+
+
+def person_name(value: Any, field: str, key: str) -> str | None:
+    """Return the name under which a person's images are counted, or None where none is given.
+
+    Tables write a whole number as 7 or, in a column with missing cells, as 7.0; texts come with blanks around them and, from some file
+    systems, with decomposed accents. Were these different persons, one person could take part several times.
+
+    Args:
+        value: of the field ``field`` of the image ``key``.
+
+    Raises:
+        DataError: the value is not a text or a whole number, such as a list of two persons.
+    """
+    if isinstance(value, float):
+        if value != value:
+            return None
+        value = int(value) if value.is_integer() else value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, str):
+        return unicodedata.normalize("NFC", value.strip()) or None
+    if value is None:
+        return None
+    raise DataError(
+        f"data import: --unit-from {field}: {type(value).__name__} in {key}; expected a text or a whole number that names one person. Give "
+        "each image one person, and people who share an image one name."
+    )
