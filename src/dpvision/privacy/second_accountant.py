@@ -34,6 +34,11 @@ class Release:
     noise_multiplier: float
     steps: int
 
+    def largest_loss(self, tail: float) -> float:
+        """Loss of one step above which less than ``tail`` lies."""
+        highest = len(self.weights) - 1 + _far(self.noise_multiplier, tail)
+        return float(_loss(np.array([highest]), np.asarray(self.weights), self.noise_multiplier)[0])
+
 
 def release(sample_rate: float, noise_multiplier: float, steps: int, records: int = 1) -> Release:
     """Describe Poisson-sampled steps, or full batches at rate 1, for one record or for a person of ``records`` records.
@@ -60,8 +65,9 @@ def epsilon(releases: Sequence[Release], delta: float) -> float:
         return 0.0
     if all(r.weights == (0.0, 1.0) for r in releases):
         return gaussian_epsilon(math.sqrt(sum(r.steps / r.noise_multiplier**2 for r in releases)), delta)
-    width = _bin_width(releases)
-    return max(_epsilon([_Losses.of(r, width, delta / total_steps(releases), add) for r in releases], delta) for add in (False, True))
+    tail = delta / total_steps(releases)
+    width = max(_bin_width(releases), *(2 * r.largest_loss(tail) / _MOST_POINTS for r in releases))
+    return max(_epsilon(releases, width, delta, add) for add in (False, True))
 
 
 def total_steps(releases: Sequence[Release]) -> int:
@@ -98,7 +104,7 @@ class _Losses:
     def of(cls, r: Release, width: float, tail: float, add: bool) -> "_Losses":
         """Discretise the losses of one step; ``tail`` is delta per step. ``add``: the record is in the second data set, not the first."""
         weights, noise = np.asarray(r.weights), r.noise_multiplier
-        far = noise * float(stats.norm.isf(tail * 1e-5))
+        far = _far(noise, tail)
         low, high = -far, len(weights) - 1 + far
         bottom = max(_loss(np.array([low]), weights, noise)[0], math.log(weights[0]) if weights[0] > 0 else -math.inf)
         first, last = math.floor(bottom / width) - 1, math.ceil(_loss(np.array([high]), weights, noise)[0] / width)
@@ -133,6 +139,10 @@ class _Losses:
         """log E[exp(tilt x loss)] of one step, the infinite loss left out."""
         with np.errstate(divide="ignore"):
             return float(special.logsumexp(tilt * self.loss_N + np.log(self.mass_N)))
+
+
+def _far(noise: float, tail: float) -> float:
+    return noise * float(stats.norm.isf(tail * 1e-5))
 
 
 def _loss(x: np.ndarray, weights: np.ndarray, noise: float) -> np.ndarray:
@@ -180,11 +190,15 @@ def _bin_width(releases: Sequence[Release]) -> float:
     return min(0.01, 0.05 * math.sqrt(variance / total_steps(releases)))
 
 
-def _epsilon(losses: Sequence[_Losses], delta: float) -> float:
-    """Smallest epsilon whose bound on delta is at most ``delta``, for one direction."""
+def _epsilon(releases: Sequence[Release], width: float, delta: float, add: bool) -> float:
+    """Smallest epsilon whose bound on delta is at most ``delta``, for one direction.
+
+    At a low rate and little noise the loss of the rare step with the record is 10^6 times the standard deviation of a step. There the
+    bins are wider than ``_bin_width`` asks for, as they are few; any width gives an upper bound.
+    """
+    losses = [_Losses.of(r, width, delta / total_steps(releases), add) for r in releases]
     infinite = math.fsum(loss.steps * loss.infinite for loss in losses)
     wanted = delta - infinite - _CUT * delta
-    width = losses[0].width
 
     def log_moment(tilt: float) -> float:
         return math.fsum(loss.steps * loss.log_moment(tilt) for loss in losses)
@@ -206,7 +220,7 @@ def _epsilon(losses: Sequence[_Losses], delta: float) -> float:
     first = math.floor(bottom / width) - 1
     points = fft.next_fast_len(max(math.ceil(top / width) - first + 2, 64), real=True)
     if points > _MOST_POINTS:
-        raise PrivacyError(f"second accountant: {points} points; expected at most {_MOST_POINTS}. Too many steps of too different sizes.")
+        return _epsilon(releases, 1.1 * width * points / _MOST_POINTS, delta, add)
 
     spectrum = np.ones(points // 2 + 1, dtype=np.complex128)
     for loss in losses:
