@@ -16,6 +16,7 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import CheckpointError, DataError, PrivacyError
 from dpvision.privacy.account import set_cap
 from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.report.statement import read_evidence
 from dpvision.runs.run import Run, Secrets, Stopped, new_run
 from dpvision.runs.unprotected import runs_with_these_weights
 from dpvision.weights import contents
@@ -124,3 +125,36 @@ def test_as_many_checkpoints_are_kept_as_the_config_says(tmp_path: Path, store: 
 def test_keys_differ_at_every_start_and_are_not_shown() -> None:
     first, second = Secrets(), Secrets()
     assert len({first.draw, first.noise, second.draw, second.noise}) == 4 and "b'" not in repr(first)
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        ({"max_records_per_unit": 3, "num_units": 30}, "num_units=30, max_records_per_unit=3"),
+        ({"sampling_unit": "person", "num_units": 40}, "sampling_unit=person"),
+        ({"sampling": "full_batch", "expected_batch_size": 40}, "sampling=full_batch"),
+        ({"dataset_size": 80}, "dataset_size=80"),
+        ({"expected_batch_size": 20}, "expected_batch_size=20"),
+        ({"max_grad_norm": 2.0}, r"max_grad_norm=2\.0"),
+        ({"clipping": "automatic"}, "clipping=automatic"),
+        ({"steps": 4}, "steps=4"),
+        ({"delta": 1e-6}, "delta=1e-06"),
+        ({"guarantee": "none", "max_grad_norm": None, "noise_multiplier": None}, "guarantee=none"),
+    ],
+)
+def test_settings_that_are_not_the_plans_are_neither_resumed_nor_reported(
+    tmp_path: Path, store: Store, plan: DPPlan, config: RunConfig, edit: dict[str, object], named: str
+) -> None:
+    """What is drawn and cut follows from the settings, what it costs from the plan: one file edited alone would part them."""
+    root = tmp_path / "runs" / "first"
+    with new_run(root, config, plan, store, [], num_bytes=1, secluded=False) as run:
+        _charged(run, 2)
+        run.save(WEIGHTS, updates=2)
+    assert Stopped.read(root).plan == plan and read_evidence(root).ledger.steps == 2
+    file = root / "config.json"
+    saved = json.loads(file.read_bytes())
+    saved["privacy"] |= edit
+    file.write_text(json.dumps(saved))
+    for read in (Stopped.read, read_evidence):
+        with pytest.raises(PrivacyError, match=rf"config\.json: .*{named}.*expected what the run's plan has"):
+            read(root)

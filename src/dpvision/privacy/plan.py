@@ -201,6 +201,22 @@ class DPPlan:
         mine, theirs = asdict(self), asdict(other)
         return all(mine[name] == theirs[name] for name in mine.keys() - _COMPUTED)
 
+    def require_settings(self, cfg: PrivacyConfig, where: object) -> None:
+        """Refuse settings, read from the file ``where``, that are not those of this plan: what is drawn, cut and summed follows from both.
+
+        Raises:
+            PrivacyError: a setting differs.
+        """
+        same = [name for name in _SETTINGS if name != "steps" or self.selection is None]
+        other = [name for name in same if getattr(cfg, name) != getattr(self, name)]
+        if cfg.delta not in (None, self.delta):
+            other.append("delta")
+        if other:
+            raise PrivacyError(
+                f"run: {where}: {', '.join(f'{name}={getattr(cfg, name)}' for name in other)}; expected what the run's plan has: "
+                f"{', '.join(f'{name}={getattr(self, name)}' for name in other)}. Restore the file as the run wrote it."
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain dict, ready for JSON; the inverse of ``from_dict``. Newer fields are left out at their defaults, because ledger headers,
         also those of older versions, are compared byte by byte."""
@@ -218,6 +234,11 @@ class DPPlan:
 
 
 _NEWER = {"selection": None, "sampling_unit": "record"}
+_SETTINGS = (
+    "guarantee", "sampling", "sampling_unit", "dataset_size", "num_units", "max_records_per_unit", "expected_batch_size", "max_batch_size",
+    "max_grad_norm", "clipping", "steps",
+)  # fmt: skip
+"""Fields that a plan has from the run's settings as they are."""
 _COMPUTED = {"epsilon", "epsilon_rdp", "unit_epsilon", "value_discretization_interval"}
 
 

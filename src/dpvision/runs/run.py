@@ -165,17 +165,20 @@ class Stopped:
 
         Raises:
             CheckpointError: there is no run, its files cannot be read, or its checkpoint is of another run.
+            PrivacyError: its settings are not those of its plan.
         """
         base, config, about = read_run(root)
         config = replace(config, hardware=replace(config.hardware, **(hardware or {})))
         checkpoint = load_checkpoint(base) if list_checkpoints(base) else None
         if checkpoint is not None and checkpoint.manifest["run_id"] != about["run_id"]:
             raise CheckpointError(f"checkpoint: {checkpoint.path} is of another run; expected one of this run. Remove it.")
-        plan = read_object(base / _PLAN)
+        values = read_object(base / _PLAN)
         try:
-            return cls(root, base, config, DPPlan.from_dict(plan), about["store_id"], checkpoint)
+            plan = DPPlan.from_dict(values)
         except ValueError as error:
             raise CheckpointError(f"run: {base / _PLAN} cannot be read ({error}). Restore it as the run wrote it.") from None
+        plan.require_settings(config.privacy, base / "config.json")
+        return cls(root, base, config, plan, about["store_id"], checkpoint)
 
     def require_store(self, store: Store) -> None:
         """Raise DataError if ``store`` is not the run's."""
@@ -205,7 +208,7 @@ class Stopped:
                     f"ledger: {ledger.steps} steps, yet a checkpoint was written after {saved}; "
                     "expected the newer ledger. Restore the LEDGERS folder that belongs to this store."
                 )
-            yield Run(self.config, self.plan, store, lineage, folder, ledger)
+            yield Run(self.config, ledger.plan, store, lineage, folder, ledger)
 
 
 def read_object(path: Path) -> dict[str, Any]:
