@@ -4,6 +4,7 @@ import csv
 import errno
 import io
 import json
+import os
 import shutil
 import tarfile
 from pathlib import Path
@@ -120,6 +121,22 @@ def test_files_hold_what_the_terminal_shows(run: str, photos: Path, tmp_path: Pa
     assert sorted(p.name for p in place.iterdir()) == ["c.csv", "c.jsonl"]  # no partial file stays
     best_first = [[c["log_probability"] for c in one["captions"]] for one in printed]
     assert all(scores == sorted(scores, reverse=True) and len(scores) == 3 for scores in best_first)
+
+
+def test_a_name_that_is_not_utf_8_does_not_lose_the_captions(
+    run: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = Path(os.fsdecode(os.fsencode(photos) + b"/caf\xe9.png"))
+    odd.write_bytes(png(100))
+    escaped, place = f"{photos}/caf\\udce9.png", tmp_path / "confidential"
+    assert escaped in _lines(_ok(capsys, run, str(photos))[0])
+    place.mkdir()
+    _ok(capsys, run, str(photos), "--out", str(place / "c.jsonl"))
+    names = [json.loads(line)["image"] for line in (place / "c.jsonl").read_text(encoding="utf-8").splitlines()]
+    _ok(capsys, run, str(photos), "--out", str(place / "c.csv"))
+    with (place / "c.csv").open(newline="", encoding="utf-8") as file:
+        rows = [row["image"] for row in csv.DictReader(file)]
+    assert len(names) == len(rows) == len(NUMBERS) + 1 and str(odd) in names and escaped in rows
 
 
 @pytest.mark.parametrize(

@@ -120,9 +120,12 @@ def test_wrong_input_gets_one_clear_error(stores: dict[str, str], tmp_path: Path
         ([run, *train, "--out", str(tmp_path / "bad.json")], "cannot be read"),
         ([run, *train, "--lars.epochs", "3"], "warmup_epochs=10; expected 0 to epochs - 1"),
         ([run, "--train", str(tmp_path)], "store"),
+        ([run, *train, "--batch-size", "0"], "batch_size=0; expected at least 1"),
+        ([run, "--test", stores["test"], "--batch-size", "-1"], "batch_size=-1; expected at least 1"),
+        ([run, *train, "--workers", "0"], "workers=0; expected at least 1"),
     ]:
         try:
-            status = main(["evaluate", *argv, "--workers", "1"])
+            status = main(["evaluate", *argv, *([] if "--workers" in argv else ["--workers", "1"])])
         except SystemExit as stop:  # tyro's own exit on wrong usage
             status = stop.code if isinstance(stop.code, int) else 1
         err = capsys.readouterr().err

@@ -88,3 +88,8 @@ def test_what_was_learned_is_said_of_the_run_and_never_of_a_control() -> None:
 def test_bars_of_a_measure_that_is_no_share_are_no_longer_than_the_page() -> None:
     (fact,) = learned_of([score_entry("captioner", 1.7, "CIDEr-D, greedy captions"), score_entry(PARENT, 3.4, "CIDEr-D, greedy captions")])
     assert fact.value == "170.0" and max(bar[1] for bar in fact.bars) == 1 and fact.bars[0][1] == 0.5
+
+
+def test_captions_that_score_nothing_have_bars_of_no_length() -> None:
+    (fact,) = learned_of([score_entry("captioner", 0.0, "CIDEr-D, greedy captions") | {"low": 0.0, "high": 0.0, "chance": 0.0}])
+    assert fact.value == "0.0" and [bar[1] for bar in fact.bars] == [0, 0]

@@ -21,8 +21,9 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import CheckpointError, PrivacyError
 from dpvision.files import write_json
 from dpvision.privacy.plan import make_plan
+from dpvision.report.numbers import round_up
 from dpvision.report.operator_page import make_operator_page
-from dpvision.report.page import make_report, recompute_code
+from dpvision.report.page import _score_groups, make_report, recompute_code
 from dpvision.report.reconstructions import reconstruct_some
 from dpvision.report.statement import make_statement
 
@@ -144,6 +145,38 @@ def test_the_code_on_the_page_computes_epsilon_without_us(privacy: PrivacyConfig
     assert code is not None and "dpvision" not in code
     exec(code, {})
     assert float(capsys.readouterr().out) == pytest.approx(plan.spent(3).epsilon, rel=1e-4)
+
+
+def test_the_curve_marks_the_epsilon_of_the_executed_steps(tmp_path: Path) -> None:
+    """60 of 6,000 steps: between the first two points of the curve, which is concave."""
+    make_store(tmp_path / "store")
+    run = make_run(tmp_path / "run", tmp_path / "store", privacy=replace(PRIVACY, steps=6000, noise_multiplier=60.0))
+    page = make_report(run).read_text()
+    stated = round_up(make_statement(run)["guarantee"]["epsilon"], 2)
+    assert f"to {stated} after the 60 executed ones" in page and f">{stated} spent<" in page
+
+
+def test_no_two_bars_of_a_group_have_one_name_and_no_chance_is_another_tests() -> None:
+    classes = '10 classes of cifar10, "this is a photo of a", squash'
+    asked = [
+        ("captioner", f"zero-shot, walk through the label tree, {classes}", "nothing", 0.1),
+        ("captioner", f"zero-shot, lowest loss, {classes}", "nothing", 0.1),
+        ("random weights", f"zero-shot, lowest loss, {classes}", "nothing", 0.1),
+        *(("captioner", f"scene composition, {what}, lowest loss, squash", "nothing", chance)
+          for what, chance in (("micro", 0.5), ("macro over 3 kinds of swap", 0.5), ("swapped object", 0.4), ("swapped relation", 0.3))),
+        ("encoder", "linear probe, mean", "scenes", 0.2),
+        ("encoder", "linear probe, mean", "flowers", 0.2),
+        ("encoder", "linear probe, 2x2", "flowers", 0.2),
+        ("raw pixels", "linear probe, pixels", "flowers", 0.2),
+    ]  # fmt: skip
+    scores = [score_entry(name, 0.5, how) | {"train_data": data, "chance": chance} for name, how, data, chance in asked]
+    groups, chances = _score_groups(scores)
+    assert len({title for title, _ in groups}) == len(groups) == 8 and sum(len(bars) for _, bars in groups) == len(scores)
+    for _, bars in groups:
+        assert len({label for label, *_ in bars}) == len(bars)
+    titles = [title for title, _ in groups]
+    assert sum("walk through the label tree" in title for title in titles) == 1 == sum("fitted to flowers" in title for title in titles)
+    assert chances == [next(s["chance"] for s in scores if s["value"] == 0.5 and s["protocol"].rpartition(", ")[0] in t) for t in titles]
 
 
 def test_cider_is_no_share_and_is_on_no_axis_with_shares(tmp_path: Path) -> None:

@@ -148,8 +148,9 @@ def _plain(one: "Captioned") -> dict[str, Any]:
 
 
 def _print_lines(one: "Captioned") -> None:
+    name = one.name.encode(errors="backslashreplace").decode()  # a file name may have bytes that are no UTF-8
     for said in one.captions:
-        print(f"{one.name}: {said.text}", flush=True)
+        print(f"{name}: {said.text}", flush=True)
 
 
 def _unreadable_text(unreadable: "list[Captioned]") -> str:
@@ -169,9 +170,12 @@ def _check_out(out: Path) -> None:
 
 @contextlib.contextmanager
 def _writer(out: Path) -> Iterator[Callable[["Captioned"], None]]:
-    """Yield a function that writes captions to a temporary file, renamed to ``out`` on success and deleted on failure."""
+    """Yield a function that writes captions to a temporary file, renamed to ``out`` on success and deleted on failure.
+
+    Bytes of a file name that are no UTF-8 are written as escapes: \\udce9 is the byte 0xe9.
+    """
     try:
-        with replacing(out) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        with replacing(out) as partial, partial.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             yield _csv_writer(file) if out.suffix == ".csv" else _jsonl_writer(file)
     except OSError as error:
         raise DataError(

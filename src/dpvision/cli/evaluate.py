@@ -104,6 +104,9 @@ def evaluate(
     """
     if not encoders:
         raise ConfigError("evaluate: no encoder; expected one or more. For example: dpvision evaluate runs/first --train STORE.")
+    for name, value in (("batch_size", batch_size), ("workers", workers)):
+        if not value >= 1:
+            raise ConfigError(f"evaluate: {name}={value}; expected at least 1. Omit it for the default.")
     if train is None:
         check_store(test)
         _own_heads(encoders, test, labels, ema, out, batch_size, workers, show_confidential, json)

@@ -20,7 +20,8 @@ class Score:
     """Name of what was measured: "encoder", "captioner", "random weights", "raw pixels", "people", ..."""
     value: float
     low: float
-    """Lower end of the 95% interval over test records. It does not cover the choice of training seed."""
+    """Lower end of the 95% interval over test records or, of a protocol with several draws (few-shot, fine-tuning), of Student's interval
+    over the draws, which leaves out the chance of the test records. Neither covers the choice of training seed."""
     high: float
     n: int
     """Number of test records."""

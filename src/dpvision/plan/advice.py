@@ -116,7 +116,9 @@ def head_signal(q: Question) -> float:
 
 
 def expected_accuracy(data: str, strength: float, classes: int, without: HeadResult | None = None) -> float:
-    """Accuracy of a default head on a set like ``data``: interpolated in the logarithm of the signal, constant beyond what was measured.
+    """Accuracy of a default head on a set like ``data``: interpolated in the logarithm of the signal.
+
+    Beyond the strongest signal that was measured it is constant; below the weakest one, what is above chance falls with the signal.
 
     Args:
         strength: ``head_signal``.
@@ -129,6 +131,7 @@ def expected_accuracy(data: str, strength: float, classes: int, without: HeadRes
         if row.data == data and row != without
     )
     above = float(np.interp(math.log(strength), [math.log(x) for x, _ in points], [y for _, y in points]))
+    above *= min(1.0, strength / points[0][0])
     return 100 * (1 / classes + (1 - 1 / classes) * max(above, 0.0))
 
 
@@ -160,8 +163,7 @@ def _head(q: Question) -> Advice:
         (row for row in HEADS if row.data != "pets_sample"), key=lambda row: abs(math.log(head_signal(_question_of(row)) / strength))
     )[:3]
     evidence = tuple(
-        f"{NAMES[row.data]}, {row.records:,} images, epsilon {row.epsilon:g}: {row.accuracy:.1f}% "
-        f"(benchmarks/results/2026-11-22-{row.source}.json)"
+        f"{NAMES[row.data]}, {row.records:,} images, epsilon {row.epsilon:g}: {row.accuracy:.1f}% (benchmarks/results/{row.source}.json)"
         for row in nearest
     )
     hours, how = head_hours(q.images, q.labels, q.public_encoder is not None, q.gpus, q.device)
@@ -187,7 +189,7 @@ def _head(q: Question) -> Advice:
         shown = f"not measured for this encoder; baseline features would give {shown}"
     else:
         why = (
-            "labels: a private head on features that no private image shaped. On 50,000 photographs at epsilon 8 it reached 76.9%; the "
+            "labels: a private head on features that no private image shaped. On 50,000 photographs at epsilon 8 it reached 77.0%; the "
             "features of a privately trained encoder reached 55.1% with a head that had no noise (2026-11-22-vip_table)."
         )
         way = "head on baseline features"

@@ -2,6 +2,7 @@
 
 import io
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
@@ -47,23 +48,25 @@ _STYLE: dict[Any, Any] = {
 }
 _SIZE = (4.7, 3.3)
 _MOST_POINTS = 400
+_TITLE_CHARACTERS = 50
+"""Characters of a bold line that fit into a figure."""
 
 
 def epsilon_figure(points: Sequence[tuple[int, float]], executed: int, target: float | None) -> str:
     """Plot epsilon against steps as SVG.
 
     Args:
-        points: (steps, epsilon) from (0, 0) to all planned steps, ascending.
+        points: (steps, epsilon) from (0, 0) to all planned steps, ascending, ``executed`` among them.
         executed: steps charged in the ledger; later steps are drawn as planned.
         target: target epsilon, or None.
     """
     steps, epsilon = np.array(points, dtype=np.float64).T
-    spent = float(np.interp(executed, steps, epsilon))
+    spent = dict(points)[executed]  # never interpolated: between two points a concave curve lies above their line
     done = steps <= executed
     alt = f"Epsilon grows from {epsilon[1]:.2f} after {steps[1]:,.0f} steps to {round_up(spent, 2)} after the {executed:,} executed ones"
     with svg_axes(alt + (f"; the target is {target:g}." if target else ".")) as (ax, svg):
-        ax.plot([*steps[done], executed], [*epsilon[done], spent], color=ACCENT)
-        ax.fill_between([*steps[done], executed], [*epsilon[done], spent], color=ACCENT, alpha=0.12, linewidth=0)
+        ax.plot(steps[done], epsilon[done], color=ACCENT)
+        ax.fill_between(steps[done], epsilon[done], color=ACCENT, alpha=0.12, linewidth=0)
         if not done.all():
             ax.plot([executed, *steps[~done]], [spent, *epsilon[~done]], color=ACCENT, linestyle=(0, (2, 2)), linewidth=1.4)
         ax.plot([executed], [spent], "o", color=ACCENT, markersize=6, clip_on=False, zorder=3)
@@ -119,11 +122,14 @@ def bars_figure(
         f"{title}: {', '.join(f'{name} {value:.1%}' for name, value, *_ in bars)}; chance {chance:.1%}"
         for (title, bars), chance in zip(groups, chances, strict=True)
     ]
-    rows = sum(len(bars) + 1.4 for _, bars in groups)
+    wrapped = [textwrap.wrap(title, _TITLE_CHARACTERS) for title, _ in groups]
+    rows = sum(len(lines) + len(bars) + 0.4 for lines, (_, bars) in zip(wrapped, groups, strict=True))
     with svg_axes(f"Scores on {images}. {'; '.join(said)}.", (_SIZE[0], 0.27 * rows + 0.55)) as (ax, svg):
         y, most = 0.0, max(high for _, bars in groups for *_, high, _ in bars)
-        for (title, bars), chance in zip(groups, chances, strict=True):
-            ax.text(0, y, title, color=INK, weight="bold", va="center")
+        for lines, (_, bars), chance in zip(wrapped, groups, chances, strict=True):
+            for i, line in enumerate(lines):
+                ax.text(0, y + i, line, color=INK, weight="bold", va="center")
+            y += len(lines) - 1
             for i, (name, value, low, high, matters) in enumerate(bars):
                 bar, ink = (ACCENT, INK) if matters else (MUTED, MUTED)
                 at = y + 1 + i

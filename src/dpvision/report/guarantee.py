@@ -5,6 +5,7 @@ from typing import Any
 from dpvision.privacy.composition import Curve, Part, curve, parts_of, total
 from dpvision.privacy.plan import DPPlan
 from dpvision.report import phrases
+from dpvision.report.numbers import round_up, short
 from dpvision.runs.lineage import private_stores, runs_on
 from dpvision.runs.versions import code_versions
 
@@ -41,6 +42,15 @@ def figures_of(parts: tuple[Part, ...], *, fixed: bool) -> dict[str, Any]:
 
 def _attack(of: Curve) -> dict[str, float]:
     return {f"tpr_at_fpr_{fpr:g}": tpr for fpr, tpr in of.tpr_at_fpr.items()} | {"coin_accuracy": of.coin_accuracy}
+
+
+def headline(guarantee: dict[str, Any] | None) -> str:
+    """Return the headline of a statement with this guarantee: for a person if it has unit_epsilon, otherwise for an image."""
+    if guarantee is None:
+        return "This run guarantees nothing."
+    of_person = guarantee["unit_epsilon"] is not None
+    epsilon, whom = guarantee["unit_epsilon" if of_person else "epsilon"], "person, with all their images" if of_person else "single image"
+    return f"Differential privacy with epsilon {round_up(epsilon, 2)} and delta {short(guarantee['delta'])} for each {whom}."
 
 
 def guarantee_of(plan: DPPlan, steps: int, inherited: list[dict[str, Any]], store_id: str, *, fixed: bool) -> dict[str, Any]:

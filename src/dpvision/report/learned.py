@@ -120,7 +120,7 @@ def learned_of(scores: list[dict[str, Any]]) -> list[Learned]:
             text += f" (95% interval {interval}). "
             text += "".join(f"Before this run: {printed(protocol, s['value'])}. " for s in before)
             text += f"{'Always naming the most frequent class' if share else 'These captions given to other images'}: {chance}."
-            full = 1.0 if share else max(value, score["chance"], *(s["value"] for s in before))
+            full = 1.0 if share else max(value, score["chance"], *(s["value"] for s in before)) or 1.0
             bars = (
                 ("after this run", value / full, True),
                 *(("before", s["value"] / full, False) for s in before),

@@ -5,7 +5,7 @@ import math
 
 def round_up(x: float, digits: int) -> str:
     """Format ``x`` rounded up, so that the text is never less than ``x``."""
-    if not math.isfinite(x):
+    if not math.isfinite(x * 10**digits):
         return "infinity"
     # The small term absorbs binary rounding: 7.99 must not become 8.00.
     return f"{math.ceil(x * 10**digits - 1e-9) / 10**digits:,.{digits}f}"
@@ -18,8 +18,8 @@ def percent_up(share: float) -> str:
 
 def short(x: float) -> str:
     """Format a number with three digits; below 0.001 in scientific notation, such as 2.14e-9."""
-    if x == 0:
-        return "0"
+    if x == 0 or not math.isfinite(x):
+        return f"{x:.0f}"
     digits, power = f"{x:.2e}".split("e")
     return f"{float(digits):g}e{int(power)}" if x < 1e-3 else f"{x:.3g}"
 

@@ -9,6 +9,7 @@ from markupsafe import Markup
 from dpvision.data.open import open_store
 from dpvision.errors import PrivacyError
 from dpvision.eval.score import is_of_the_run, is_share
+from dpvision.eval.score_file import NOTHING_FITTED
 from dpvision.files import write_json
 from dpvision.privacy.composition import parts_of, total_epsilon
 from dpvision.privacy.plan import DPPlan
@@ -134,9 +135,10 @@ def _figures(evidence: Evidence, statement: dict[str, Any], tuning: Tuning, aske
     guarantee = statement["guarantee"]
     if guarantee is not None:
         plan, behind = evidence.plan, runs_on(evidence.ledger.lineage, evidence.ledger.store_id)
-        steps = sorted({0, 1, *(math.ceil(plan.steps * (k / _CURVE_POINTS) ** 1.5) for k in range(1, _CURVE_POINTS + 1))})
+        executed = statement["mechanism"]["steps_executed"]
+        steps = sorted({0, 1, executed, *(math.ceil(plan.steps * (k / _CURVE_POINTS) ** 1.5) for k in range(1, _CURVE_POINTS + 1))})
         points = [(step, total_epsilon(parts_of([*behind, (plan, step)]), fixed=tuning == "none")[0]) for step in steps]
-        drawn["epsilon"] = figures.epsilon_figure(points, statement["mechanism"]["steps_executed"], asked)
+        drawn["epsilon"] = figures.epsilon_figure(points, executed, asked)
         if guarantee["privacy_profile"] is not None:
             drawn["profile"] = figures.profile_figure(guarantee["privacy_profile"], guarantee["epsilon"], guarantee["delta"])
     if shares := [score for score in statement["scores"] if is_share(score["protocol"])]:
@@ -145,13 +147,14 @@ def _figures(evidence: Evidence, statement: dict[str, Any], tuning: Tuning, aske
 
 
 def _score_groups(scores: list[dict[str, Any]]) -> tuple[list[tuple[str, list[tuple[str, float, float, float, bool]]]], list[float]]:
-    """Return the scores grouped by test data and protocol, and the chance level of each group."""
+    """Return the scores grouped by protocol (without its last part, the pooling) and data, and the chance level of each group."""
     groups: dict[str, list[tuple[str, float, float, float, bool]]] = {}
     chances: dict[str, float] = {}
     for score in scores:
         protocol, _, pooling = score["protocol"].rpartition(", ")
         label = score["name"] if pooling == "pixels" else f"{score['name']}, {pooling}"
-        title = f"{protocol.split(',')[0]} on {score['test_data']}"
+        fitted = "" if score["train_data"] == NOTHING_FITTED else f" fitted to {score['train_data']},"
+        title = f"{protocol},{fitted} on {score['test_data']}"
         groups.setdefault(title, []).append((label, score["value"], score["low"], score["high"], is_of_the_run(score["name"])))
         chances[title] = max(score["chance"], chances.get(title, 0.0))
     return list(groups.items()), list(chances.values())

@@ -93,19 +93,18 @@ TWINS = (
 )
 
 
-def summary(plan: DPPlan, guarantee: dict[str, Any] | None) -> tuple[str, list[str]]:
-    """Return the headline, and paragraphs that explain it to a reader who does not know epsilon."""
+def in_words(plan: DPPlan, guarantee: dict[str, Any] | None) -> list[str]:
+    """Return paragraphs that explain the headline to a reader who does not know epsilon."""
     if guarantee is None:
         simulated = " It simulates a private run to find settings for it." if plan.guarantee == "simulated" else ""
-        return "This run guarantees nothing.", [
+        return [
             "Its images were imported as public or are synthetic, and nothing was done to hide any of them: the model may reproduce "
             f"them.{simulated}",
             "The figures below describe what was executed. None of them is a statement about privacy.",
         ]
     epsilon, delta, attack = guarantee["epsilon"], guarantee["delta"], guarantee["attack"]
     seen = "the model after every step" if plan.selection is None else "the model that was chosen, with its score,"
-    headline = f"Differential privacy with epsilon {round_up(epsilon, 2)} and delta {short(delta)} for each single image."
-    return headline, [
+    return [
         f"Remove any one of the {plan.dataset_size:,} images, with everything that belongs to it. Any result of this training could have "
         "occurred without it as well: its probability changes by a factor of at most "
         f"e^epsilon = {factor(epsilon)}, up to delta, {one_in(delta)}.",

@@ -14,11 +14,11 @@ from dpvision.errors import CheckpointError, DataError, PrivacyError
 from dpvision.eval.score import is_of_the_run
 from dpvision.eval.score_file import read_scores
 from dpvision.files import write_json
-from dpvision.privacy.ledger import LedgerContents, read_ledger, store_account
+from dpvision.privacy.ledger import LedgerContents, StoreAccount, read_ledger, store_account
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report import head_phrases, phrases, unit_phrases
-from dpvision.report.guarantee import guarantee_of, other_stores
+from dpvision.report.guarantee import guarantee_of, headline, other_stores
 from dpvision.report.lineage_phrases import entry_text
 from dpvision.report.schema import Tuning
 from dpvision.runs.folder import read_run
@@ -76,13 +76,14 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
     inherited, store_id = evidence.ledger.lineage, evidence.ledger.store_id
     guarantee = guarantee_of(plan, steps, inherited, store_id, fixed=fixed) if evidence.guaranteed else None
     of_unit = guarantee is not None and guarantee["unit_epsilon"] is not None
-    headline, in_words = unit_phrases.summary(plan, guarantee) if guarantee and of_unit else phrases.summary(plan, guarantee)
+    in_words = unit_phrases.in_words(plan, guarantee) if guarantee and of_unit else phrases.in_words(plan, guarantee)
     head = head_phrases.is_head(manifest["config"])
     lineage, of_people = _lineage(evidence, guarantee), plan.sampling_unit == "person"
+    account = None if evidence.store_dir is None else store_account(evidence.store_dir)
     return {
         "format": FORMAT,
         "guaranteed": evidence.guaranteed,
-        "headline": headline,
+        "headline": headline(guarantee),
         "in_words": in_words,
         "run_id": evidence.ledger.run_id,
         "recipe": manifest["config"]["recipe"],
@@ -127,7 +128,7 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
             "steps_in_weights": manifest["updates"],
             "steps_wasted": steps - manifest["updates"],
             "restarts": evidence.ledger.restarts,
-            "other_runs": _other_runs(evidence),
+            "other_runs": other_runs(account, evidence.ledger.run_id),
             "tuning": {"declared": tuning, "charged": plan.selection is not None, "text": phrases.tuning(plan, tuning)},
             "preprocessing": head_phrases.preprocessing(manifest["config"]) if head else phrases.preprocessing(manifest["config"]),
             "lineage": lineage,
@@ -188,6 +189,7 @@ def read_evidence(root: Path, store_dir: Path | None = None) -> Evidence:
         )
     if not DPPlan.from_dict(manifest["plan"]).same_mechanism(ledger.plan) or about["guarantee"] != ledger.plan.guarantee:
         raise PrivacyError(f"report: plan of {checkpoint.path} differs from the ledger's; expected one plan. Restore the run's own files.")
+    ledger.plan.require_settings(config.privacy, root / "config.json")
     return Evidence(manifest, ledger, store_dir is not None, store_dir, _public_scores(root / "scores.json"))
 
 
@@ -265,11 +267,10 @@ def _lineage(evidence: Evidence, guarantee: dict[str, Any] | None) -> list[dict[
     return [entry | {"text": entry_text(entry, own=i == last)} for i, entry in enumerate(joined)]
 
 
-def _other_runs(evidence: Evidence) -> dict[str, Any]:
-    """Return all runs in the store's ledgers, including this one."""
-    if evidence.store_dir is None:
+def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
+    """Return all runs in the store's ledgers, including this one; without the store's account, that they are unknown."""
+    if account is None:
         return {"known": False, "text": phrases.OTHER_RUNS_UNKNOWN}
-    account = store_account(evidence.store_dir)
     runs = [
         {
             "run_id": run.run_id,
@@ -282,7 +283,7 @@ def _other_runs(evidence: Evidence) -> dict[str, Any]:
     ]
     return {
         "known": True,
-        "text": phrases.other_runs(account, evidence.ledger.run_id),
+        "text": phrases.other_runs(account, run_id),
         "runs": runs,
         "epsilon_total": account.epsilon,
         "epsilon_filter": account.epsilon_filter,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dpvision.privacy.plan import DPPlan
-from dpvision.report.numbers import factor, one_in, percent_up, round_up, short
+from dpvision.report.numbers import factor, one_in, percent_up, round_up
 from dpvision.report.phrases import CLIPPED, RECORD, tier
 
 ADJACENCY_OF_PEOPLE = (
@@ -22,8 +22,8 @@ BAD_IMAGES = (
 )
 
 
-def summary(plan: DPPlan, guarantee: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the headline and the paragraphs that explain it, like ``phrases.summary`` for a record.
+def in_words(plan: DPPlan, guarantee: dict[str, Any]) -> list[str]:
+    """Return the paragraphs that explain the headline, like ``phrases.in_words`` for a record.
 
     Args:
         guarantee: must have unit_epsilon and unit_attack.
@@ -32,9 +32,8 @@ def summary(plan: DPPlan, guarantee: dict[str, Any]) -> tuple[str, list[str]]:
     seen = "the model after every step" if plan.selection is None else "the model that was chosen, with its score,"
     drawn = plan.sampling_unit == "person"
     images = ("one image" if k == 1 else f"at most {k} images") + (" in each step" if drawn else "")
-    headline = f"Differential privacy with epsilon {round_up(epsilon, 2)} and delta {short(delta)} for each person, with all their images."
     single = f" For a single image of a person epsilon is {round_up(guarantee['epsilon'], 2)}." if k > 1 and not drawn else ""
-    return headline, [
+    return [
         f"Remove any one of the {plan.population:,} people, with all their images, of which {images} took part. Any result of this "
         "training could have occurred without them as well: its probability changes by a factor of at most "
         f"e^epsilon = {factor(epsilon)}, up to delta, {one_in(delta)}.{single}",

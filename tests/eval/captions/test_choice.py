@@ -1,6 +1,7 @@
 """Choices among captions: planted answers, each item's losses one by one as oracle, intervals that know of images, the control."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,6 +56,20 @@ def test_dealt_out_asks_every_item_about_another_image_that_has_items() -> None:
         _test(1).dealt_out()
 
 
+def test_other_boxes_of_a_photograph_are_not_other_images_and_its_items_are_one_cluster() -> None:
+    files = [Path(name) for name in "aaaabbbbc"]  # 4, 4 and 1 boxes
+    images = FileImages(tuple(files), tuple((0.0, 0.0, 10.0 + i, 10.0) for i in range(9)), "public", "boxes")
+    test = ChoiceTest("boxes", images, tuple(Choice(i, SAID[:2]) for i in range(9)))
+    shown = [files[choice.image].name for choice in test.dealt_out().choices]
+    assert shown == ["b"] * 4 + ["c"] * 4 + ["a"]
+    with pytest.raises(DataError, match="about 1 image"):
+        replace(test, choices=test.choices[:4]).dealt_out()
+    # Equal answers for all boxes of a photograph are one answer for each photograph.
+    two = replace(test, choices=test.choices[:8])
+    (score,) = choice_scores(two, np.array([1] * 4 + [0] * 4, dtype=np.int8), "captioner", "public")
+    assert (score.low, score.high) == pytest.approx(wilson_interval(1, 2))
+
+
 def test_micro_counts_items_macro_counts_groups_and_small_groups_do_not_count() -> None:
     choices = tuple(
         Choice(i, ("t", *"abcd"[: 1 if i < 40 else 4]), "large" if i < 40 else "small" if i < 50 else "tiny") for i in range(52)
@@ -99,7 +114,6 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
 
 
 def test_a_file_that_is_no_image_is_not_an_item(tmp_path: object) -> None:
-    from pathlib import Path
 
     from PIL import Image
 

@@ -7,7 +7,7 @@ Legend: N items, B images of a batch, C candidates of an image, L tokens, S enco
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -74,11 +74,17 @@ class ChoiceTest(CaptionProtocol):
         return sorted(scores, key=lambda score: [s.protocol for s in scores].index(score.protocol))
 
     def dealt_out(self) -> "ChoiceTest":
-        """Return the items with each image replaced by the next one: the baseline "other images", which shows what text alone reveals."""
+        """Return the items with each image replaced by the next one of another photograph: the baseline "other images", which shows
+        what text alone reveals."""
         asked = sorted({choice.image for choice in self.choices})
-        if len(asked) < 2:
-            raise DataError(f"{self.name}: items about {len(asked)} image; expected two or more for the baseline. Add images.")
-        after = dict(zip(asked, [*asked[1:], asked[0]], strict=True))
+        photographs = [self.images.photograph(place) for place in asked]
+        if len(set(photographs)) < 2:
+            raise DataError(f"{self.name}: items about {len(set(photographs))} image; expected two or more for the baseline. Add images.")
+        n = len(asked)
+        after = {
+            place: next(asked[(i + k) % n] for k in range(1, n) if photographs[(i + k) % n] != photographs[i])
+            for i, place in enumerate(asked)
+        }
         return replace(self, choices=tuple(replace(choice, image=after[choice.image]) for choice in self.choices))
 
 
@@ -145,8 +151,8 @@ def _distinct(ready: OpenCaptioner, rows: dict[str, bytes], captions: Sequence[s
 def choice_scores(test: ChoiceTest, right_N: np.ndarray, name: str, visibility: Visibility, how: str = "lowest loss") -> list[Score]:
     """Return micro accuracy, macro accuracy if there are groups, and with ``show_groups`` each group's accuracy.
 
-    Chance is random guessing among each item's candidates. Intervals of micro and group accuracy treat the items of an image as one
-    cluster; macro's adds up the groups' variances.
+    Chance is random guessing among each item's candidates. Intervals of micro and group accuracy treat the items of a photograph as one
+    cluster; macro's adds up the groups' variances as if items were independent.
 
     Args:
         right_N: from ``answer_choices``; items without an image (-1) are left out.
@@ -160,7 +166,8 @@ def choice_scores(test: ChoiceTest, right_N: np.ndarray, name: str, visibility: 
         raise DataError(f"{test.name}: no item with a readable image; expected one or more. Check the folder of images.")
     choices = [choice for choice, kept in zip(test.choices, kept_N, strict=True) if kept]
     right_N = right_N[kept_N].astype(np.int64)
-    image_N = np.array([choice.image for choice in choices])
+    numbers: dict[Hashable, int] = {}
+    image_N = np.array([numbers.setdefault(test.images.photograph(choice.image), len(numbers)) for choice in choices])
     chance_N = np.array([1 / len(choice.captions) for choice in choices])
     names, group_N, num_G = np.unique([choice.group for choice in choices], return_inverse=True, return_counts=True)
     lost = int((~kept_N).sum())

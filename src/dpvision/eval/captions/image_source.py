@@ -3,7 +3,7 @@
 Legend: B images of a batch, C channels, H height, W width.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -41,6 +41,9 @@ class ImageSource(Protocol):
     def read(self, place: int) -> Image.Image | None:
         """Return one upright RGB image, cropped to its box, or None if it does not decode."""
 
+    def photograph(self, place: int) -> Hashable:
+        """Return which photograph a place shows, the same for all boxes of one."""
+
 
 @dataclass(frozen=True)
 class StoreImages:
@@ -64,6 +67,9 @@ class StoreImages:
     def read(self, place: int) -> Image.Image | None:
         return _opened(self.store.read(int(self.row_N[place])))
 
+    def photograph(self, place: int) -> Hashable:
+        return int(self.row_N[place])
+
 
 @dataclass(frozen=True)
 class FileImages:
@@ -85,6 +91,9 @@ class FileImages:
         box = self.boxes[place]
         return image if image is None or box is None else _cut_to(image, box)
 
+    def photograph(self, place: int) -> Hashable:
+        return self.paths[place]
+
 
 @dataclass(frozen=True)
 class SceneImages:
@@ -104,6 +113,9 @@ class SceneImages:
 
     def read(self, place: int) -> Image.Image | None:
         return Image.fromarray(make_scene(self.numbers[place], self.size_px).image)
+
+    def photograph(self, place: int) -> Hashable:
+        return self.numbers[place]
 
 
 def image_batches(

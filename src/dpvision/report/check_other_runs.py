@@ -1,0 +1,102 @@
+"""Check what a statement says of the runs on its store: as the ledgers are now, or as they were before runs and steps were added."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dpvision.privacy.account import base_view, unit_view
+from dpvision.privacy.composition import Part
+from dpvision.privacy.ledger import StoreAccount, store_account
+from dpvision.privacy.plan import View
+from dpvision.privacy.store_marks import StoreLedgers
+from dpvision.report import phrases
+from dpvision.report.recompute import Check, compared, differences, failed, not_checked, ok, recomputed
+from dpvision.report.statement import other_runs
+from dpvision.runs.versions import code_versions
+
+_NAME = "other runs"
+
+
+def check_other_runs(statement: dict[str, Any], store_dir: Path) -> Check:
+    """Check the statement's runs, steps and totals (``history.other_runs``), and whether the store has other runs.
+
+    Raises:
+        PrivacyError: a ledger of the store was altered.
+    """
+    stated = statement["history"]["other_runs"]
+    if not stated["known"]:
+        return not_checked(_NAME, "the statement says that it does not know them; `dpvision ledger STORE` lists them")
+    account, ledgers = store_account(store_dir), StoreLedgers.of(store_dir).read_all()
+    now = json.loads(json.dumps(other_runs(account, statement["run_id"])))
+    if now.keys() != stated.keys():
+        return failed(_NAME, f"the statement lacks {', '.join(sorted(now.keys() - stated.keys()))}")
+    steps = {run["run_id"]: run["steps"] for run in stated["runs"]}
+    gone = [run_id for run_id, count in steps.items() if run_id not in ledgers or not 0 <= count <= ledgers[run_id].steps]
+    if gone or len(steps) < len(stated["runs"]):
+        return failed(_NAME, f"the store has fewer steps than stated of: {', '.join(gone) or 'a run that is named twice'}")
+    parts = [(ledgers[run_id].plan, count) for run_id, count in steps.items()]
+    grown, another_cap = steps != {run_id: ledger.steps for run_id, ledger in ledgers.items()}, stated["cap"] != now["cap"]
+    if grown or another_cap:
+        wrong = _wrong_figures(stated, parts)
+    else:
+        wrong = [where for where in differences(stated, now) if where != "text"]
+    same_code = statement["hashes"]["code"] == code_versions()["code_sha256"]
+    if same_code and stated["text"] not in _texts(stated, statement["run_id"], parts, account):
+        wrong.append("text")
+    if wrong:
+        return failed(_NAME, f"not as in the ledgers of the store: {', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''}")
+    if more := sorted(ledgers.keys() - steps.keys()):
+        return not_checked(_NAME, f"not named in the statement: {', '.join(more[:3])}; made since, or left out")
+    if another_cap:
+        return not_checked(_NAME, f"cap {stated['cap']} in the statement, {now['cap']} now; it was set since, or never was the one stated")
+    return ok(_NAME, f"every run on the store is named; runs: {len(steps)}" + ("; steps were charged since" if grown else ""))
+
+
+def _wrong_figures(stated: dict[str, Any], parts: list[Part]) -> list[str]:
+    """Return which figures are wrong for ``parts``, the stated runs at their stated steps, by the second accountant."""
+    charged = [(plan, steps) for plan, steps in parts if steps]
+    protected = all(plan.guarantee == "dp" for plan, _ in charged)
+    delta = stated["cap"]["delta"] if stated["cap"] else min((plan.delta for plan, _ in charged if plan.guarantee == "dp"), default=None)
+    of_unit = unit_view(charged) if protected else None
+    pairs: list[tuple[str, Any, Any]] = [
+        ("delta", stated["delta"], delta),
+        ("epsilon_total", stated["epsilon_total"] is not None, protected),
+        ("unit_epsilon_total", stated["unit_epsilon_total"] is not None, of_unit is not None),
+    ]
+    # Without Renyi divergences, as of truncated draws, there is no filter.
+    if not protected or (base_view(charged) == "record" and all(plan.sampling != "truncated_poisson" for plan, _ in charged)):
+        pairs.append(("epsilon_filter", stated["epsilon_filter"] is not None, protected))
+    asked: list[tuple[str, float | None, list[Part], float | None, View, str]] = [
+        ("epsilon_total", stated["epsilon_total"], charged, delta, base_view(charged), "pld"),
+        ("epsilon_filter", stated["epsilon_filter"], charged, delta, base_view(charged), "filter"),
+        ("unit_epsilon_total", stated["unit_epsilon_total"], charged, delta, of_unit or "record", "pld"),
+    ]
+    for run, (plan, steps) in zip(stated["runs"], parts, strict=True):
+        dp, name = plan.guarantee == "dp", run["run_id"]
+        pairs += [
+            (f"guarantee of {name}", run["guarantee"], plan.guarantee),
+            (f"delta of {name}", run["delta"], plan.delta if dp else None),
+            (f"epsilon of {name}", run["epsilon"] is not None, dp),
+        ]
+        asked.append((f"epsilon of {name}", run["epsilon"], [(plan, steps)], plan.delta, "record", "one run"))
+    wrong = [name for name, said, found in pairs if compared(name, [(name, said, found)], "").status == "failed"]
+    if wrong:
+        return wrong
+    checks = [recomputed(name, said, of, at, view, how) for name, said, of, at, view, how in asked if said is not None and at is not None]
+    return [check.name for check in checks if check.status == "failed"]
+
+
+def _texts(stated: dict[str, Any], run_id: str, parts: list[Part], account: StoreAccount) -> set[str]:
+    """Return the sentences that fit the stated figures: one for each number of times that the store may have been moved by then."""
+    named = {run["run_id"] for run in stated["runs"]}
+    then = replace(
+        account,
+        runs=tuple(run for run in account.runs if run.run_id in named),
+        unprotected=tuple(run["run_id"] for run in stated["runs"] if run["guarantee"] != "dp" and run["steps"]),
+        delta=stated["delta"],
+        epsilon=stated["epsilon_total"],
+        unit_epsilon=stated["unit_epsilon_total"],
+        draws_people=any(plan.sampling_unit == "person" for plan, steps in parts if plan.guarantee == "dp" and steps),
+    )
+    return {phrases.other_runs(replace(then, moves=moves), run_id) for moves in range(account.moves + 1)}
