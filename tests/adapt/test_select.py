@@ -15,11 +15,14 @@ from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.prototypes import prototypes
 from dpvision.adapt.release import Releases
 from dpvision.adapt.select import Candidate, Selected, hits, select_head
+from dpvision.cli import main
 from dpvision.config import PrivacyConfig
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
+
+from .runs_of_heads import write_digits
 
 GOOD = Candidate("prototypes", prototypes)
 
@@ -30,6 +33,15 @@ def useless(stream: FeatureStream, releases: Releases) -> Head:
 
 
 BAD = Candidate("first class", useless)
+
+
+def test_the_pages_example_of_adapt_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stands in docs/selection.md, with the default encoder, on a smaller store."""
+    write_digits(tmp_path / "stores" / "mine", 0, 200)
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "selection.md").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith("    dpvision adapt "))
+    assert main([*line.replace("--dataset-size 20000", "--dataset-size 200").split()[1:], "--dry-run"]) == 0
 
 
 def plan_of(count: int, *, steps: int = 1, mean_runs: float = 4.0, shape: float | None = 1.0, **settings: float) -> DPPlan:

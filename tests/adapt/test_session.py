@@ -17,7 +17,7 @@ from sklearn.linear_model import Ridge
 
 from dpvision.adapt import descent, feature_covariance, release
 from dpvision.adapt import session as session_module
-from dpvision.adapt.prepare import prepare
+from dpvision.adapt.prepare import open_public, prepare
 from dpvision.adapt.rate import MOST_STEPS, with_rate
 from dpvision.adapt.session import adapt, new_head_session, resumed_head_session
 from dpvision.checkpoint import load_checkpoint
@@ -73,6 +73,15 @@ def test_every_head_spends_its_releases_learns_and_is_opened_again(
     assert [line["step"] for line in lines] == list(range(1, plan.steps + 1))
     accuracy, *_ = score_own_head(root, public_test, workers=1)
     assert accuracy.value > 0.5 and accuracy.visibility == "public", "chance is 0.1"
+
+
+def test_patches_take_the_largest_of_their_resolutions_up_to_the_one_asked_for(private: Store) -> None:
+    config = head_config(private, "prototypes", spec="patches")
+    assert isinstance(config.model, HeadConfig)
+    asked = [replace(config.model.encoder, image_size=size) for size in (8, 32, 100, 300)]
+    assert [open_public(encoder, torch.device("cpu")).image_size for encoder in asked] == [32, 32, 64, 224]
+    saved = prepare(replace(config, model=replace(config.model, encoder=asked[2]))).model.encoder
+    assert saved.image_size == 64, "the run's config has the actual one"
 
 
 def test_what_predicts_is_what_was_saved_on_what_one_image_shows(private: Store, public_test: Store, tmp_path: Path) -> None:

@@ -17,6 +17,10 @@ from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli import main
 from dpvision.cli.recipe import typed_settings, with_values
 from dpvision.config.head_presets import with_head
+from dpvision.data.import_labels import ClassRule
+from dpvision.data.importer import import_samples
+from dpvision.data.open import open_store
+from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.encoders.feature_file import feature_array
@@ -102,6 +106,21 @@ def test_what_is_typed_overrides_what_auto_chose(stores: tuple[Store, Store], tm
     assert json.loads(capsys.readouterr().out)["steps"] == MOST_STEPS
     assert main([*argv, "--head", "prototypes"]) == 0
     assert json.loads(capsys.readouterr().out)["head"] == "prototypes"
+
+
+def test_under_a_noise_multiplier_adapt_has_the_steps_and_epsilon_of_plan(
+    stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More steps are free only under a target epsilon: with fixed noise each costs epsilon."""
+    declared = "--dataset-size 900 --expected-batch-size 900 --noise-multiplier 4 --json"
+    assert main(["plan", "transfer.many_steps", *declared.split()]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    argv = _argv(stores[0], tmp_path, "--dataset-size", "900", "--head", "many_steps", "--optim.momentum", "0", "--dry-run", "--json")
+    assert main([*argv, "--privacy.noise-multiplier", "4"]) == 0
+    adapted = json.loads(capsys.readouterr().out)
+    assert adapted["steps"] == planned["steps"] == 60 and adapted["epsilon"] == planned["epsilon"]
+    assert main([*argv, "--epsilon", str(planned["epsilon"])]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] > 60, "what the rate's rule asks for at this epsilon"
 
 
 def test_settings_typed_are_copied_one_by_one_onto_another_heads_defaults() -> None:
@@ -294,13 +313,17 @@ def test_an_encoder_whose_features_are_no_numbers_is_refused_before_the_charge(
 
 
 def test_an_empty_class_is_noted_of_public_images_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unlabelled images count for no class, in stores of one label and of several."""
     rng = np.random.default_rng(0)
-    images = [rng.integers(0, 255, (8, 8, 3), dtype=np.uint8) for _ in range(60)]
+    images = write_store(tmp_path / "images", list(rng.integers(0, 255, (60, 8, 8, 3), dtype=np.uint8)), ["0"] * 60)
+    rule = ClassRule(("a", "b", "c", "d"), "unlabelled")
     for public in (True, False):
-        store = write_store(tmp_path / str(public), images, ["0", "1"] * 30, public=public)
-        argv = ["adapt", "--data", str(store.path), "--encoder", "pixels", "--num-classes", "4", "--dataset-size", "60", "--dry-run"]
-        assert main(argv) == 0
-        assert ("2 declared classes have no image in this public store: 2, 3" in capsys.readouterr().out) is public
+        for name, labels, more in (("one", ["a", "b", "e"], []), ("several", [["a"], ["b"], ["e"]], ["--model.multi-label"])):
+            samples = (Sample(f"k{i}", images.read(i), {"label": labels[i % 3]}) for i in range(60))
+            store = import_samples(samples, tmp_path / f"{public} {name}", public=public, classes=rule)
+            argv = ["adapt", "--data", str(store.path), "--encoder", "pixels", "--num-classes", "4", "--dataset-size", "60", "--dry-run"]
+            assert main([*argv, *more]) == 0
+            assert ("2 declared classes have no image in this public store: 2, 3" in capsys.readouterr().out) is public
 
 
 def _scenes_with_colours(folder: Path, first: int, count: int) -> Path:
@@ -360,20 +383,21 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_pages_five_lines_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As they stand in docs/adapt.md, on digits in class folders; with an encoder that needs no minute of learning."""
-    pixels, labels = load_digits(return_X_y=True)
-    for folder, part in (("IMAGES", slice(0, 900)), ("TEST_IMAGES", slice(900, 1300))):
-        for i, (x, label) in enumerate(zip(pixels[part], labels[part], strict=True)):
-            (tmp_path / folder / str(label)).mkdir(parents=True, exist_ok=True)
-            grey = Image.fromarray((x.reshape(8, 8) * 15.9).astype(np.uint8)).convert("RGB")
-            grey.save(tmp_path / folder / str(label) / f"{i}.png")
+    """As they stand in docs/adapt.md, on digits in class folders; with an encoder that needs no minute of learning, and the number of
+    records that the split gave."""
+    for i, (x, label) in enumerate(zip(*load_digits(return_X_y=True), strict=True)):
+        (tmp_path / "IMAGES" / str(label)).mkdir(parents=True, exist_ok=True)
+        grey = Image.fromarray((x.reshape(8, 8) * 15.9).astype(np.uint8)).convert("RGB")
+        grey.save(tmp_path / "IMAGES" / str(label) / f"{i}.png")
     page = (Path(__file__).parents[2] / "docs" / "adapt.md").read_text()
     lines = [line.removeprefix("    dpvision ") for line in page.splitlines() if line.startswith("    dpvision ")]
     assert len(lines) == 5
     monkeypatch.chdir(tmp_path)
     (tmp_path / "classes.txt").write_text("".join(f"{digit}\n" for digit in range(10)))
     for line in lines:
-        fast = ["--encoder", "pixels"] if line.startswith("adapt") else []
-        assert main([*line.split(), *fast]) == 0, capsys.readouterr().err
-    (score, *_) = json.loads((tmp_path / "runs" / "first" / "scores.json").read_text())
+        more = []
+        if line.startswith("adapt"):
+            more = ["--encoder", "pixels", "--dataset-size", str(open_store("stores/mine").num_records)]
+        assert main([*line.split(), *more]) == 0, capsys.readouterr().err
+    (score, *_) = json.loads((tmp_path / "runs" / "first" / "confidential" / "scores.json").read_text())
     assert score["value"] > 0.3 and (tmp_path / "runs" / "first" / "report.html").exists()

@@ -12,8 +12,8 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.privacy.plan import make_plan
 from dpvision.runs.lineage import own_entry
 
-pytest.importorskip("imagehash", reason="imagehash is not installed: pip install dpvision[overlap]")
-pytest.importorskip("faiss", reason="faiss is not installed: pip install dpvision[overlap]")
+pytest.importorskip("imagehash", reason='imagehash is not installed: pip install ".[overlap]"')
+pytest.importorskip("faiss", reason='faiss is not installed: pip install ".[overlap]"')
 
 
 @pytest.fixture(scope="module")

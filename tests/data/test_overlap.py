@@ -19,7 +19,7 @@ from dpvision.synthetic.scenes import make_scene
 
 from .image_files import encode, noise
 
-pytest.importorskip("imagehash", reason="imagehash is not installed: pip install dpvision[overlap]")
+pytest.importorskip("imagehash", reason='imagehash is not installed: pip install ".[overlap]"')
 
 
 def scene(number: int, size: int = 96) -> np.ndarray:

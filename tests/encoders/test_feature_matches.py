@@ -20,8 +20,8 @@ from dpvision.encoders.feature_matches import Threshold, find_feature_matches, m
 from dpvision.encoders.fixed import fixed_encoder
 from dpvision.errors import ConfigError, DataError
 
-pytest.importorskip("faiss", reason="faiss is not installed: pip install dpvision[overlap]")
-pytest.importorskip("imagehash", reason="imagehash is not installed: pip install dpvision[overlap]")
+pytest.importorskip("faiss", reason='faiss is not installed: pip install ".[overlap]"')
+pytest.importorskip("imagehash", reason='imagehash is not installed: pip install ".[overlap]"')
 
 
 def image(i: int, size: int = 48) -> np.ndarray:

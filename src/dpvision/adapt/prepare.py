@@ -114,15 +114,18 @@ def prepare(config: RunConfig, plan: DPPlan | None = None, encoder: Encoder | No
 def with_enough_steps(config: RunConfig, encoder: Encoder, plan: DPPlan) -> RunConfig:
     """Return ``config`` with as many full-batch steps as the rate's rule wants for this encoder (``rate.enough_steps``).
 
+    Unchanged with a given noise multiplier: each further step would cost epsilon.
+
     Args:
         config: with the head's default number of steps, which stays where the rule does not apply.
         plan: the config's.
     """
-    model, ruled = config.model, config.optim.learning_rate is None and config.privacy.sampling == "full_batch"
+    model, cfg = config.model, config.privacy
     assert isinstance(model, HeadConfig)
+    ruled = config.optim.learning_rate is None and cfg.sampling == "full_batch" and cfg.noise_multiplier is None
     if not ruled or encoder.standard_rows or model.head != "many_steps" or model.candidates:
         return config
-    return replace(config, privacy=replace(config.privacy, steps=enough_steps(plan, config.optim.momentum)))
+    return replace(config, privacy=replace(cfg, steps=enough_steps(plan, config.optim.momentum)))
 
 
 def rows_and_labels(config: RunConfig, store: Store) -> tuple[np.ndarray, np.ndarray, PersonImages | None]:
@@ -206,7 +209,8 @@ def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> Encoder:
     """Open the encoder that a config names. A run's encoder is named by its recipe, because a statement must not contain paths.
 
     Raises:
-        ConfigError: a timm architecture without weights, or an image size that the encoder does not accept.
+        ConfigError: a timm architecture without weights, or an image size that the encoder does not accept. Patches accept any maximum
+            resolution, rounded down to one of theirs.
         CheckpointError: the encoder cannot be read.
     """
     assert cfg.spec is not None
@@ -218,7 +222,7 @@ def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> Encoder:
             f"encoder: {cfg.spec} has no weights on this machine (looked for {'; '.join(places)}); expected pretrained weights. Nothing is "
             f"downloaded: use {cfg.spec}@FILE, or let timm download them first."
         )
-    if cfg.image_size not in (0, encoder.image_size):
+    if cfg.image_size not in (0, encoder.image_size) and not encoder.own_sizes:
         raise ConfigError(
             f"encoder: image_size={cfg.image_size}; expected {encoder.image_size}, the only size of {encoder.name}. Leave it out."
         )
@@ -291,5 +295,5 @@ def _check_head(config: RunConfig, width: int) -> None:
     if model.head in ("least_squares", "feature_covariance") and width > 2 * WIDEST:
         raise ConfigError(
             f"adapt: feature dimension={width} with head={model.head!r}; expected at most {2 * WIDEST}, so that a covariance fits into "
-            "memory. Use one_step, many_steps or prototypes, or another pooling."
+            "memory. Use one_step, many_steps or prototypes, or a smaller encoder, such as hog."
         )

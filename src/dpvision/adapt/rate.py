@@ -18,7 +18,8 @@ CURVATURE, and features whose rows lie close together come near it. Unless featu
 
     STABLE 2 (1 + m) / CURVATURE
 
-and more steps keep L (``enough_steps``); full batches divide their budget over any number of steps without loss.
+and more steps keep L (``enough_steps``); full batches divide a target epsilon over any number of steps without loss. With a given noise
+multiplier every step costs epsilon: the number of steps stays, and L is shortened.
 """
 
 import math

@@ -50,7 +50,8 @@ _DOC = """Train a private classifier on labelled private images, from a public e
 By default the encoder is frozen: each image's features are computed once and cached in the store's folder, and a linear head is trained
 on them with differential privacy in about a minute. You declare three public numbers: records, classes and epsilon.
 
-  dpvision data import IMAGES stores/mine
+  dpvision data import IMAGES stores/all --classes classes.txt
+  dpvision data split stores/all stores/mine stores/test
   dpvision adapt --data stores/mine --encoder patches+scattering --num-classes 10 --dataset-size 20000 --epsilon 1 --dry-run
   dpvision adapt --data stores/mine --encoder patches+scattering --num-classes 10 --dataset-size 20000 --epsilon 1 --name first
   dpvision evaluate runs/first --test stores/test
@@ -90,8 +91,8 @@ class _What(Shorts):
     head: _Head | None = None
     """Kind of head; short for the recipe transfer.HEAD."""
     select: str | None = None
-    """Choose among these heads (HEAD,HEAD,...) by a private score, within epsilon: each head gets about twice the noise
-    (docs/selection.md)."""
+    """Choose among these heads (HEAD,HEAD,...) by a private score, within epsilon: each head gets 2.3 to 2.5 times
+    the noise (docs/selection.md)."""
     test: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
     """Labelled store to score the result on. Scores are public only if its images are."""
 

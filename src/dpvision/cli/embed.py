@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 
-from dpvision.cli.output import RunPath, SourcePath, emit, parse
-from dpvision.cli.paths import check_run
+from dpvision.cli.output import SourcePath, emit, parse
+from dpvision.cli.paths import check_source
 from dpvision.errors import OPERATOR_ONLY
 
 
@@ -18,10 +18,10 @@ def run(argv: Sequence[str]) -> None:
 
 
 def embed(
-    run: RunPath,
+    encoder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER")],
     source: SourcePath,
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
-    pooling: Literal["mean", "2x2"] = "mean",
+    pooling: str | None = None,
     ema: bool = False,
     batch_size: int = 256,
     workers: int = 2,
@@ -34,22 +34,23 @@ def embed(
     named confidential. Images outside a store count as private; import them with --public if they are public.
 
     Args:
-        run: Run folder, or one of its checkpoints.
+        encoder: A run folder or one of its checkpoints, random:RUN, timm:NAME or torchvision:NAME (@FILE for weights), vip:FILE, mae:FILE,
+            simclr:FILE, tan:FILE, pixels, hog, scattering, patches or patches+scattering.
         source: Store, folder of images, parquet file or tar file.
         out: File to write: .npz or .safetensors. For private images its path needs a folder named confidential.
-        pooling: Average the patch tokens over the image, or over its four quadrants.
-        ema: Use the averaged weights.
+        pooling: mean (over the image), 2x2 (over its four quadrants), cls, ... (docs/encoders.md); the encoder's default if omitted.
+        ema: Use the averaged weights of a run.
         batch_size: Images in one forward pass.
         workers: Threads that read images.
         release_private_outputs: Write features of private images anywhere. You decide this for the people shown; no epsilon covers it.
         json: Print JSON.
     """
-    check_run(run)
+    check_source(source)
     from dpvision.encoders.embeddings import write_embeddings
 
     with Console(stderr=True).status("features") as status:
         made = write_embeddings(
-            run, source, out, ema=ema, pooling=pooling, batch_size=batch_size, workers=workers,
+            encoder, source, out, ema=ema, pooling=pooling, batch_size=batch_size, workers=workers,
             progress=lambda n: status.update(f"features: {n:,} images"), release_private_outputs=release_private_outputs,
         )  # fmt: skip
     text = f"{made.num:,} x {made.width} features in {out}"

@@ -31,7 +31,9 @@ def head_text(made: "Prepared") -> str:
         if (decay := cfg.frequency_decay or 1.0) > 1:
             text += f"\n  frequencies          energy of each higher one divided by {decay:.3g}, to favour low ones against noise"
     if made.store.results_visibility == "public":
-        counts = made.label.sum(axis=0) if made.label.ndim == 2 else np.bincount(made.label, minlength=cfg.num_classes or 0)
+        # Unlabelled records have -1, or NOT_KNOWN for every class.
+        one, several = made.label[made.label >= 0], made.label == 1
+        counts = several.sum(axis=0) if made.label.ndim == 2 else np.bincount(one, minlength=cfg.num_classes or 0)
         if (empty := np.flatnonzero(counts == 0)).size:
             shown = ", ".join(map(str, empty[:5].tolist())) + (", ..." if empty.size > 5 else "")
             text += f"\n  note                 {empty.size} declared classes have no image in this public store: {shown}"

@@ -24,6 +24,7 @@ from typing import IO, Any
 
 import numpy as np
 import PIL
+import simplejpeg
 import sklearn
 import torch
 from safetensors import SafetensorError
@@ -37,7 +38,9 @@ from dpvision.errors import DataError
 from dpvision.files import replacing, sync
 
 MAX_BYTES = 4 << 30
-"""Maximum size of a store's cache; the least recently used files are deleted first."""
+"""Maximum size of a store's cache; the least recently used files are deleted first, small ones last."""
+_SMALL_BYTES = 1 << 20
+"""Files below this size do not evict larger ones."""
 _LEFT_S = 24 * 3600
 _SYNC_S = 1.0
 """Interval at which the rows of a growing array are counted; uncounted rows are lost with the process."""
@@ -57,10 +60,10 @@ class FeatureCache:
         path = self.folder / f"{key}.safetensors"
         try:
             tensors = load_file(path)
-            os.utime(path)
-            return tensors
         except (OSError, SafetensorError):
             return None
+        _mark_used(path)
+        return tensors
 
     def save(self, key: str, tensors: dict[str, Tensor]) -> None:
         """Cache tensors under ``key``, unless they are larger than the cache."""
@@ -72,9 +75,9 @@ class FeatureCache:
         path = self.folder / f"{key}.npy"
         try:
             found = np.load(path, mmap_mode="r", allow_pickle=False)
-            os.utime(path)
         except (OSError, ValueError, EOFError):
             return None
+        _mark_used(path)
         return found if found.shape == shape and found.dtype == dtype else None
 
     def save_array(
@@ -101,17 +104,18 @@ class FeatureCache:
         """
         try:
             with claim(self.folder / f"{key}.npy", shape, dtype, progress) as partial:
-                if self.load_array(key, shape, dtype) is not None:  # the other process has finished it
+                written = self.load_array(key, shape, dtype)
+                if written is not None:  # the other process has finished it
                     growing_path(partial.path).unlink(missing_ok=True)
                 else:
                     first = partial.rows_done() // step * step
                     partial.write(first, blocks_from(first))
-            self._make_room()
+                    written = self.load_array(key, shape, dtype)  # under the lock, which keeps other processes from deleting it
+            self._make_room(partial.path)
         except OSError as error:
             raise DataError(
                 f"features: {self.folder} ({error.strerror or error}); expected a writable folder with free space. Free space, then repeat."
             ) from None
-        written = self.load_array(key, shape, dtype)
         assert written is not None, "just written"
         return written
 
@@ -120,7 +124,9 @@ class FeatureCache:
         if not self.make_folder():
             return False
         partial = growing_path(self.folder / f"{key}.npy")
-        there = partial.stat().st_size if partial.exists() else 0
+        there = 0
+        with contextlib.suppress(FileNotFoundError):
+            there = partial.stat().st_size
         return shutil.disk_usage(self.folder).free > 1.05 * num_bytes - there
 
     def make_folder(self) -> bool:
@@ -149,20 +155,34 @@ class FeatureCache:
             if self.make_folder():
                 with replacing(self.folder / name) as partial:
                     write(partial)
-                self._make_room()
+                self._make_room(self.folder / name)
 
-    def _make_room(self) -> None:
-        for entry in os.scandir(self.folder):  # left by a process that was killed while it wrote
-            if re.search(r"\.partial-\d+$", entry.name) and time.time() - entry.stat().st_mtime > _LEFT_S:
-                os.unlink(entry)
-        files = sorted(((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path) for entry in os.scandir(self.folder)), reverse=True)
-        total = 0
-        for place, (_, size, path) in enumerate(files):
+    def _make_room(self, keep: Path) -> None:
+        """Delete files beyond the cache's maximum size, but not ``keep``, which was just written, nor arrays that a process is writing.
+
+        Other processes may rename and delete files meanwhile.
+        """
+        found = []
+        for entry in os.scandir(self.folder):
+            with contextlib.suppress(FileNotFoundError):
+                stat = entry.stat()
+                if re.search(r"\.partial-\d+$", entry.name) and time.time() - stat.st_mtime > _LEFT_S:
+                    os.unlink(entry)  # left by a process that was killed while it wrote
+                else:
+                    found.append((entry.name != keep.name, stat.st_size >= _SMALL_BYTES, -stat.st_mtime_ns, stat.st_size, Path(entry)))
+        total, wrote_large = 0, False
+        for other, large, _, size, path in sorted(found):  # ``keep``, then small files, then large ones, each the latest first
             total += size
-            if total > self.max_bytes and place:  # keep the newest whatever its size, and arrays that a process is writing
+            wrote_large |= large and not other
+            if other and total > self.max_bytes and (wrote_large or not large):
                 with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
-                    if not path.endswith(".partial") or _locked(file, Path(path)):
-                        os.unlink(path)
+                    if _locked(file, path):
+                        path.unlink()
+
+
+def _mark_used(path: Path) -> None:
+    with contextlib.suppress(OSError):  # deleted meanwhile, or on a read-only disk: what was read is good all the same
+        os.utime(path)
 
 
 class GrowingArray:
@@ -281,7 +301,13 @@ def score_key(*parts: Any) -> str:
 
 def code_digest(*modules: ModuleType) -> str:
     """Return a digest of modules' source and of the library versions, since a change of either may change the result."""
-    digest = _digest([torch.__version__, PIL.__version__, np.__version__, sklearn.__version__])
+    try:
+        import pillow_heif
+
+        heif = pillow_heif.__version__
+    except ImportError:
+        heif = "absent"
+    digest = _digest([torch.__version__, PIL.__version__, np.__version__, sklearn.__version__, simplejpeg.__version__, heif])
     for module in modules:
         digest.update(Path(module.__file__ or "").read_bytes())
     return digest.hexdigest()

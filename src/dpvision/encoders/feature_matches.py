@@ -148,7 +148,7 @@ def find_feature_matches(
     try:
         import faiss
     except ImportError:
-        raise ConfigError("overlap: faiss is not installed; --encoder needs it. Run: pip install dpvision[overlap]") from None
+        raise ConfigError("overlap: faiss is not installed; --encoder needs it. In a checkout: pip install '.[overlap]'") from None
     faiss.omp_set_num_threads(torch.get_num_threads())
     folder = private.path / "confidential"
     folder.mkdir(mode=0o700, exist_ok=True)
