@@ -243,7 +243,7 @@ def test_a_given_batch_is_timed_and_none_is_searched_for(capsys: pytest.CaptureF
     argv = ["doctor", "doctor_models:small", "--measure", "--device", "cpu", "--image-size", "16", "--max-minutes", "0.05"]
     assert main([*argv, "--physical-batch-size", "5", "--precision", "bfloat16"]) == 0
     out, err = capsys.readouterr()
-    assert "5 records in" in out and "price" in out and "bfloat16" in out and "fits" not in out
+    assert "5 records in" in out and "overhead" in out and "bfloat16" in out and "fits" not in out
     assert "1/3" in err and "3/3" in err
 
 

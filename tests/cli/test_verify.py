@@ -1,6 +1,7 @@
 """``dpvision verify``: a true statement passes, every altered figure is found, and what cannot be checked is said."""
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -17,8 +18,9 @@ from runs import POISSON, PRIVACY, make_run, make_store
 from dpvision.cli import main
 from dpvision.files import write_json
 from dpvision.privacy import accountant, mechanism
-from dpvision.privacy.ledger import Ledger
+from dpvision.privacy.ledger import Ledger, set_cap, store_account
 from dpvision.privacy.plan import make_plan
+from dpvision.report import check_other_runs as other_runs_module
 from dpvision.report import verify as verify_module
 from dpvision.report.recompute import Check
 from dpvision.report.statement import write_statement
@@ -79,9 +81,11 @@ def leaves(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
 def test_no_leaf_of_the_statement_can_be_altered_unnoticed(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     statement = json.loads((finished / "run" / "statement.json").read_text())
     evidence = verify_module.read_evidence(finished / "run", finished / "store")
-    again, account = verify_module.statement_of(evidence, "not_covered"), verify_module.store_account(finished / "store")
-    for name, value in {"statement_of": again, "read_evidence": evidence, "store_account": account}.items():
-        monkeypatch.setattr(verify_module, name, lambda *args, value=value: value)  # speed: they are the same each time
+    again, account = verify_module.statement_of(evidence, "not_covered"), store_account(finished / "store")
+    for module, name, made in (
+        (verify_module, "statement_of", again), (verify_module, "read_evidence", evidence), (other_runs_module, "store_account", account),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, lambda *args, made=made: made)  # speed: they are the same each time
     monkeypatch.setattr(verify_module, "check_epsilons", lambda statement: [])  # tested below, without the help of the other accountant
     for number, (where, value) in enumerate(leaves(statement)):
         if where[:2] in (("guarantee", "privacy_profile"), ("settings", "model")) and number % 10:
@@ -185,14 +189,96 @@ def test_steps_charged_after_the_statement_are_said_and_steps_before_it_are_miss
     assert by_name(verify_statement(later, run, tmp_path / "store"))["store, last line"] == "failed"
 
 
+def another_run(store: Path, steps: int = 1) -> None:
+    with Ledger.open(store, "another", make_plan(SMALL), resume=False) as ledger:
+        for _ in range(steps):
+            ledger.append()
+
+
+def failed_checks(path: Path, *where: Path) -> list[str]:
+    return [check.name for check in verify_statement(path, *where) if check.status == "failed"]
+
+
 def test_another_run_on_the_store_is_said(finished: Path, tmp_path: Path) -> None:
     make_store(tmp_path / "store")
     run = make_run(tmp_path / "run", tmp_path / "store", privacy=SMALL, charged=4)
     path = write_statement(run)
-    with Ledger.open(tmp_path / "store", "another", make_plan(SMALL), resume=False) as ledger:
+    another_run(tmp_path / "store")
+    checks = {check.name: check for check in verify_statement(path, run, tmp_path / "store")}
+    assert checks["other runs"].status == "not checked" and "made since, or left out" in checks["other runs"].detail
+    assert "failed" not in {check.status for check in checks.values()} and checks["written again"].status == "ok"
+
+
+OTHER_RUNS_ALTERED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "total": lambda others: others.update(epsilon_total=0.9 * others["epsilon_total"]),
+    "no total": lambda others: others.update(epsilon_total=None),
+    "filter": lambda others: others.update(epsilon_filter=0.5 * others["epsilon_total"]),
+    "no filter": lambda others: others.update(epsilon_filter=None),
+    "delta": lambda others: others.update(delta=2 * others["delta"]),
+    "epsilon of a run": lambda others: others["runs"][0].update(epsilon=0.9 * others["runs"][0]["epsilon"]),
+    "steps of a run": lambda others: others["runs"][0].update(steps=others["runs"][0]["steps"] - 1),
+    "guarantee of a run": lambda others: others["runs"][0].update(guarantee="none", epsilon=None, delta=None),
+    "a run named twice": lambda others: others["runs"].append(others["runs"][0]),
+    "an unknown run": lambda others: others["runs"][0].update(run_id="unknown"),
+    "text": lambda others: others.update(text=others["text"].replace("1 other run", "No other run")),
+    "totals left out": lambda others: others.pop("epsilon_total"),
+    "person": lambda others: others.update(unit_epsilon_total=0.1),
+}
+
+
+@pytest.mark.parametrize("altered", OTHER_RUNS_ALTERED)
+@pytest.mark.parametrize("later", [False, True])
+def test_altered_figures_of_other_runs_are_found_also_after_a_later_run(two_runs: Path, tmp_path: Path, later: bool, altered: str) -> None:
+    folder = two_runs / ("later" if later else "now")
+    path = edited(folder, tmp_path, lambda statement: OTHER_RUNS_ALTERED[altered](statement["history"]["other_runs"]))
+    assert "other runs" in failed_checks(path, folder / "run", folder / "store")
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two stores with two runs and the statement of one; on "later" a third run was made since."""
+    root = tmp_path_factory.mktemp("others")
+    for folder in (root / "now", root / "later"):
+        make_store(folder / "store")
+        run = make_run(folder / "run", folder / "store", privacy=SMALL, charged=4)
+        another_run(folder / "store", steps=2)
+        write_statement(run)
+    with Ledger.open(root / "later" / "store", "third", make_plan(SMALL), resume=False) as ledger:
         ledger.append()
-    check = next(c for c in verify_statement(path, run, tmp_path / "store") if c.name == "other runs")
-    assert check.status == "not checked" and "made since, or left out" in check.detail
+    return root
+
+
+@pytest.mark.parametrize("folder", ["now", "later"])
+def test_a_true_statement_about_two_runs_passes(two_runs: Path, folder: str) -> None:
+    assert failed_checks(two_runs / folder / "run" / "statement.json", two_runs / folder / "run", two_runs / folder / "store") == []
+
+
+def test_a_cap_set_later_and_a_store_given_later_are_no_failure(tmp_path: Path) -> None:
+    store, run = tmp_path / "store", tmp_path / "run"
+    make_store(store)
+    make_run(run, store, privacy=SMALL, charged=4)
+    store.rename(tmp_path / "away")
+    path = write_statement(run)
+    (tmp_path / "away").rename(store)
+    assert json.loads(path.read_text())["history"]["other_runs"]["known"] is False
+    checks = by_name(verify_statement(path, run, store))
+    assert "failed" not in checks.values() and checks["written again"] == "ok" and checks["other runs"] == "not checked"
+    path = write_statement(run)
+    set_cap(store, 20.0, 1e-5)
+    checks = by_name(verify_statement(path, run, store))
+    assert "failed" not in checks.values() and checks["written again"] == "ok" and checks["other runs"] == "not checked"
+
+
+def test_a_score_added_later_is_no_failure_and_an_altered_one_is(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished / "run", run)
+    write_json(run / "scores.json", [*runs.PUBLIC_SCORES, runs.score_entry("encoder", 0.6, "ridge probe, mean")])
+    assert failed_checks(run / "statement.json", run, finished / "store") == []
+
+    def better(statement: dict[str, Any]) -> None:
+        statement["scores"][0]["value"] += 0.1
+
+    assert failed_checks(edited(finished, tmp_path, better), run, finished / "store") == ["scores"]
 
 
 def test_a_run_without_a_guarantee_on_a_public_store_has_no_epsilon_to_check(tmp_path: Path) -> None:
@@ -214,6 +300,63 @@ def test_the_epsilon_of_a_person_of_several_records_is_recomputed(finished: Path
             statement["history"]["lineage"][-1]["guarantee"]["plan"]["max_records_per_unit"] = 3
 
         assert by_name(verify_statement(edited(finished, tmp_path, person)))["epsilon of a person"] == status
+
+
+def altered_headline(statement: dict[str, Any], old: str, new: str) -> None:
+    assert old in statement["headline"]
+    statement["headline"] = statement["headline"].replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("delta 1e-5", "delta 1e-20"), ("each single image", "each person, with all their images"), ("for each", "now for each")],
+)
+def test_a_headline_of_another_delta_or_unit_is_found_without_any_file(finished: Path, tmp_path: Path, old: str, new: str) -> None:
+    path = edited(finished, tmp_path, lambda statement: altered_headline(statement, old, new))
+    assert failed_checks(path) == ["figures"]
+
+
+def test_an_epsilon_of_a_person_needs_declared_people(finished: Path, tmp_path: Path) -> None:
+    def person(statement: dict[str, Any]) -> None:
+        guarantee = statement["guarantee"]
+        guarantee |= {"unit_epsilon": guarantee["epsilon"], "unit_attack": guarantee["attack"]}
+        altered_headline(statement, "each single image", "each person, with all their images")
+
+    assert failed_checks(edited(finished, tmp_path, person)) == ["figures"]
+
+
+def own(statement: dict[str, Any]) -> dict[str, Any]:
+    return statement["history"]["lineage"][-1]["guarantee"]
+
+
+BAD_PLANS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "noise 0": lambda s: (own(s)["plan"].update(noise_multiplier=0), s["mechanism"].update(noise_multiplier=0, noise_std=0)),
+    "noise in words": lambda s: own(s)["plan"].update(noise_multiplier="a"),
+    "noise nan": lambda s: own(s)["plan"].update(noise_multiplier=math.nan),
+    "rate 2": lambda s: own(s)["plan"].update(sample_rate=2.0),
+    "another rate": lambda s: own(s)["plan"].update(expected_batch_size=100_000.0, sample_rate=2.0),
+    "no images": lambda s: own(s)["plan"].update(dataset_size=0),
+    "delta 0": lambda s: own(s)["plan"].update(delta=0.0),
+    "no guarantee": lambda s: own(s)["plan"].update(guarantee="none", epsilon=None),
+    "steps -1": lambda s: s["mechanism"].update(steps_executed=-1),
+    "too many steps": lambda s: (s["mechanism"].update(steps_executed=1000), own(s).update(steps=1000)),
+    "no plan": lambda s: own(s).update(plan={}),
+    "no guarantee of the run": lambda s: s["history"]["lineage"][-1].update(guarantee=None),
+    "delta of the statement infinite": lambda s: s["guarantee"].update(delta=math.inf),
+    "epsilon beyond floats": lambda s: s["guarantee"].update(epsilon=1e308),
+    "people without a number": lambda s: s["scope"]["unit"].update(sampling_unit="person"),
+}
+
+
+@pytest.mark.parametrize("altered", BAD_PLANS)
+def test_what_is_no_plan_fails_the_figures_and_raises_nothing(finished: Path, tmp_path: Path, altered: str) -> None:
+    assert "figures" in failed_checks(edited(finished, tmp_path, BAD_PLANS[altered]))
+
+
+def test_every_field_of_a_plan_that_is_missing_is_found(finished: Path, tmp_path: Path) -> None:
+    for field in own(json.loads((finished / "run" / "statement.json").read_text()))["plan"]:
+        if field != "clipping":  # plans of older versions lack it
+            assert "figures" in failed_checks(edited(finished, tmp_path, lambda s, field=field: own(s)["plan"].pop(field))), field
 
 
 def test_exit_status_is_1_for_a_failed_check_and_2_for_bad_input(
@@ -253,6 +396,13 @@ def test_parents_are_composed_and_one_left_out_is_found(tmp_path: Path, tuning: 
     checks = by_name(verify_statement(path, run, tmp_path / "store"))
     assert "failed" not in checks.values() and checks["epsilon"] == checks["epsilon on store another5"] == "ok"
 
+    for change in (
+        lambda statement: statement.update(other_stores=[]),
+        lambda statement: statement["other_stores"].append(statement["other_stores"][0]),
+        lambda statement: statement["other_stores"][0].update(store_id=store_id),
+        lambda statement: statement["other_stores"][0].update(delta=1e-3),
+    ):
+        assert "figures" in failed_checks(edited(tmp_path, tmp_path, change))
     statement = json.loads(path.read_text())
     statement["guarantee"]["epsilon"] = statement["guarantee"]["this_run"]["epsilon"]
     (tmp_path / "alone.json").write_text(json.dumps(statement))

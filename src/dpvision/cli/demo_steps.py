@@ -136,9 +136,9 @@ def _captioner(
     runs = _Runs(place.free_run("demo-start"), place.free_run("demo"))
     start = get_recipe("demo.start")
     size = replace(start.privacy, dataset_size=plain.num_records)
-    train(replace(start, privacy=size, data=replace(start.data, store=str(plain.path), tokenizer=words)), runs.start, place)
+    _train(replace(start, privacy=size, data=replace(start.data, store=str(plain.path), tokenizer=words)), runs.start, place)
     config = replace(config, data=replace(config.data, store=str(captioned.path), tokenizer=words), init_from=str(runs.start))
-    epsilon = train(config, runs.private, place)
+    epsilon = _train(config, runs.private, place)
     askers = [open_captioner(runs.private), replace(open_captioner(runs.start), name=PARENT)]
     asked = ZeroShotSettings(("trie",), prompt="a", match_article=True)
     found = []
@@ -149,7 +149,7 @@ def _captioner(
     return runs, found, epsilon
 
 
-def train(config: RunConfig, root: Path, place: Place) -> float | None:
+def _train(config: RunConfig, root: Path, place: Place) -> float | None:
     """A run from its first step to its last; gives epsilon. Ctrl-C saves, and ends the demo."""
     with new_session(config, root) as session:
         plan = session.plan

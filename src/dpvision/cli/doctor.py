@@ -165,7 +165,7 @@ def _text(result: dict[str, Any], seen: "Look", sizes: dict[str, int], slow_chun
 
 
 def _ways_table(ways: dict[str, dict[str, int]], total: int) -> list[str]:
-    rows = [("way", "tensors", "parameters", "share")]
+    rows = [("method", "tensors", "parameters", "share")]
     for way, counts in sorted(ways.items(), key=lambda item: -item[1]["num_parameters"]):
         rows.append((way, f"{counts['num_tensors']:,}", f"{counts['num_parameters']:,}", _share(counts["num_parameters"] / total)))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
@@ -190,7 +190,7 @@ def _measured_text(measured: dict[str, Any]) -> str:
         f"{shown(step['records_per_s'])} records/s; non-private {plain['median']:.3g} s [{plain['low']:.3g} to {plain['high']:.3g}]"
     )
     lines.append(
-        f"  price    {price['median']:.2f} of a non-private step [{price['low']:.2f} to {price['high']:.2f}], {step['rounds']} rounds"
+        f"  overhead {price['median']:.2f} times a non-private step [{price['low']:.2f} to {price['high']:.2f}], {step['rounds']} rounds"
     )
     return "\n".join(lines)
 

@@ -41,13 +41,13 @@ _DOC = """Train a recipe on a store, privately unless the recipe is non-private.
 The plan (noise, steps, epsilon) is printed before any compute is spent, and the ledger next to the store is charged before each
 step. Any setting of the recipe can be overridden: --privacy.target-epsilon 4, --optim.learning-rate 1e-3.
 
-  dpvision data import IMAGES stores/mine
-  dpvision train synthetic.vip_micro                     the warm start, on procedural textures: public, costs no privacy
+  dpvision data import IMAGES stores/mine                        # folders named by class need --classes FILE
+  dpvision train synthetic.vip_micro                             # the warm start, on procedural textures: public, costs no privacy
   dpvision train vip.micro --data stores/mine --dry-run
   dpvision train vip.micro --data stores/mine --name first
-  dpvision train vip.micro --data stores/mine --non-private      without noise and clipping, for comparison; confidential
-  dpvision train vip.micro --data stores/mine --simulate 8       predict its losses at an eighth of the compute; no guarantee
-  dpvision train vip.micro --name first --resume        after a stop (Ctrl-C, SIGTERM; exit status 75) or a crash
+  dpvision train vip.micro --data stores/mine --non-private      # without noise and clipping, for comparison; confidential
+  dpvision train vip.micro --data stores/mine --simulate 8       # predict its losses at an eighth of the compute; no guarantee
+  dpvision train vip.micro --name first --resume                 # after a stop (Ctrl-C, SIGTERM; exit status 75) or a crash
   torchrun --nproc-per-node 8 -m dpvision train vip.base --data STORE"""
 
 

@@ -48,7 +48,7 @@ def perceptual_hashes(pixels_HWC: np.ndarray) -> np.ndarray | None:
         import imagehash
     except ImportError:
         raise ConfigError(
-            "overlap: imagehash is not installed; expected it for perceptual hashes. pip install dpvision[overlap]."
+            "overlap: imagehash is not installed; expected it for perceptual hashes. In a checkout: pip install '.[overlap]'."
         ) from None
     # phash works at this size, so it resizes neither the image nor its mirror image again.
     small = Image.fromarray(pixels_HWC).convert("L").resize((32, 32), Image.Resampling.LANCZOS)

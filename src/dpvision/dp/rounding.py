@@ -2,7 +2,7 @@
 
 The computed sums of two data sets that differ in one record must differ by at most C, in the numbers that are really added. So a
 gradient is clipped to less than C, and what rounding can add has proven bounds that together stay below the difference
-(docs/clipping.md, "What the norm is worth", has the proof):
+(docs/clipping.md, "Sensitivity, rounding included", has the proof):
 
     (1 - RESERVE) (1 + LOOSE) C     a contribution: its norm is known to LOOSE
     + 3 BUDGET C                    float32 matrix products, of which one record reaches one block of records only (``dp.buckets``)

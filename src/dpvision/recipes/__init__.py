@@ -78,7 +78,6 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     **transfer_tables.PRETRAINING,
     "demo": demo.demo,
     "demo.start": demo.start,
-    "demo.images": demo.images,
 }
 
 TABLE_ROWS = tuple(transfer_tables.VARIATIONS)

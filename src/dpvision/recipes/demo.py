@@ -1,4 +1,4 @@
-"""The demo's runs: a private captioner, its public warm start, and a private masked autoencoder for images without captions.
+"""The demo's runs: a private captioner and its public warm start.
 
 ``dpvision demo`` makes their stores and the tokenizer. Not of the papers; settings were tried on public scenes only.
 """
@@ -10,13 +10,11 @@ from dpvision.config import (
     CrossDecoderConfig,
     DataConfig,
     HardwareConfig,
-    MAEConfig,
     OptimConfig,
     PrivacyConfig,
     RunConfig,
     ViTConfig,
 )
-from dpvision.recipes.vip import micro
 
 VOCAB_SIZE = 440
 
@@ -51,20 +49,3 @@ def demo() -> RunConfig:
         optim=replace(public.optim, learning_rate=8e-3, weight_decay=0.005, warmup_steps=6),
         init_from="runs/demo.start",
     )
-
-
-def images() -> RunConfig:
-    """A quarter-million-parameter ViP from random weights, at epsilon 8, for images without captions: ``dpvision demo --data``."""
-    config = micro()
-    return replace(
-        config,
-        recipe="demo.images",
-        init_from=None,
-        privacy=replace(config.privacy, dataset_size=20_000, expected_batch_size=1000, steps=60),
-        model=MAEConfig(
-            encoder=ViTConfig(image_size=32, patch_size=4, depth=4, width=64, num_heads=4),
-            decoder_depth=1, decoder_width=64, decoder_num_heads=4,  # plain pixels: the operator's page shows what it fills in
-        ),
-        data=DataConfig(crop_scale=(0.6, 1.0)),
-        optim=replace(config.optim, learning_rate=2e-3, warmup_steps=5),
-    )  # fmt: skip

@@ -167,7 +167,7 @@ def test_a_missing_library_is_said_with_its_extra(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
     err = said(capsys, [write_run(tmp_path / "run"), *argv_of(data), *SMALL], 2)
-    assert "pip install dpvision[dense]" in err
+    assert "pip install '.[dense]'" in err
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Read images with objects from COCO's files (boxes, polygons and run-length masks), and check them.
 
-Needs faster-coco-eval (``pip install dpvision[dense]``) for masks.
+Needs faster-coco-eval (``pip install ".[dense]"`` in a checkout) for masks.
 
 Legend: N objects, H height, W width.
 """
@@ -111,7 +111,9 @@ def mask_tools() -> ModuleType:
     try:
         from faster_coco_eval.core import mask
     except ImportError:
-        raise ConfigError(f"{_WHERE}: faster-coco-eval is not installed; detection needs it. Run: pip install dpvision[dense]") from None
+        raise ConfigError(
+            f"{_WHERE}: faster-coco-eval is not installed; detection needs it. In a checkout: pip install '.[dense]'"
+        ) from None
     return mask
 
 
