@@ -22,7 +22,8 @@ from dpvision.config import PrivacyConfig
 from dpvision.errors import PrivacyError
 from dpvision.privacy.account import filter_bound, store_account
 from dpvision.privacy.composition import check_total, curve, parts_of, total, total_epsilon, unit_epsilon
-from dpvision.privacy.plan import MAX_EPSILON, DPPlan, ask_selection, make_plan
+from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
+from dpvision.privacy.refusal import MAX_EPSILON
 from dpvision.report.compared_run import read_compared
 from dpvision.report.statement import make_statement
 from dpvision.runs.epsilon_meter import EpsilonMeter

@@ -17,9 +17,10 @@ from dpvision.config import PrivacyConfig
 from dpvision.data.declared import TOLERANCE, fits, rounded_up
 from dpvision.data.open import open_store
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, PrivacyError
-from dpvision.privacy import plan as plans
-from dpvision.privacy.plan import DPPlan, draft_plan, make_plan, refusal
+from dpvision.privacy import refusal as refusals
+from dpvision.privacy.plan import DPPlan, draft_plan, make_plan
 from dpvision.privacy.planner import what_if
+from dpvision.privacy.refusal import refusal
 from dpvision.report.lineage_phrases import PROCEDURAL, entry_text
 from dpvision.runs.store_checks import check_store
 
@@ -48,7 +49,7 @@ def test_a_guarantee_that_says_nothing_is_refused_unless_allowed_and_planned_nev
     report = what_if(weak)
     assert re.search(said, report["refused"]) and report["epsilon"] > 0, "`plan` computes anything"
     allowed = make_plan(dataclasses.replace(weak, allow_weak_guarantee=True))
-    assert plans.weakness(allowed) is not None, "what prints it can tell"
+    assert refusals.weakness(allowed) is not None, "what prints it can tell"
 
 
 def test_ten_records_get_a_delta_that_means_something() -> None:

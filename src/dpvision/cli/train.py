@@ -185,7 +185,7 @@ def _finish(session: "Session", root: Path, complete: bool, as_json: bool) -> No
 
 def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Lineage") -> str:
     """Return the plan as text: its guarantee, the total with earlier runs behind the weights, and the main settings."""
-    from dpvision.privacy.plan import weakness
+    from dpvision.privacy.refusal import weakness
     from dpvision.runs.lineage import runs_on
 
     if plan.guarantee == "dp":

@@ -23,7 +23,8 @@ from dpvision.errors import PrivacyError
 from dpvision.privacy import accountant
 from dpvision.privacy.account import filter_bound, unit_view
 from dpvision.privacy.events import Composed, Event
-from dpvision.privacy.plan import MAX_EPSILON, MAX_N_TIMES_DELTA, DPPlan, View
+from dpvision.privacy.plan import DPPlan, View
+from dpvision.privacy.refusal import MAX_EPSILON, MAX_N_TIMES_DELTA
 
 Part = tuple[DPPlan, int]
 """A run's plan and the steps it was charged."""
@@ -128,7 +129,7 @@ def check_total(parts: tuple[Part, ...], *, allow_weak: bool = False) -> None:
 
     Raises:
         PrivacyError: some runs drew people and others records, dataset_size x delta is above 1.5, the total has no finite epsilon, or,
-            unless ``allow_weak``, one above ``plan.MAX_EPSILON`` (a unit's where units are declared).
+            unless ``allow_weak``, one above ``refusal.MAX_EPSILON`` (a unit's where units are declared).
     """
     if len(parts) < 2:
         return

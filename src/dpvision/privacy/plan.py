@@ -16,20 +16,11 @@ from dpvision.privacy import accountant, mechanism, sampling
 from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.calibrate import calibrate
 from dpvision.privacy.events import Event, NonPrivate
+from dpvision.privacy.refusal import MAX_DELTA, refusal
 from dpvision.privacy.selection import SCORE_SHARE, Selection, score_noise_ratio
 from dpvision.privacy.stream import Stream
 
-MAX_N_TIMES_DELTA = 1.5
-"""Above it a mechanism that publishes records outright could pass as private: training is refused."""
-MAX_DELTA = 1e-3
-"""Largest delta without ``allow_weak_guarantee``, and largest default: for ten records, 1 / (2 N) would allow publishing one of them with
-probability 1/20."""
-MAX_EPSILON = 20.0
-"""Largest epsilon without ``allow_weak_guarantee``, of the unit that the guarantee is for: that of the 2020 US census (19.61), the largest
-of any well-known release, rounded. From 10 on it counts as weak (Ponomareva et al. 2023)."""
 View = Literal["record", "unamplified", "unit"]
-TRUNCATION_TOLERANCE = 0.01
-"""Largest relative excess of a truncated draw's epsilon over plain Poisson's."""
 
 
 @dataclass(frozen=True)
@@ -354,65 +345,3 @@ def _unit_epsilon(
     if of.sampling == "truncated_poisson" or (selection is not None and of.sampling != "full_batch"):
         return None
     return accountant.unit_epsilon(mechanism.whole_event(of, selection, steps, noise, records=of.clipped_per_unit), delta)
-
-
-def refusal(plan: DPPlan, *, allow_weak: bool = False) -> str | None:
-    """Return why ``plan`` is refused, as an error message, or None. Runs without a guarantee are never refused here.
-
-    Args:
-        allow_weak: ``PrivacyConfig.allow_weak_guarantee``.
-    """
-    if plan.guarantee != "dp":
-        return None
-    declared = "dataset_size" if plan.num_units is None else "num_units"
-    if not plan.population * plan.delta <= MAX_N_TIMES_DELTA:
-        return (
-            f"privacy: delta={plan.delta}; expected {declared} x delta at most {MAX_N_TIMES_DELTA}, got "
-            f"{plan.population * plan.delta:.3g}. Leave delta out for 1 / (2 {declared})."
-        )
-    return _unaccounted(plan) or (None if allow_weak else weakness(plan))
-
-
-def weakness(plan: DPPlan) -> str | None:
-    """Return why ``plan`` is refused without ``allow_weak_guarantee``, or None."""
-    remedy = "To train nevertheless: --privacy.allow-weak-guarantee."
-    if not plan.delta <= MAX_DELTA:
-        return f"privacy: delta={plan.delta}; expected at most {MAX_DELTA}. Pass --privacy.delta {MAX_DELTA:g}. {remedy}"
-    stated = plan.stated_epsilon
-    if stated is None or not stated <= MAX_EPSILON:
-        whose = "one record" if plan.num_units is None else f"one person ({plan.clipped_per_unit} records)"
-        whose = whose if plan.sampling_unit == "record" else "one person"
-        got = "unknown" if stated is None else f"{stated:.4g}"
-        return (
-            f"privacy: epsilon={got} for {whose}; expected at most {MAX_EPSILON:g}, above which a guarantee says next to nothing. Plan "
-            f"more noise, or fewer steps. {remedy}"
-        )
-    return None
-
-
-def _unaccounted(plan: DPPlan) -> str | None:
-    """Why ``plan`` has no valid accounting, or costs much more than plain Poisson; None otherwise."""
-    if plan.selection is not None and plan.clipped_per_unit > 1 and plan.sampling != "full_batch":
-        return (
-            f"privacy: max_records_per_unit={plan.max_records_per_unit}; expected 1 in a selection with sampling={plan.sampling}, which "
-            "has no accounting for units. Use sampling=full_batch, or max_records_per_unit=1."
-        )
-    if plan.sampling == "truncated_poisson":
-        if plan.clipped_per_unit > 1:
-            return (
-                f"privacy: max_records_per_unit={plan.max_records_per_unit}; expected 1 with sampling=truncated_poisson, which has no "
-                "accounting for units. Use sampling=poisson."
-            )
-        assert plan.epsilon is not None
-        plain = accountant.epsilon(
-            mechanism.record_event("poisson", plan.sampled_from, plan.sample_rate, None, plan.noise_multiplier, plan.steps),
-            plan.delta,
-            plan.value_discretization_interval,
-        )
-        if not plan.epsilon <= (1 + TRUNCATION_TOLERANCE) * plain:
-            enough = plan.expected_batch_size + 7 * math.sqrt(plan.expected_batch_size * (1 - plan.sample_rate))
-            return (
-                f"privacy: max_batch_size={plan.max_batch_size}; expected epsilon within 1% of plain Poisson's {plain:.4g}, got "
-                f"{plan.epsilon:.4g}. Raise it to about {math.ceil(enough)} (mean + 7 standard deviations)."
-            )
-    return None

@@ -6,7 +6,8 @@ from typing import Any
 
 from dpvision.config import PrivacyConfig
 from dpvision.privacy import accountant, gaussian
-from dpvision.privacy.plan import DPPlan, draft_plan, refusal
+from dpvision.privacy.plan import DPPlan, draft_plan
+from dpvision.privacy.refusal import refusal
 
 ATTACK_FPRS = (0.001, 0.01)
 PRETRAINING_PAYS_FROM = 1_000_000

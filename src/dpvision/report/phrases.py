@@ -6,7 +6,8 @@ from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
 from dpvision.dp.rounding import RESERVE, added_bound
 from dpvision.privacy.composition import Method
 from dpvision.privacy.ledger import StoreAccount
-from dpvision.privacy.plan import MAX_DELTA, DPPlan, default_delta
+from dpvision.privacy.plan import DPPlan, default_delta
+from dpvision.privacy.refusal import MAX_DELTA
 from dpvision.report.numbers import count, factor, one_in, percent_up, round_up, short
 from dpvision.report.schema import Tuning
 
