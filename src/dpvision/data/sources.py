@@ -123,10 +123,14 @@ def _folder_source(root: Path, unit_from: str | None, label_from: str | None, se
     columns, rows = read_metadata(root, [label, *([unit_from] if unit_from else [])], label if separated else None)
     tables = {root / name for name in METADATA_NAMES}
     _require_fields([name for name in (unit_from, label_from) if name is not None], {"parent", "label", *columns}, root)
-    counts = Counter[str]()
+    if rows and not any(os.path.exists(root / name) for name in rows):
+        raise DataError(
+            f"source: {root}: no file_name of its table is a file there, for example {next(iter(rows))!r}; expected paths inside the "
+            "folder. Change them, or move the table to the folder that they start from."
+        )
+    counts = Counter({"table_rows_without_file": 0} if rows else {})
 
     def walk() -> Iterator[Sample]:
-        num_rows = len(rows)
         for folder, below, names in os.walk(root, onerror=_raise, followlinks=True):
             _refuse_circles(Path(folder), below)
             below.sort()
@@ -145,13 +149,8 @@ def _folder_source(root: Path, unit_from: str | None, label_from: str | None, se
                         fields["label"] = inside.parts[0]
                 fields |= _read_beside(beside.get(path.stem, []) if _is_image(name) else [])
                 yield file_sample(path, inside.as_posix(), fields | rows.pop(inside.as_posix(), {}))
-        if num_rows:
+        if counts:
             counts["table_rows_without_file"] = len(rows)
-        if num_rows and len(rows) == num_rows:
-            raise DataError(
-                f"source: {root}: no file_name of its table is a file there, for example {next(iter(rows))!r}; expected paths inside the "
-                "folder. Change them, or move the table to the folder that they start from."
-            )
 
     return Source(walk(), counts=counts)
 
