@@ -1,4 +1,4 @@
-"""Sources as people have them: what would lose, mislabel or divide images without a word is read right, counted or refused."""
+"""Sources as people have them: what would lose, mislabel or divide images silently is read right, counted or refused."""
 
 import json
 import os
@@ -138,7 +138,7 @@ def test_two_images_of_a_name_in_a_tar(tmp_path):
 # --- folders ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_links_to_folders_are_followed_and_circles_refused(tmp_path):
+def test_links_to_folders_are_followed_and_cycles_refused(tmp_path):
     write_folder(tmp_path / "elsewhere", {"1.png": png(1), "2.png": png(2)})
     source = write_folder(tmp_path / "src", {"cat/0.png": png(0)})
     (source / "dog").symlink_to(tmp_path / "elsewhere")

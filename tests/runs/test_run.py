@@ -145,7 +145,7 @@ def test_keys_differ_at_every_start_and_are_not_shown() -> None:
 def test_settings_that_are_not_the_plans_are_neither_resumed_nor_reported(
     tmp_path: Path, store: Store, plan: DPPlan, config: RunConfig, edit: dict[str, object], named: str
 ) -> None:
-    """What is drawn and cut follows from the settings, what it costs from the plan: one file edited alone would part them."""
+    """The settings determine what is drawn and clipped, the plan what that costs: editing one file alone would make them disagree."""
     root = tmp_path / "runs" / "first"
     with new_run(root, config, plan, store, [], num_bytes=1, secluded=False) as run:
         _charged(run, 2)

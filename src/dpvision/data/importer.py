@@ -31,7 +31,7 @@ from dpvision.files import new_folder
 
 SHARD_BYTES = 1 << 28
 _CHUNK, _CHUNK_BYTES = 64, 1 << 26
-"""Samples of a chunk, and bytes from which on it has fewer."""
+"""A chunk ends at this many samples or bytes, whichever comes first."""
 _ROWS_IN_LIST = 1 << 16
 
 

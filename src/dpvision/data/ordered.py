@@ -21,7 +21,7 @@ def ordered_map(
 
     At most ``ahead`` items are taken before their result is requested, so memory stays bounded. An exception of ``function`` or of the
     iterable is raised in place of its result; closing the iterator early cancels the calls that have not begun. Processes are started with
-    the first request, import ``function`` by name, and end when this process dies, however it does.
+    the first request, import ``function`` by name, and end when this process ends, even if it is killed.
 
     Raises:
         ConfigError: ``workers`` is below 1.
@@ -47,7 +47,7 @@ def _processes(workers: int) -> Executor:
 
 
 def _end_with_parent() -> None:
-    """Without this, the workers of a process that is killed wait for work for ever: each holds both ends of the pool's queue."""
+    """Without this, the workers of a killed process would wait for work forever, since each holds both ends of the pool's queue."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

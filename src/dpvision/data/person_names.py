@@ -9,8 +9,8 @@ from dpvision.errors import DataError
 def person_name(value: Any, field: str, key: str) -> str | None:
     """Return the name under which a person's images are counted, or None where none is given.
 
-    Tables write a whole number as 7 or, in a column with missing cells, as 7.0; texts come with blanks around them and, from some file
-    systems, with decomposed accents. Were these different persons, one person could take part several times.
+    Tables write a whole number as 7 or, in a column with missing cells, as 7.0; texts may have surrounding spaces and, from some file
+    systems, decomposed accents. If these counted as different persons, one person could take part several times.
 
     Args:
         value: of the field ``field`` of the image ``key``.

@@ -132,7 +132,7 @@ def _folder_source(root: Path, unit_from: str | None, label_from: str | None, se
 
     def walk() -> Iterator[Sample]:
         for folder, below, names in os.walk(root, onerror=_raise, followlinks=True):
-            _refuse_circles(Path(folder), below)
+            _refuse_cycles(Path(folder), below)
             below.sort()
             beside = _texts_beside(folder, names)
             texts = {path for found in beside.values() for path in found}
@@ -155,12 +155,12 @@ def _folder_source(root: Path, unit_from: str | None, label_from: str | None, se
     return Source(walk(), counts=counts)
 
 
-def _refuse_circles(folder: Path, below: list[str]) -> None:
-    """Links to folders are followed, as links to files are: their images would be missing without a word."""
+def _refuse_cycles(folder: Path, below: list[str]) -> None:
+    """Links to folders are followed, like links to files: otherwise their images would be silently missing."""
     for name in below:
         link = folder / name
         if link.is_symlink() and folder.resolve().is_relative_to(link.resolve()):
-            raise DataError(f"source: {link} leads back to {link.resolve()}; expected folders without circles. Remove the link.")
+            raise DataError(f"source: {link} leads back to {link.resolve()}; expected no cycle of links. Remove the link.")
 
 
 def _is_image(name: str) -> bool:

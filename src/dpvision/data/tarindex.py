@@ -102,8 +102,8 @@ def _members(fd: int, end: int, path: Path) -> Iterator[Member]:
 
 
 def _check_tail(fd: int, position: int, end: int, path: Path) -> None:
-    """Nothing but the zeros that fill a tar's last record may follow its end: a download into a file of the full size that broke off, or
-    a second tar appended with `cat`, would lose images without a word."""
+    """Only the zeros that pad a tar's last record may follow its end mark: in an interrupted download into a file of the full size, or with
+    a second tar appended by `cat`, images would be silently lost."""
     tail = os.pread(fd, min(end - position, _MAX_TAIL_BYTES), position)
     if end - position > _MAX_TAIL_BYTES or tail.strip(b"\0"):
         raise DataError(

@@ -23,7 +23,7 @@ _LOG_STEP_TAIL = -50 - math.log(2)
 _CHERNOFF_ORDERS = 20
 _NEWTON_STEPS = 50
 _TILTED_TO = 1e-14
-"""Tail at which the tilted law has its mean, about: the smallest delta."""
+"""Tail probability at which the mean of the tilted law lies, approximately: the smallest supported delta."""
 _COARSE_POINTS = 2000
 _LEAST_EXPONENT = -700.0
 

@@ -193,7 +193,7 @@ class DPPlan:
         return all(mine[name] == theirs[name] for name in mine.keys() - _COMPUTED)
 
     def require_settings(self, cfg: PrivacyConfig, where: object) -> None:
-        """Refuse settings, read from the file ``where``, that are not those of this plan: what is drawn, cut and summed follows from both.
+        """Refuse settings, read from the file ``where``, that differ from this plan: both determine what is drawn, clipped and summed.
 
         Raises:
             PrivacyError: a setting differs.

@@ -14,8 +14,8 @@ MAX_DELTA = 1e-3
 """Largest delta without ``allow_weak_guarantee``, and largest default: for ten records, 1 / (2 N) would allow publishing one of them with
 probability 1/20."""
 MAX_EPSILON = 20.0
-"""Largest epsilon without ``allow_weak_guarantee``, of the unit that the guarantee is for: that of the 2020 US census (19.61), the largest
-of any well-known release, rounded. From 10 on it counts as weak (Ponomareva et al. 2023)."""
+"""Largest epsilon per unit of privacy that is accepted without ``allow_weak_guarantee``: 19.61, the epsilon of the 2020 US census and the
+largest of any well-known release, rounded. Epsilons of 10 or more count as weak (Ponomareva et al. 2023)."""
 TRUNCATION_TOLERANCE = 0.01
 """Largest relative excess of a truncated draw's epsilon over plain Poisson's."""
 

@@ -194,7 +194,7 @@ def _epsilon(releases: Sequence[Release], width: float, delta: float, add: bool)
     """Smallest epsilon whose bound on delta is at most ``delta``, for one direction.
 
     At a low rate and little noise the loss of the rare step with the record is 10^6 times the standard deviation of a step. There the
-    bins are wider than ``_bin_width`` asks for, as they are few; any width gives an upper bound.
+    bins are wider than ``_bin_width`` asks for, because their number is limited; any width gives an upper bound.
     """
     losses = [_Losses.of(r, width, delta / total_steps(releases), add) for r in releases]
     infinite = math.fsum(loss.steps * loss.infinite for loss in losses)
