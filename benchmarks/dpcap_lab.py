@@ -1,7 +1,7 @@
 """DP-Cap in miniature, on procedural scenes: what a private captioner learns to see and to say, beside its controls at equal compute.
 
     python benchmarks/dpcap_lab.py --work DIR --scenes STORE --tokenizer FILE [--arms A,B] [--steps N] [--batch N] [--warm RUN]
-                                   [--non-private-gradients N] [--set ARGUMENT ...] [--quick] [--json FILE]
+                                   [--textures STORE] [--non-private-gradients N] [--set ARGUMENT ...] [--quick] [--json FILE]
 
 Runs the product itself, `dpvision train` recipes in DIR, unless a complete run is there:
 
@@ -10,8 +10,10 @@ Runs the product itself, `dpvision train` recipes in DIR, unless a complete run 
     private_eps8      dpcap.micro, its own steps and batch unless N say otherwise; also private_eps2, private_eps1
     non_private       dpcap.micro_non_private, small batches
     vip_eps8          dpcap.micro_vip: DP-MAE at the same epsilon, batch and steps, from the same warm encoder
+    vip_textures      the same encoder, trained on for as many sample-gradients on textures (--textures), without privacy: the control
+    vip_non_private   the same on the scenes
 
-STORE holds private scenes (`dpvision data scenes STORE`); everything is measured on public ones of other numbers:
+--scenes holds private scenes (`dpvision data scenes STORE`); everything is measured on public ones of other numbers:
 
     attribute probes  ridge on the frozen encoder's mean token and on quadrants, six attributes of the scene (4000 to fit, 2000 to test)
     zero-shot         colour and shape of a single object among all pairs, by the trie and by the lowest loss
@@ -60,7 +62,8 @@ def command(arm: str, args: argparse.Namespace) -> list[str]:
     common = ["--hardware.workers", "1", *args.set]
     if arm == "warm":
         return ["synthetic.dpcap_micro", *common]
-    store = ["--data", str(args.scenes), "--privacy.dataset-size", str(open_store(args.scenes).num_records)]
+    data = args.textures if arm == "vip_textures" else args.scenes
+    store = ["--data", str(data), "--privacy.dataset-size", str(open_store(data).num_records)]
     store += ["--init-from", str(train("warm", args))]
     words = ["--data.tokenizer", str(args.tokenizer)]
     size = [] if args.batch is None else ["--privacy.expected-batch-size", str(args.batch)]
@@ -71,11 +74,26 @@ def command(arm: str, args: argparse.Namespace) -> list[str]:
         steps = max(1, args.non_private_gradients // batch)
         small = ["--privacy.steps", str(steps), "--optim.warmup-steps", str(max(1, steps // 10))]
         return ["dpcap.micro_non_private", *store, *words, *small, *common]
+    if arm in ("vip_textures", "vip_non_private"):
+        return ["dpcap.micro_vip", *store, *without_privacy(args), *common]
     kind, epsilon = arm.split("_eps")
     target = ["--privacy.target-epsilon", epsilon]
     if kind == "vip":
         return ["dpcap.micro_vip", *store, *size, *target, *common]
     return ["dpcap.micro", *store, *words, *size, *target, *common]
+
+
+def without_privacy(args: argparse.Namespace) -> list[str]:
+    """Options of dpcap.micro_vip: dpcap.micro_non_private's optimizer, for as many sample-gradients as the private arm takes."""
+    private, plain = RECIPES["dpcap.micro_vip"]().privacy, RECIPES["dpcap.micro_non_private"]()
+    batch = int(plain.privacy.expected_batch_size)
+    steps = max(1, (args.steps or private.steps) * (args.batch or int(private.expected_batch_size)) // batch)
+    options = {
+        "privacy.guarantee": "none", "privacy.target-epsilon": None, "privacy.max-grad-norm": None,
+        "privacy.expected-batch-size": batch, "privacy.steps": steps, "optim.warmup-steps": max(1, steps // 10),
+        "optim.learning-rate": plain.optim.learning_rate, "optim.weight-decay": plain.optim.weight_decay,
+    }  # fmt: skip
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def train(arm: str, args: argparse.Namespace) -> Path:
@@ -165,11 +183,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="records of a private step; the recipe's if left out")
     parser.add_argument("--steps", type=int, help="private steps; the recipe's if left out")
     parser.add_argument("--warm", type=Path, help="a warm start made elsewhere")
+    parser.add_argument("--textures", type=Path, help="public store of textures as files, for vip_textures: dpvision synth STORE --files")
     parser.add_argument("--non-private-gradients", type=int, default=300_000)
     parser.add_argument("--set", action="extend", nargs="+", default=[], help="further settings of every run")
     parser.add_argument("--quick", action="store_true", help="few scenes to measure on")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.textures is None and "vip_textures" in args.arms:
+        parser.error("vip_textures needs --textures: make a store with `dpvision synth STORE --num 200000 --size-px 40 --files`")
     args.num_fit, args.num_test = (1000, 500) if args.quick else (4000, 2000)
     args.work = args.work.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
