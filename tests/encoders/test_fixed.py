@@ -75,6 +75,12 @@ def test_edges_help_to_read_digits_from_few_examples(name: str) -> None:
     assert accuracy(name) > accuracy("pixels") + 0.02
 
 
+@pytest.mark.parametrize("spec", ["pixels", "timm:resnet18", "random:runs/a"])
+def test_averaged_weights_of_what_has_none_are_refused(spec: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--ema with {spec}; expected a run"):
+        open_encoder(spec, ema=True)
+
+
 def test_unknown_names_and_tiny_images_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'sift'; expected one of \['pixels', 'hog', 'scattering', 'patches', 'patches\+scattering'\]"):
         fixed_encoder("sift", 32)

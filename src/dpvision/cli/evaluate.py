@@ -120,7 +120,7 @@ def evaluate(
     from dpvision.encoders.open import open_encoder, recognised
     from dpvision.eval.any_of_labels import load_any_of_labels
     from dpvision.eval.metric import checked_metric
-    from dpvision.eval.probes.protocol import is_run
+    from dpvision.eval.probes.protocol import with_averages
     from dpvision.eval.probes.protocols import make_protocols
     from dpvision.eval.probes.suite import evaluate as run_suite
 
@@ -133,7 +133,8 @@ def evaluate(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Open every encoder and check --out before the first is scored, to fail fast.
     known = [train_store, *([] if test_store is None else [test_store])]
-    confidential = [recognised(open_encoder(spec, ema=ema and is_run(spec)), *known).confidential for spec in encoders]
+    averages = with_averages(encoders, ema)
+    confidential = [recognised(open_encoder(spec, ema=own), *known).confidential for spec, own in zip(encoders, averages, strict=True)]
     private = any(confidential) or "private" in [store.results_visibility for store in known]
     if out is not None:
         check_out(out, private)
@@ -141,14 +142,14 @@ def evaluate(
     found: dict[str, list[Score]] = {}
     written: list[Path] = []
     with Console(stderr=True).status("reading") as status:
-        for spec in encoders:
+        for spec, own in zip(encoders, averages, strict=True):
 
             def say(text: str, spec: str = spec) -> None:
                 status.update(f"{spec}: {text}")
 
             found[spec] = run_suite(
                 spec, train_store, test_store, protocols=asked, against=controls, metric=measure, any_of=any_of,
-                ema=ema and is_run(spec), batch_size=batch_size, workers=workers, device=device, cache=not no_cache, progress=say,
+                ema=own, batch_size=batch_size, workers=workers, device=device, cache=not no_cache, progress=say,
             )  # fmt: skip
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)

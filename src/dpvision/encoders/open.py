@@ -30,11 +30,13 @@ def open_encoder(spec: str | Path, *, ema: bool = False, device: str | torch.dev
             patches; ignored by the others.
 
     Raises:
-        ConfigError: ``spec`` has none of these forms.
+        ConfigError: ``spec`` has none of these forms, or ``ema`` and it is not a run.
         CheckpointError: the file or the run cannot be read, or does not fit.
     """
     spec = str(spec)
     kind, _, rest = spec.partition(":")
+    if ema and (spec in FIXED or kind in ("timm", "torchvision", "vip", "mae", "simclr", "tan", "random")):
+        raise ConfigError(f"encoder: --ema with {spec}; expected a run, the only encoder with averaged weights. Drop --ema.")
     if kind in ("timm", "torchvision"):
         from dpvision.encoders.third_party import third_party_encoder
 

@@ -20,7 +20,7 @@ from dpvision.errors import CheckpointError, ConfigError, DataError
 from dpvision.eval.probes.knn import KNN
 from dpvision.eval.probes.linear_probe import Linear
 from dpvision.eval.probes.own_head import OwnHead
-from dpvision.eval.probes.protocol import score_features
+from dpvision.eval.probes.protocol import score_features, with_averages
 from dpvision.eval.probes.protocols import PROTOCOLS, make_protocols
 from dpvision.eval.probes.records import LabelledFeatures, check_labels, evaluation_rows, units
 from dpvision.eval.probes.ridge import Ridge
@@ -265,6 +265,14 @@ def test_a_label_without_a_name_is_refused(tmp_path: Path) -> None:
     (store.path / "store.json").write_text(json.dumps(meta | {"label_names": ["c0", "c1"]}))
     with pytest.raises(DataError, match=r"has label 2 \(10 images\) but 2 class names; expected labels 0 to 1"):
         evaluation_rows(open_store(store.path), None)
+
+
+def test_averages_are_those_of_runs_and_are_refused_where_no_encoder_has_any(make_run: MakeRun) -> None:
+    run = str(make_run())
+    assert with_averages([run, "pixels"], True) == [True, False]
+    assert with_averages([run, "pixels"], False) == [False, False]
+    with pytest.raises(ConfigError, match=r"--ema with pixels, hog; expected a run, .*Drop --ema"):
+        with_averages(["pixels", "hog"], True)
 
 
 def test_a_class_that_training_lacks_is_named_with_its_count() -> None:

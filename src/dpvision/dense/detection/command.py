@@ -85,13 +85,13 @@ def evaluate_detection(
     from dpvision.dense.detection.job import DetectionData, DetectionJob, scores_table
     from dpvision.dense.training_loop import checked_steps
     from dpvision.encoders.open import open_encoder, trained_on
-    from dpvision.eval.probes.protocol import is_run
+    from dpvision.eval.probes.protocol import with_averages
     from dpvision.runs.lineage import image_files
     from dpvision.train.distributed import join, leave
 
     # Open every encoder and check the output paths before the first is trained, to fail fast.
     images = image_files(train.name, public=public)
-    opened = [trained_on(open_encoder(spec, ema=ema and is_run(spec)), images) for spec in encoders]
+    opened = [trained_on(open_encoder(spec, ema=own), images) for spec, own in zip(encoders, with_averages(encoders, ema), strict=True)]
     private = not public or any(encoder.confidential for encoder in opened)
     for encoder in opened:
         make_detector(encoder, detection, 1)

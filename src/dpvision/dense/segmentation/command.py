@@ -80,12 +80,12 @@ def evaluate_segmentation(
     from dpvision.dense.segmentation.evaluation import checked_fit
     from dpvision.dense.segmentation.job import SegmentationJob, open_folders, tell_plan, tell_scores
     from dpvision.encoders.open import open_encoder, trained_on
-    from dpvision.eval.probes.protocol import is_run
+    from dpvision.eval.probes.protocol import with_averages
     from dpvision.runs.lineage import image_files
     from dpvision.train.distributed import join, leave
 
     images = image_files((ade20k or train or Path()).name, public=public)
-    opened = [trained_on(open_encoder(spec, ema=ema and is_run(spec)), images) for spec in encoders]
+    opened = [trained_on(open_encoder(spec, ema=own), images) for spec, own in zip(encoders, with_averages(encoders, ema), strict=True)]
     private = not public or any(encoder.confidential for encoder in opened)
     check_places(out, sheet, work, private)
     group = join("auto")
