@@ -29,6 +29,7 @@ from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.data.tokenizer import CaptionTokenizer, train_tokenizer
 from dpvision.dp.clip import clipped_sum
+from dpvision.dp.one_pass import _ROUTES
 from dpvision.dp.support import check_exact, check_separable
 from dpvision.errors import CheckpointError, ConfigError, DataError
 from dpvision.models import make_model
@@ -81,6 +82,16 @@ def train(config: RunConfig, root: Path) -> Path:
     with new_session(config, root) as session:
         assert fit(session, quiet=True)
     return root
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_way_through_the_network_is_found_on_public_records_alone(config: RunConfig, tmp_path: Path, precision: str) -> None:
+    config = with_model(replace(config, data=replace(config.data, views=2)), parallel_rate=0.5)
+    config = replace(config, hardware=replace(config.hardware, precision=precision))
+    with new_session(config, tmp_path / "run") as session:
+        found = set(_ROUTES[session.model])
+        assert fit(session, quiet=True)
+        assert len(found) == 1 and set(_ROUTES[session.model]) == found
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -45,6 +45,7 @@ def physical_batches(
     workers: int,
     device: str | torch.device = "cpu",
     captions: CaptionReader | None = None,
+    labels: bool = True,
     num_classes: int | None = None,
     normalised: bool = True,
 ) -> Iterator[Batch]:
@@ -60,12 +61,13 @@ def physical_batches(
         workers: threads, at least 1. Neither this nor ``physical_batch_size`` changes a bit of any record.
         device: where textures are generated; other images are on the CPU in any case.
         captions: reads token_BVL (``caption_reader``); if None, no tokens.
+        labels: whether to read labels; False for models that use none.
         num_classes: the declared K of a store with several labels per record; if None, such a store yields no labels.
         normalised: if False, images are yielded as uint8, for ``transform.normalise_tensor`` on the device: a quarter of the bytes to copy.
 
     Yields:
-        Batch with image_BVCHW float32 of size ``image_size``, normalised, and label_B, or label_BV for people (None if the store has none).
-        On the CPU, except generated images.
+        Batch with image_BVCHW float32 of size ``image_size``, normalised, and label_B, or label_BV for people (None if the store has
+        none, or without ``labels``). On the CPU, except generated images.
 
     Raises:
         DataError: a row is not in the store, or a shard or the file of captions cannot be read.
@@ -76,10 +78,9 @@ def physical_batches(
     if store.generated and device.type != "cpu" and captions is None:
         yield from _texture_batches(store, parts, key, data, image_size, device, normalised=normalised)
         return
-    has_labels = bool(store.labelled.any()) if len(rows) else False
 
-    def labels(part: np.ndarray) -> Tensor | None:
-        if not has_labels:
+    def labels_of(part: np.ndarray) -> Tensor | None:
+        if not (labels and store.has_labels):
             return None
         if not store.multi_label:
             return torch.from_numpy(store.index["label"][part].astype(np.int64))
@@ -93,7 +94,7 @@ def physical_batches(
     views = data.views * (1 if rows.ndim == 1 else rows.shape[1])
     shape, dtype = (views, 3, image_size, image_size), np.float32 if normalised else np.uint8
     for _, x_BVCHW, (record_id, valid, used, *tokens) in _batched(augmented, parts, shape, workers, dtype):
-        label = labels(used)
+        label = labels_of(used)
         yield Batch(
             record_id_B=torch.from_numpy(record_id),
             valid_B=torch.from_numpy(valid),

@@ -253,6 +253,11 @@ class Store:
         """bool (N,): which records have a label, or a list of labels, which may be empty."""
         return self.index["label"] >= 0
 
+    @functools.cached_property
+    def has_labels(self) -> bool:
+        """bool: whether any record has a label; the first use reads the whole index."""
+        return bool(self.labelled.any())
+
     @property
     def labels(self) -> np.ndarray:
         """int64 (N,): label of each record, -1 for none. Raises DataError if records may have several."""

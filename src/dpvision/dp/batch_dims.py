@@ -2,10 +2,11 @@
 
 Shapes alone do not distinguish a batch of 64 records from 64 tokens. Passes over two and over three records do: the dimension that
 grows holds the records. Shapes also do not show which rows belong to which record. Passes in which one of three records is replaced
-do: only its rows change. The pass that clips (``one_pass``) then sees the same calls in the same order, and checks every shape that it
-relies on against this list.
+do: only its rows change. Where none changes, as in an expanded token, gradients do: those of a record's loss reach only its rows. The
+pass that clips (``one_pass``) then sees the same calls in the same order, and checks every shape that it relies on against this list.
 """
 
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ class BatchDim:
     per_record: int
     side_by_side: bool = True
     """Whether the rows of a record are adjacent; if False, the first rows of all records come first, then the second rows, and so on."""
+    known: bool = True
+    """Whether ``side_by_side`` was found, which the values of the rows may not tell."""
 
 
 MIXED = BatchDim(-1, 0)
@@ -98,6 +101,8 @@ def _settings(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
 _PICKING: set[Any] = {getattr(owner, name) for owner in (torch, torch.Tensor) for name in ("masked_select", "nonzero", "unique")}
 """Functions whose result size depends on the data."""
 
+Losses = Callable[[Any], Tensor]
+"""batch -> losses_B."""
 Note = Callable[[int, list[Tensor]], list[Any]]
 """(position of the call, its tensors) -> one note per tensor."""
 
@@ -123,7 +128,9 @@ class _Recorder(TorchFunctionMode):
         return out
 
 
-def find_batch_dims(run: Callable[[Any], object], few: Any, many: Any, replaced: dict[int, Any]) -> list[Call] | str:
+def find_batch_dims(
+    run: Callable[[Any], object], few: Any, many: Any, replaced: dict[int, Any], make_losses: Callable[[], Losses]
+) -> list[Call] | str:
     """List the calls of a forward pass with the batch dimension of every tensor.
 
     Args:
@@ -131,6 +138,7 @@ def find_batch_dims(run: Callable[[Any], object], few: Any, many: Any, replaced:
         few, many: batches of ``NUM_RECORDS`` equal records.
         replaced: row -> ``many`` with another record in that row. Empty on the ``meta`` device, which has no values: rows of one record
             are then assumed to be adjacent.
+        make_losses: returns the pass with other weights, none of them all zero, as a function that returns losses_B; called if needed.
 
     Returns:
         The calls, or the reason why they cannot be determined.
@@ -151,7 +159,10 @@ def find_batch_dims(run: Callable[[Any], object], few: Any, many: Any, replaced:
         indexed = call.function is torch.Tensor.__getitem__
         if (call.function in _PICKING or (indexed and at in masked)) and any(call.inputs[1:] if indexed else call.inputs):
             return f"{call.function.__name__} picks rows by their values, so that a record's rows cannot be told"
-    return _with_rows(run, many, replaced, calls) if replaced else calls
+    if not replaced:
+        return calls
+    found = _with_rows(run, many, replaced, calls)
+    return found if isinstance(found, str) else _by_gradients(make_losses, many, found)
 
 
 def _with_rows(run: Callable[[Any], object], many: Any, replaced: dict[int, Any], calls: list[Call]) -> list[Call] | str:
@@ -175,11 +186,63 @@ def _with_rows(run: Callable[[Any], object], many: Any, replaced: dict[int, Any]
 
     def corrected(batch_dims: tuple[BatchDim | None, ...], at: int, part: int) -> tuple[BatchDim | None, ...]:
         return tuple(
-            batch_dim and _ordered(batch_dim, reference[at][part][i], {row: other[at][part][i] for row, other in others.items()})
+            batch_dim and _by_values(batch_dim, reference[at][part][i], {row: other[at][part][i] for row, other in others.items()})
             for i, batch_dim in enumerate(batch_dims)
         )
 
     return [replace(call, inputs=corrected(call.inputs, at, 1), outputs=corrected(call.outputs, at, 2)) for at, call in enumerate(calls)]
+
+
+def _by_gradients(make_losses: Callable[[], Losses], many: Any, calls: list[Call]) -> list[Call]:
+    """Find the order of rows that no record changes: the gradient of a record's loss reaches only its own rows."""
+    unknown = {at for at, call in enumerate(calls) if any(map(_is_unknown, (*call.inputs, *call.outputs)))}
+    if not unknown:
+        return calls
+
+    def kept(batch_dims: tuple[BatchDim | None, ...], tensors: list[Tensor]) -> list[Any]:
+        return [t if _is_unknown(dim) and t.requires_grad else None for t, dim in zip(tensors, batch_dims, strict=False)]
+
+    def inputs(at: int, tensors: list[Tensor]) -> list[Any]:
+        return kept(calls[at].inputs, tensors) if at in unknown else []
+
+    def outputs(at: int, tensors: list[Tensor]) -> list[Any]:
+        return kept(calls[at].outputs, tensors) if at in unknown else []
+
+    losses, found = make_losses(), list[Tensor]()
+    with torch.enable_grad():
+        made = _record(lambda batch: found.append(losses(batch)), many, inputs, outputs)
+        if [call[0] for call in made] != [call.function for call in calls]:
+            made = []
+        tensors = {id(t): t for at in (unknown if made else ()) for t in (*made[at][1], *made[at][2]) if t is not None}
+        reached: dict[int, dict[int, Tensor]] = {key: {} for key in tensors}
+        for record in (0, 1) if tensors and found[0].requires_grad else ():
+            grads = torch.autograd.grad(found[0][record], list(tensors.values()), retain_graph=True, allow_unused=True)
+            for key, grad in zip(tensors, grads, strict=True):
+                if grad is not None:
+                    reached[key][record] = grad.cpu()
+
+    def corrected(batch_dims: tuple[BatchDim | None, ...], note: list[Any]) -> tuple[BatchDim | None, ...]:
+        pairs = itertools.zip_longest(batch_dims, note)
+        return tuple(_known(dim, reached.get(id(t), {})) if dim is not None and not dim.known else dim for dim, t in pairs)
+
+    for at in unknown:
+        _, own, out, _ = made[at] if made else (None, [], [], None)
+        calls[at] = replace(calls[at], inputs=corrected(calls[at].inputs, own), outputs=corrected(calls[at].outputs, out))
+    return calls
+
+
+def _is_unknown(batch_dim: BatchDim | None) -> bool:
+    return batch_dim is not None and not batch_dim.known
+
+
+def _known(batch_dim: BatchDim, grads: dict[int, Tensor]) -> BatchDim:
+    """The batch dimension with the order of rows that the gradients of records' losses reach; ``MIXED`` if they do not tell."""
+    rows = {}
+    for record, g in grads.items():
+        reached = g.movedim(batch_dim.dim, 0).reshape(g.shape[batch_dim.dim], -1).ne(0).any(1)
+        rows[record] = reached.nonzero()[:, 0]
+    found = _ordered(batch_dim, rows)
+    return found if found.known else MIXED
 
 
 def tensors_in(args: Any, kwargs: Any) -> Iterator[Tensor]:
@@ -239,18 +302,25 @@ def _row_marks(value: Tensor, batch_dim: BatchDim | None, directions: dict[torch
     return (rows @ found[:width]).cpu()
 
 
-def _ordered(batch_dim: BatchDim, before: Tensor | None, after: dict[int, Tensor | None]) -> BatchDim:
-    """The batch dimension with the row order that explains which rows changed; ``MIXED`` if no order or both orders do."""
-    if batch_dim == MIXED or before is None or any(marks is None for marks in after.values()):
+def _by_values(batch_dim: BatchDim, before: Tensor | None, after: dict[int, Tensor | None]) -> BatchDim:
+    """The batch dimension with the order of rows that explains which changed with which record; unknown if none did."""
+    if batch_dim == MIXED or before is None:
         return MIXED
-    num, rows = NUM_RECORDS[1], torch.arange(len(before))
-    fits = {True: True, False: True}
+    changed = {}
     for record, marks in after.items():
-        changed = rows[before != marks]
-        fits[True] &= bool((changed // batch_dim.per_record == record).all())
-        fits[False] &= bool((changed % num == record).all())
+        if marks is None:
+            return MIXED
+        changed[record] = (before != marks).nonzero()[:, 0]
+    return _ordered(batch_dim, changed)
+
+
+def _ordered(batch_dim: BatchDim, rows: dict[int, Tensor]) -> BatchDim:
+    """The batch dimension with the order in which ``rows`` of each record are its own; ``MIXED`` if no order or both are, unknown without
+    rows."""
+    side_by_side = all(bool((own // batch_dim.per_record == record).all()) for record, own in rows.items())
     if batch_dim.per_record == 1:
-        return batch_dim if fits[True] else MIXED
-    if fits[True] == fits[False]:
-        return MIXED
-    return replace(batch_dim, side_by_side=fits[True])
+        return batch_dim if side_by_side else MIXED
+    if all(len(own) == 0 for own in rows.values()):
+        return replace(batch_dim, known=False)
+    one_by_one = all(bool((own % NUM_RECORDS[1] == record).all()) for record, own in rows.items())
+    return MIXED if side_by_side == one_by_one else replace(batch_dim, side_by_side=side_by_side, known=True)

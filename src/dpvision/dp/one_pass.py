@@ -91,7 +91,8 @@ def _probes(batch: Batch) -> tuple[Batch, Batch, dict[int, Batch]]:
 
 
 def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Route:
-    """Find how every trained parameter goes through the pass: six forward passes and one backward pass of two or three records.
+    """Find how every trained parameter goes through the pass: six forward passes and one backward pass of two or three records, and
+    at most one forward and two backward passes more.
 
     Works on the ``meta`` device, without memory for the weights.
 
@@ -108,9 +109,13 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
     def run(batch: Batch) -> Tensor:
         return functional_call(wrapped, buffers, (batch, key))
 
+    def make_losses() -> Callable[[Batch], Tensor]:
+        weights = prefixed({**copied_buffers(model), **{name: _without_zeros(p).requires_grad_() for name, p in params.items()}})
+        return lambda batch: functional_call(wrapped, weights, (batch, key))
+
     few, many, replaced = _probes(batch)
     with torch.no_grad():
-        calls = find_batch_dims(run, few, many, replaced)
+        calls = find_batch_dims(run, few, many, replaced, make_losses)
     if isinstance(calls, str):
         raise PrivacyError(f"clip: the model cannot be followed: {calls}; expected the same for any batch. Use method='vmap'.")
     slow: dict[str, str] = {}
@@ -134,6 +139,15 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
             for name in sorted(slot.names):
                 uses[name] += slot.rules
         return Route(tuple(calls), uses, slow)
+
+
+def _without_zeros(param: Tensor) -> Tensor:
+    """Copy a parameter, with small numbers if it is all zero: behind a zero head or scale, all gradients vanish."""
+    value = param.detach().clone()
+    if not value.any():
+        numbers = torch.arange(value.numel(), dtype=value.dtype, device=value.device)
+        value += 0.02 * (1.7 * numbers + 0.3).cos().view_as(value)
+    return value
 
 
 def _check_slow(loss_fn: Any, model: nn.Module, params: dict[str, Tensor], slow: dict[str, str], batch: Batch, key: StepKey) -> None:

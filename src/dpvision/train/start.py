@@ -18,6 +18,7 @@ from dpvision.data.store import Store
 from dpvision.devices import require_precision
 from dpvision.dp.clip import LossFn
 from dpvision.dp.compiled import CompiledBlocks, compile_blocks
+from dpvision.dp.one_pass import route_of
 from dpvision.dp.support import check_compiled
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models import make_model
@@ -37,6 +38,7 @@ from dpvision.train.memory import require_fit
 from dpvision.train.objectives import example_batch, loss_function
 from dpvision.train.parent import check_constants, load_weights, start_from
 from dpvision.train.same import check_same_everywhere, facts_of_start
+from dpvision.train.step import autocast
 from dpvision.train.words import open_tokenizer, open_words
 from dpvision.weights import Lineage, contents
 
@@ -180,6 +182,10 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
         check_gates(config, model, loss_fn)
     start = None if plan.guarantee == "dp" else frozenset(contents(model.state_dict().values()))
     model.to(group.device)
+    if plan.guarantee == "dp":
+        with autocast(config.hardware.precision, group.device):
+            # From public records: which parameters are slow, and the warning that says so, must not depend on the first drawn ones.
+            route_of(loss_fn, model, to_device(example_batch(config), group.device), StepKey(config.seed, 0))
     if group.device.type != "cpu":
         require_fit(config, model, loss_fn, group.device)
     blocks = _compile(config, model, loss_fn, group) if config.hardware.compile else None

@@ -95,7 +95,8 @@ def _batches(t: Training, drawn_B: np.ndarray, key: StepKey) -> Iterator[tuple[B
     batches = physical_batches(
         t.store, np.concatenate([drawn[:0], *mine]), key, t.config.data, model.encoder.image_size,
         physical_batch_size=[len(part) for part in mine], workers=hardware.workers, device=group.device, captions=t.words,
-        num_classes=model.num_classes if isinstance(model, ClassifierConfig) else None, normalised=group.device.type == "cpu",
+        labels=isinstance(model, ClassifierConfig), num_classes=model.num_classes if isinstance(model, ClassifierConfig) else None,
+        normalised=group.device.type == "cpu",
     )  # fmt: skip
     yield from on_device(batches, group.device, t.config.data, most if hardware.compile else min(most, _LEAST_ROWS))
 
