@@ -24,7 +24,7 @@ from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.dp.buckets import blocks, num_buckets, passes
+from dpvision.dp.buckets import block_error, blocks, num_buckets, passes
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.outer_products import OuterProducts
 from dpvision.dp.rounding import BUDGET, LOOSE, MARGIN_EPS, RESERVE, added_bound, gamma, proven_bound
@@ -177,7 +177,7 @@ def test_products_stay_within_their_budget(top: float, most: int) -> None:
     true_BPQ = torch.einsum("btp,btq->bpq", left.double(), right.double())
     bits = np.sort(np.random.default_rng(0).integers(0, 2**62, num))
     cost = (places + 1) * (left.double().norm(dim=2) * right.double().norm(dim=2)).sum(1).numpy()
-    parts = blocks(bits, cost, 1.0)
+    parts = blocks(bits, cost, places + 1, 1.0)
     assert [i for part in parts for i in range(num)[part]] == list(range(num))
     assert max(part.stop - part.start for part in parts) <= most
     whole = (use.weighted_sum(factor_B, None, [slice(0, num)]).double() - true_BPQ.sum(0)).norm()
@@ -188,6 +188,20 @@ def test_products_stay_within_their_budget(top: float, most: int) -> None:
         assert off.norm() <= BUDGET
     exact = use.weighted_sum(factor_B, None, parts).double() - true_BPQ.sum(0)
     assert exact.norm() <= len(parts) * BUDGET
+
+
+@pytest.mark.parametrize(("num", "places"), [(1, 12_544), (64, 197), (145, 12_544), (64, 100_352), (160, 100_352)])
+def test_blocks_of_many_places_are_within_the_budget_that_is_proven(num: int, places: int) -> None:
+    """gamma_(n T) grows faster than n T where n T u is not small; one record's share of the bound must too."""
+    assert block_error(num, places + 1) * (places + 1) >= gamma(num * places)
+    most = BUDGET / block_error(num, places + 1) / num  # the largest cost of each record at which all are one block
+    bits = np.sort(np.random.default_rng(0).integers(0, 2**62, num))
+    for cost, one in ((0.999 * most, True), (1.001 * most, num == 1)):
+        parts = blocks(bits, np.full(num, cost), places + 1, 1.0)
+        assert (len(parts) == 1) == one
+        assert all(
+            size == 1 or gamma(size * places) / (places + 1) * size * cost <= BUDGET for size in (part.stop - part.start for part in parts)
+        )
 
 
 class TwoLengths(torch.nn.Module):

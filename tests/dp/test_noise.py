@@ -208,6 +208,14 @@ def test_guarantee_without_noise_is_refused(std):
         privatize(zeros(a=3), broken, 0, KEY)
 
 
+@pytest.mark.parametrize("step", [-1, 10, 1.0, None])
+def test_only_steps_of_the_plan_are_released(step):
+    """A loop of full batches without a ledger makes no other check."""
+    privatize(zeros(a=3), plan(), 9, KEY)
+    with pytest.raises(PrivacyError, match=r"step=.*; expected an integer from 0 to 9"):
+        privatize(zeros(a=3), plan(), step, KEY)
+
+
 @pytest.mark.parametrize("max_grad_norm", [0.4999, 0.5001, 5.0, None])
 def test_a_sum_of_another_clip_norm_than_the_plans_is_refused(max_grad_norm):
     other = replace(zeros(a=3), max_grad_norm=max_grad_norm)

@@ -62,7 +62,7 @@ def passes(
     return found
 
 
-def blocks(bits_B: np.ndarray, cost_B: np.ndarray, max_grad_norm: float) -> list[slice]:
+def blocks(bits_B: np.ndarray, cost_B: np.ndarray, terms: int, max_grad_norm: float) -> list[slice]:
     """Records whose products are summed in float32 before float64 takes over, so that each block's proven error is within the budget.
 
     A block of n records has n T terms to a number, so its error is at most gamma_(n T) times the sum of its terms' lengths.
@@ -70,14 +70,21 @@ def blocks(bits_B: np.ndarray, cost_B: np.ndarray, max_grad_norm: float) -> list
     Args:
         bits_B: hashes in ascending order.
         cost_B: (T + 1) x factor x sum over t of |l_t| |r_t| of every record, over all layers (root of the sum of squares), float64.
+        terms: T + 1 of the layer with most places T.
     """
     total = np.concatenate([[0.0], np.cumsum(cost_B)])
 
     def within(start: int, stop: int) -> bool:
-        # 2% for the lengths, which are themselves float32 numbers, and for 1 / (1 - n T u)
-        return 1.02 * gamma(stop - start + 1) * (total[stop] - total[start]) <= BUDGET * max_grad_norm
+        cost = total[stop] - total[start]
+        return cost == 0 or block_error(stop - start, terms) * cost <= BUDGET * max_grad_norm
 
     return list(halved(bits_B, 0, len(bits_B), within)) if len(bits_B) else []
+
+
+def block_error(num_records: int, terms: int) -> float:
+    """Bound on the error of a block's float32 product, for the sum of its records' ``cost_B``: gamma_((n + 1)(T + 1)) / (T + 1), and 2% for
+    the lengths, which are themselves float32 numbers."""
+    return 1.02 * gamma((num_records + 1) * terms) / terms
 
 
 def halved(bits: np.ndarray, start: int, stop: int, whole: Callable[[int, int], bool], bit: int = _BITS - 1) -> list[slice]:

@@ -75,9 +75,12 @@ def privatize(
         The gradient, same names, shapes and devices as ``total.grads``. Without a guarantee: no noise, only the division.
 
     Raises:
-        PrivacyError: the sum was clipped to another norm than the plan's, the key is not 32 bytes, or a plan with a guarantee has no noise.
+        PrivacyError: the sum was clipped to another norm than the plan's, the key is not 32 bytes, the plan has no such step,
+            or it has a guarantee and no noise.
     """
     subkey(noise_key, "noise")  # refuses a key of another length, even without noise
+    if not (isinstance(step, int) and 0 <= step < plan.steps):
+        raise PrivacyError(f"noise: step={step}; expected an integer from 0 to {plan.steps - 1}, a step of the plan. Plan more steps.")
     if plan.guarantee == "dp" and not plan.noise_std > 0:
         raise PrivacyError(f"noise: noise_std={plan.noise_std}; expected more than 0 with a guarantee. Make a plan with noise.")
     if total.max_grad_norm != plan.max_grad_norm:

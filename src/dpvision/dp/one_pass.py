@@ -26,18 +26,19 @@ from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.devices import send
 from dpvision.dp.batch_dims import NUM_RECORDS, Call, find_batch_dims
-from dpvision.dp.buckets import blocks
+from dpvision.dp.buckets import block_error, blocks
 from dpvision.dp.compiled import CompiledBlocks, Pending
 from dpvision.dp.gram import SquareNorms
 from dpvision.dp.interception import CHECKPOINTED, GraphChanged, InterceptedPass
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
 from dpvision.dp.products import rounding
-from dpvision.dp.rounding import BUDGET, LOOSE, MOST_ROUNDED, gamma
+from dpvision.dp.rounding import BUDGET, LOOSE, MOST_ROUNDED
 from dpvision.dp.rule import NoRule
 from dpvision.dp.weight_grads import (
     Slot,
     by_places,
     groups_of,
+    most_terms,
     pull_back,
     sum_of_squares,
     summed,
@@ -329,8 +330,10 @@ def _gather(
         # much. These records are written out, and what is normed is what is added.
         # The blocks of each part may use 1 / sqrt(number of parts) of the budget: they round different numbers, so the squares add up.
         lengths_KB = torch.stack([norms.work_B for norms in squares]).mul_(len(parts)).sqrt_() / loss_scale
+        terms = [most_terms(members) for members in parts]
         low_B = factor_B < _LOWERED * factors(norms_B + slack_B, finite_B)
-        heavy_B = (1.02 * gamma(2) * factor_B * lengths_KB > BUDGET * max_grad_norm).any(0)
+        errors_KB = torch.stack([block_error(1, num) * factor_B * own_B for num, own_B in zip(terms, lengths_KB, strict=True)])
+        heavy_B = (errors_KB > BUDGET * max_grad_norm).any(0)
         unknown_B = ~finite_B & torch.isfinite(norms_B)
         wanted_B = (low_B | heavy_B | unknown_B) & batch.valid_B
         cost_KB = _cost(factor_B, lengths_KB, finite_B, batch)
@@ -347,7 +350,7 @@ def _gather(
             finite, *costs = torch.cat([finite_B[None].double(), _cost(factor_B, lengths_KB, finite_B, batch)]).cpu()
         factor_B = factor_B.where(batch.valid_B, 0.0)
         # In half precision on a GPU the bound is not proven (docs/clipping.md), and blocks would double the price of the products.
-        cuts = [[slice(0, num)] if rounded else _blocks(bits, cost, max_grad_norm) for cost in costs]
+        cuts = [[slice(0, num)] if rounded else _blocks(bits, *part, max_grad_norm) for part in zip(costs, terms, strict=True)]
         factor_B = factor_B / loss_scale
         apart = [i for i in cancelling if finite[i]]
         finite[cancelling] = 0
@@ -382,9 +385,9 @@ def _cost(factor_B: Tensor, lengths_KB: Tensor, finite_B: Tensor, batch: Batch) 
     return (factor_B.where(batch.valid_B, 0.0) * lengths_KB).where(finite_B, 0.0).double()
 
 
-def _blocks(bits: np.ndarray, cost: Tensor, max_grad_norm: float) -> list[slice]:
+def _blocks(bits: np.ndarray, cost: Tensor, terms: int, max_grad_norm: float) -> list[slice]:
     """``buckets.blocks`` of the valid rows; those after them have the factor zero and belong to the last block."""
-    found = blocks(bits, cost[: len(bits)].numpy(), max_grad_norm)
+    found = blocks(bits, cost[: len(bits)].numpy(), terms, max_grad_norm)
     return [*found[:-1], slice(found[-1].start, len(cost))]
 
 

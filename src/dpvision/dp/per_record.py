@@ -11,6 +11,7 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
+from dpvision.errors import PrivacyError
 
 _CHUNK_BYTES = 256 * 2**20
 """Memory for one chunk's per-record gradients. On a CPU larger chunks are slower: each tensor then needs new pages."""
@@ -26,7 +27,39 @@ class LossModule(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch, key: StepKey) -> Tensor:
-        return self.loss_fn(self.model, batch, key)
+        return checked_losses(self.loss_fn, self.model, batch, key)
+
+
+def checked_losses(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    """Return the loss of every record, (B,).
+
+    Raises:
+        PrivacyError: the losses have another shape, or the batch was changed: passes that read it again would clip by the norms of other
+            gradients than those that they add up.
+    """
+    before = versions(batch)
+    losses_B = loss_fn(model, batch, key)
+    if losses_B.shape != batch.record_id_B.shape:
+        raise PrivacyError(
+            f"clip: losses of shape {tuple(losses_B.shape)}; expected one per record, {tuple(batch.record_id_B.shape)}. Do not average "
+            "over the batch: pass reduction='none' to a loss of torch."
+        )
+    require_unchanged(batch, before)
+    return losses_B
+
+
+def require_unchanged(batch: Batch, before: list[int]) -> None:
+    """Raise PrivacyError if a tensor of the batch was written to since ``versions`` gave ``before``."""
+    if versions(batch) != before:
+        raise PrivacyError(
+            "clip: the loss function or the model changes the batch in place; expected it unchanged, since it is read more than once. "
+            "Write x = (x - mean) / std in place of x.sub_(mean).div_(std), or clone x first."
+        )
+
+
+def versions(batch: Batch) -> list[int]:
+    """How often each tensor of the batch was written to."""
+    return [0 if value is None or value.is_inference() else value._version for value in batch]
 
 
 def per_record_gradients(
@@ -51,8 +84,9 @@ def per_record_gradients(
         loss = functional_call(wrapped, prefixed({**fixed, **params}), (one, key)).sum()
         return loss * loss_scale, loss
 
-    values = [getattr(batch, name) for name in present]
+    values, before = [getattr(batch, name) for name in present], versions(batch)
     grads, (_, losses_B) = vmap(grad_and_value(loss_of_one, has_aux=True), in_dims=(None, *[0] * len(values)))(params, *values)
+    require_unchanged(batch, before)
     return grads, losses_B
 
 

@@ -21,7 +21,7 @@ from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import ClippedSum, LossFn, clipped_sum
 from dpvision.dp.compiled import CompiledBlocks
-from dpvision.dp.per_record import take
+from dpvision.dp.per_record import checked_losses, take
 from dpvision.errors import PrivacyError
 
 _MAX_RECORDS = 3
@@ -265,24 +265,14 @@ def _with_row(changed: Batch, original: Batch, i: int) -> Batch:
 def _gradients(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, rows: tuple[int, ...]) -> dict[int, Tensor]:
     """Flat gradient of the loss of each of ``rows`` within the whole batch, by row; restores the buffers."""
     with _buffers_kept(model):
-        losses_B = _batched_losses(loss_fn, model, batch, key)
+        losses_B = checked_losses(loss_fn, model, batch, key)
         return {i: _flat_gradient(losses_B[i], model) for i in rows}
 
 
 def _gradient_of_sum(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, rows: tuple[int, ...]) -> Tensor:
     """Flat gradient of the sum of the losses of ``rows`` within the whole batch; restores the buffers."""
     with _buffers_kept(model):
-        return _flat_gradient(_batched_losses(loss_fn, model, batch, key)[list(rows)].sum(), model)
-
-
-def _batched_losses(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
-    losses_B = loss_fn(model, batch, key)
-    if losses_B.shape != batch.record_id_B.shape:
-        raise PrivacyError(
-            f"separability: losses of shape {tuple(losses_B.shape)}; expected one per record, {tuple(batch.record_id_B.shape)}. "
-            "Do not average over the batch."
-        )
-    return losses_B
+        return _flat_gradient(checked_losses(loss_fn, model, batch, key)[list(rows)].sum(), model)
 
 
 def _flat_gradient(loss: Tensor, model: nn.Module) -> Tensor:

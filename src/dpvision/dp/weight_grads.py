@@ -193,6 +193,11 @@ def by_places(groups: list[list[Slot]]) -> list[list[list[Slot]]]:
     return [part for part in (many, few) if part] or [[]]
 
 
+def most_terms(groups: list[list[Slot]]) -> int:
+    """T + 1 of the weight used at the largest number of places T, over all its uses."""
+    return 1 + max((sum(outer.left.places for outer in slot.outers) for group in groups for slot in group), default=0)
+
+
 def total_square_norms(groups: list[list[Slot]], params: dict[str, Tensor], num_records: int, device: torch.device) -> SquareNorms:
     """Return the squared norms of the records' gradients over all groups; weights with the same input share its Gram matrix."""
     sharing: dict[Any, list[Slot]] = {}
