@@ -1,6 +1,7 @@
 """``dpvision data tokenizer`` and ``data import`` with captions, as people use them."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,22 @@ def test_sources_add_up_and_people_get_lines(tmp_path: Path, capsys: pytest.Capt
     out = capsys.readouterr().out
     assert "zebra| crossing" in out and "vocab_size" in out and "share_cut" in out
     assert CaptionTokenizer.load(tmp_path / "t.json").pieces("zebra crossing") == ["zebra", " crossing"]
+
+
+def test_text_from_a_pipe_is_measured_as_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "\n" + "zebra crossing\n" * 50
+    (tmp_path / "text.txt").write_text(text)
+    read_end, write_end = os.pipe()
+    try:
+        os.write(write_end, text.encode())
+        os.close(write_end)
+        options = ["--vocab-size", "270", "--json"]
+        piped = _run(capsys, ["data", "tokenizer", str(tmp_path / "a.json"), "--text", f"/dev/fd/{read_end}", *options])
+    finally:
+        os.close(read_end)
+    filed = _run(capsys, ["data", "tokenizer", str(tmp_path / "b.json"), "--text", str(tmp_path / "text.txt"), *options])
+    assert piped["captions_measured"] == 50
+    assert {**piped, "tokenizer": None} == {**filed, "tokenizer": None}
 
 
 def test_what_cannot_be_made_gets_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

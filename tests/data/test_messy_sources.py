@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -96,6 +97,32 @@ def test_rows_that_match_no_file_are_counted_and_a_table_that_matches_none_is_re
     (source / "metadata.csv").write_text("file_name,label\nsrc/0.png,x\n")
     with pytest.raises(DataError, match=r"no file_name of its table is a file there, for example 'src/0\.png'"):
         import_source(source, tmp_path / "t", public=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("0.png,Knee, left,p1\n1.png,Knee,p1\n", "line 2: cells=4; expected 3"),  # an unquoted comma: the person would be " left"
+        ("0.png,Knee,p1\n\n1.png,Knee\n", "line 4: cells=2; expected 3"),
+        ('0.png,"Knee,p1\n1.png,Knee,p1\n', "line 2: unexpected end of data"),  # the open quote would swallow the second row
+        ('0.png,Knee,p1\n1.png,"Knee" left,p1\n', "line 3: ',' expected after '\"'"),
+    ],
+)
+def test_rows_that_would_shift_or_swallow_the_persons_are_refused(tmp_path, rows, words):
+    table = "file_name,caption,patient\n" + rows
+    source = write_folder(tmp_path / "src", {"0.png": png(0), "1.png": png(1), "metadata.csv": table.encode()})
+    with pytest.raises(DataError, match=f"metadata.csv, {re.escape(words)}"):
+        import_source(source, tmp_path / "s", unit_from="patient")
+
+
+def test_two_columns_of_persons_are_refused_and_unnamed_columns_are_not(tmp_path):
+    files = {"0.png": png(0), "1.png": png(1)}
+    table = b"file_name,patient, patient\n0.png,p1,q1\n1.png,p1,q2\n"
+    with pytest.raises(DataError, match="two columns 'patient'; expected one"):
+        import_source(write_folder(tmp_path / "two", files | {"metadata.csv": table}), tmp_path / "s", unit_from="patient")
+    table = b',,file_name, patient\r\n0,x,0.png,p1\r\n1,"two\r\nlines, a ""quote""",1.png,p1\r\n'
+    store = import_source(write_folder(tmp_path / "unnamed", files | {"metadata.csv": table}), tmp_path / "t", unit_from="patient")
+    assert store.record(0).unit == store.record(1).unit is not None
 
 
 # --- tars ------------------------------------------------------------------------------------------------------------------------

@@ -123,6 +123,8 @@ def test_names_may_lack_folders_and_endings(tmp_path: Path, names: tuple[str, st
         ("strangers.json", {"k": [0]}, "match no record"),
         ("columns.csv", "name,labels\na,0\n", "expected key and labels"),
         ("twice.csv", "key,labels\na,0\na,1\n", "occurs twice"),
+        ("commas.csv", "key,labels\nb,0\na,0,1\n", "line 3: cells=3; expected 2"),
+        ("quote.csv", 'key,labels\na,"0\nb,1\n', "line 2: unexpected end of data"),
         ("words.csv", "key,labels\na,dog\n", "class numbers"),
     ],
 )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dpvision.data.tokenizer import CaptionTokenizer
 
 MEASURED = 100_000
-"""Number of captions, from the start of the text, on which lengths are measured."""
+"""Number of captions, from the start of the text, on which lengths are measured. They are held in memory."""
 _EXAMPLES = 5
 _TELL_EVERY = 1000
 
@@ -62,20 +62,17 @@ def tokenizer(
     from dpvision.data.open import open_store
     from dpvision.data.tokenizer import train_tokenizer
 
-    opened = None if store is None else open_store(store)
-
-    def captions() -> Iterator[str]:
-        return chain(
-            file_captions(text),
-            () if opened is None else store_captions(opened),
-            () if scenes is None else scene_captions(scenes),
-        )
-
+    captions = chain(
+        file_captions(text),
+        () if store is None else store_captions(open_store(store)),
+        () if scenes is None else scene_captions(scenes),
+    )
+    first: list[str] = []
     with Console(stderr=True).status("reading") as status:
-        made = train_tokenizer(_counted(captions(), lambda n: status.update(f"reading: {n:,} captions")), vocab_size)
+        made = train_tokenizer(_read_once(captions, first, lambda n: status.update(f"reading: {n:,} captions")), vocab_size)
         status.update("measuring")
         result: dict[str, Any] = {"tokenizer": str(out), "vocab_size": made.vocab_size, "digest": made.digest}
-        result |= _measured(made, captions(), num_tokens)
+        result |= _measured(made, first, num_tokens)
         made.save(out)
     splits = result["examples"]
     lines = [pairs({name: value for name, value in result.items() if name != "examples"}), "  examples"]
@@ -84,11 +81,8 @@ def tokenizer(
     emit(result, json, "\n".join(lines))
 
 
-def _measured(made: "CaptionTokenizer", captions: Iterator[str], num_tokens: int) -> dict[str, Any]:
-    """Return caption lengths, with BOS and EOS, over the first captions, and the tokens of a few examples."""
-    from dpvision.data.captions import clean_caption
-
-    clean = [caption for caption in map(clean_caption, islice(captions, MEASURED)) if caption]
+def _measured(made: "CaptionTokenizer", clean: list[str], num_tokens: int) -> dict[str, Any]:
+    """Return caption lengths, with BOS and EOS, over clean captions, and the tokens of a few examples."""
     lengths = [len(made.words(caption)) + 2 for caption in clean]
     return {
         "captions_measured": len(clean),
@@ -99,8 +93,13 @@ def _measured(made: "CaptionTokenizer", captions: Iterator[str], num_tokens: int
     }
 
 
-def _counted(captions: Iterator[str], tell: Callable[[int], None]) -> Iterator[str]:
+def _read_once(captions: Iterator[str], first: list[str], tell: Callable[[int], None]) -> Iterator[str]:
+    """Yield the captions and append the first ``MEASURED`` to ``first``, cleaned: a pipe cannot be read again to measure them."""
+    from dpvision.data.captions import clean_caption
+
     for number, caption in enumerate(captions, start=1):
         if number % _TELL_EVERY == 0:
             tell(number)
+        if len(first) < MEASURED and (clean := clean_caption(caption)):
+            first.append(clean)
         yield caption

@@ -7,7 +7,6 @@
 An image is named by its file name, with or without the folders that lead to it.
 """
 
-import csv
 import io
 import json
 from collections.abc import Iterable, Iterator
@@ -15,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dpvision.data.captions import decode_text
+from dpvision.data.csv_table import read_csv
 from dpvision.data.sources import IMAGE_EXTENSIONS, Sample
 from dpvision.errors import DataError
 
@@ -28,7 +28,8 @@ class CaptionFile:
         """Read the file.
 
         Raises:
-            DataError: the file cannot be read, its encoding cannot be determined, or it has none of the three formats.
+            DataError: the file cannot be read, its encoding cannot be determined, it has none of the three formats, or a row does not fit
+                the format.
         """
         self._path = Path(path)
         self._captions: dict[str, list[str]] = {}
@@ -143,23 +144,23 @@ def _tabbed(text: str, path: Path) -> Iterator[tuple[str, str]]:
         name = base if base and count.isdecimal() else name
         if not tab or not name:
             raise DataError(f"captions: {path}, line {number}: no name and TAB; expected NAME#NUMBER<TAB>CAPTION. Repair the line.")
+        if "\t" in caption:
+            raise DataError(
+                f"captions: {path}, line {number}: {line.count(tab)} TABs; expected NAME#NUMBER<TAB>CAPTION. Remove the other columns, or "
+                "pass a CSV table."
+            )
         if number > 1 or (name not in IMAGE_COLUMNS or caption.strip() != "caption"):
             yield name.strip(), caption
 
 
 def _table(text: str, path: Path) -> Iterator[tuple[str, str]]:
-    reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
-    try:
-        columns = [name.strip() for name in reader.fieldnames or []]
-        reader.fieldnames = columns
-        column: Any = next((name for name in IMAGE_COLUMNS if name in columns), None)
-        if column is None or "caption" not in columns:
-            raise DataError(
-                f"captions: {path}: columns {columns[:8]}; expected `caption` and one of {', '.join(IMAGE_COLUMNS)}; or lines "
-                "NAME#NUMBER<TAB>CAPTION; or COCO's .json. Add a heading line."
-            )
-        for row in reader:
-            if row[column]:
-                yield row[column].strip(), row["caption"] or ""
-    except csv.Error as error:
-        raise DataError(f"captions: {path}, line {reader.line_num}: {error}; expected a CSV table. Repair the line.") from None
+    columns, rows = read_csv(io.StringIO(text, newline=""), f"captions: {path}", skipinitialspace=True)
+    column = next((name for name in IMAGE_COLUMNS if name in columns), None)
+    if column is None or "caption" not in columns:
+        raise DataError(
+            f"captions: {path}: columns {columns[:8]}; expected `caption` and one of {', '.join(IMAGE_COLUMNS)}; or lines "
+            "NAME#NUMBER<TAB>CAPTION; or COCO's .json. Add a heading line."
+        )
+    for row in rows:
+        if row[column]:
+            yield row[column].strip(), row["caption"]

@@ -1,6 +1,5 @@
 """The table of Hugging Face's imagefolder layout, metadata.csv or metadata.jsonl: fields of the images of a folder by file_name."""
 
-import csv
 import json
 import posixpath
 from collections.abc import Iterable
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dpvision.data.captions import CAPTION_FIELDS
+from dpvision.data.csv_table import read_csv
 from dpvision.errors import DataError
 
 METADATA_NAMES = ("metadata.csv", "metadata.jsonl")
@@ -25,7 +25,8 @@ def read_metadata(root: Path, wanted: Iterable[str], may_be_empty: str | None) -
         may_be_empty: the column whose empty cells are kept; those of other columns are dropped.
 
     Raises:
-        DataError: two tables, one that cannot be read or has no file_name, or an image whose rows disagree.
+        DataError: two tables, one that cannot be read or has no file_name, a row whose cells do not fit the heading, or an image whose
+            rows disagree.
     """
     files = [root / name for name in METADATA_NAMES if (root / name).exists()]
     if not files:
@@ -36,7 +37,7 @@ def read_metadata(root: Path, wanted: Iterable[str], may_be_empty: str | None) -
     made: dict[str, Row] = {}
     try:
         with file.open(newline="", encoding="utf-8-sig") as lines:
-            columns, rows = _csv_rows(lines) if file.suffix == ".csv" else _jsonl_rows(lines)
+            columns, rows = read_csv(lines, f"source: {file}") if file.suffix == ".csv" else _jsonl_rows(lines)
             if "file_name" not in columns:
                 raise DataError(f"source: {file}: columns {columns}; expected one named file_name. Add it, or move the file away.")
             for row in rows:
@@ -45,7 +46,7 @@ def read_metadata(root: Path, wanted: Iterable[str], may_be_empty: str | None) -
                 made[name] = _joined(made[name], cells, wanted, f"{file}: {name}") if name in made else cells
     except DataError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"source: {file}: {error}; expected a readable table in UTF-8. Repair it, or move it away.") from None
     return columns, made
 
@@ -63,11 +64,6 @@ def _joined(first: Row, second: Row, wanted: Iterable[str], where: str) -> Row:
 
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
-
-
-def _csv_rows(lines: Iterable[str]) -> tuple[list[str], Iterable[Row]]:
-    reader = csv.DictReader(lines)
-    return list(reader.fieldnames or []), reader
 
 
 def _jsonl_rows(lines: Iterable[str]) -> tuple[list[str], Iterable[Row]]:

@@ -6,8 +6,8 @@ A prediction is correct if it is one of them; an image without any class does no
 Legend: N records, C classes.
 """
 
-import csv
 import hashlib
+import io
 import json
 import re
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from dpvision.data.csv_table import read_csv
 from dpvision.data.store import Store
 from dpvision.errors import DataError
 from dpvision.eval.score import wilson_interval
@@ -81,7 +82,7 @@ def load_any_of_labels(path: str | Path, store: Store, num_classes: int | None =
 
     Raises:
         DataError: the file cannot be read, has none of these formats, names no record of the store or one twice, has another number of
-            lists, or a class that is out of range.
+            lists, a class that is out of range, or a CSV row with more or fewer cells than columns.
     """
     path = Path(path)
     table = _read(path)
@@ -117,12 +118,12 @@ def _read(path: Path) -> list[Any] | dict[str, Any]:
 
 
 def _read_csv(path: Path, text: str) -> dict[str, Any]:
-    rows = csv.DictReader(text.splitlines())
-    if not {"key", "labels"} <= set(rows.fieldnames or ()):
-        raise DataError(f"labels: {path}: columns {rows.fieldnames}; expected key and labels. Name them in the first line.")
+    columns, rows = read_csv(io.StringIO(text, newline=""), f"labels: {path}")
+    if not {"key", "labels"} <= set(columns):
+        raise DataError(f"labels: {path}: columns {columns}; expected key and labels. Name them in the first line.")
     table: dict[str, Any] = {}
     for row in rows:
-        key, words = row["key"], (row["labels"] or "").split()
+        key, words = row["key"], row["labels"].split()
         if key in table:
             raise DataError(f"labels: {path}: {key} occurs twice; expected once, its labels separated by spaces. Join the lines.")
         table[key] = [int(word) for word in words] if all(word.isdecimal() for word in words) else row["labels"]
