@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dpvision.cli import main
 from dpvision.config import DataConfig
 from dpvision.data.inspect import contact_sheet, inspect_store, texture_sheet
 from dpvision.data.keys import StepKey
@@ -18,7 +19,7 @@ from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_textures
 from dpvision.data.texture_store import write_texture_store
-from dpvision.errors import DataError
+from dpvision.errors import ConfigError, DataError
 from dpvision.synthetic.textures import VERSION, textures
 
 DATA = DataConfig(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
@@ -83,13 +84,31 @@ def test_the_rest_of_the_program_takes_it_as_a_store(store: Store) -> None:
 
 
 def test_what_cannot_be_is_refused(store: Store, tmp_path: Path) -> None:
-    for num, first in ((0, 0), (1 << 33, 0), (5, -1)):
+    for num, first in ((0, 0), ((1 << 28) + 1, 0), (5, -1), (5, 10**20)):
         with pytest.raises(DataError, match="expected"):
             write_texture_store(tmp_path / "new", num, first=first)
+    for first in (-1, 10**20):
+        with pytest.raises(DataError, match=f"first={first}; expected 0 or more"):
+            write_textures(tmp_path / "new", 5, 24, first=first)
+        with pytest.raises(DataError, match=f"first={first}; expected 0 or more"):
+            texture_sheet(5, 24, first=first)
+    with pytest.raises(ConfigError, match=f"instance=-{10**20}; expected a number between"):
+        texture_sheet(5, 24, instance=-(10**20))
+    assert not (tmp_path / "new").exists(), "nothing is written first"
     with pytest.raises(DataError, match="exists"):
         write_texture_store(store.path, 5)
     with pytest.raises(DataError, match="textures"):
         split_store(store.path, store.path.parent / "a", store.path.parent / "b", 0.5)
+
+
+@pytest.mark.parametrize(("sheet", "num", "most"), [("s.webp", 630 * 12 + 1, "16,383"), ("s.JPG", 10_000, "65,500")])
+def test_a_sheet_larger_than_its_format_is_refused_before_any_image_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sheet: str, num: int, most: str
+) -> None:
+    monkeypatch.setattr("dpvision.data.inspect.textures", lambda *a, **kw: pytest.fail("rendered"))
+    size_px = 24 if sheet == "s.webp" else 96
+    assert main(["synth", "--sheet", str(tmp_path / sheet), "--sheet-num", str(num), "--size-px", str(size_px)]) == 2
+    assert f"expected at most {most} px a side" in capsys.readouterr().err and not (tmp_path / sheet).exists()
 
 
 def test_textures_of_another_generator_are_refused(store: Store, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pytest import mark, param, raises
 from safetensors.torch import save_file
 
 from dpvision.encoders.open import open_encoder
-from dpvision.encoders.third_party import third_party_encoder
+from dpvision.encoders.third_party import encoder_from, third_party_encoder
+from dpvision.encoders.weights_file import WeightsFile
 from dpvision.errors import CheckpointError, ConfigError
 
 VIT = "vit_tiny_patch16_224"
@@ -82,6 +83,47 @@ def test_a_torchvision_convnet_gives_the_map_before_its_pooling(tmp_path, name):
     quarter = map_BDHW[:, :, -side:, :side].mean((2, 3))  # bottom left: the third
     width = map_BDHW.shape[1]
     assert torch.allclose(found["2x2"][:, 2 * width : 3 * width], quarter, atol=1e-5)
+
+
+@mark.parametrize("name", ["googlenet", param("inception_v3", marks=mark.slow)])
+def test_inputs_are_scaled_as_torchvision_scales_them_for_its_published_weights(tmp_path, monkeypatch, name):
+    torch.manual_seed(5)
+    tensors = torchvision.models.get_model(name, weights=None, init_weights=False, aux_logits=True).state_dict()
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", lambda *a, **kw: tensors)
+    published = torchvision.models.get_model(name, weights="DEFAULT").eval()
+    save_file(tensors, tmp_path / "w.safetensors")
+    encoder = third_party_encoder("torchvision", name, tmp_path / "w.safetensors")
+    x_BCHW, taken = _images(encoder.image_size), []
+    published.avgpool.register_forward_pre_hook(lambda module, given: taken.append(given[0].mean((2, 3))))
+    with torch.no_grad():
+        found = encoder.poolings(x_BCHW)["mean"]
+        published(x_BCHW)
+        published.transform_input = False
+        published(x_BCHW)
+    torch.testing.assert_close(found, taken[0], rtol=1e-4, atol=1e-6)
+    assert (found - taken[1]).abs().max() > 1e-3 * found.abs().max()
+
+
+@mark.parametrize(
+    ("name", "file_size", "size"), [("vit_h_14", None, 224), ("vit_h_14", 518, 518), ("vit_b_16", 384, 384), ("vit_b_16", 32, 32)]
+)
+def test_torchvisions_transformers_take_the_size_of_the_files_positions(name, file_size, size):
+    """On the meta device: shapes without numbers."""
+    with torch.device("meta"):
+        weights = None
+        if file_size is not None:
+            tensors = torchvision.models.get_model(name, weights=None, image_size=file_size).state_dict()
+            weights = WeightsFile({f"module.{n}": t for n, t in tensors.items()}, ())
+        encoder = encoder_from("torchvision", name, name, weights, "file", device="meta")
+        assert encoder.image_size == size
+        assert encoder.poolings(torch.zeros(2, 3, size, size))["cls"].shape == (2, 1280 if name == "vit_h_14" else 768)
+
+
+def test_a_transformer_of_other_patches_is_refused_by_its_first_tensor():
+    with torch.device("meta"):
+        weights = WeightsFile(torchvision.models.get_model("vit_b_16", weights=None).state_dict(), ())
+        with raises(CheckpointError, match=r"conv_proj.weight=\(768, 3, 16, 16\); expected shape \(768, 3, 32, 32\)"):
+            encoder_from("torchvision", "vit_b_32", "x", weights, "file", device="meta")
 
 
 @mark.slow

@@ -33,3 +33,11 @@ def check_sheet(path: Path | None, command: str) -> None:
     """Raise ConfigError for a contact sheet that is not to be an image file of a usual kind; None is ignored."""
     if path is not None and path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
         raise ConfigError(f"{command}: sheet={path}; expected a file name with .png, .jpg or .webp. Use sheet.png.")
+
+
+def check_sheet_size(path: Path, command: str, width_px: int, height_px: int) -> None:
+    """Raise ConfigError for a contact sheet that is larger than the format of the file allows."""
+    most = {".webp": 16_383, ".jpg": 65_500, ".jpeg": 65_500}.get(path.suffix.lower())
+    if most is not None and max(width_px, height_px) > most:
+        got = f"sheet={path} of {width_px:,} x {height_px:,} px"
+        raise ConfigError(f"{command}: {got}; expected at most {most:,} px a side for {path.suffix}. Use .png, or fewer images.")

@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 
 from dpvision.cli.output import emit, pairs, parse
-from dpvision.cli.paths import check_sheet
+from dpvision.cli.paths import check_sheet, check_sheet_size
 from dpvision.errors import ConfigError
 
 OutPath = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="STORE")]
@@ -43,11 +43,11 @@ def synth(
 
     Args:
         store: New folder for the store; if omitted, only the sheet is made.
-        num: Number of textures.
+        num: Number of textures; in a store without --files at most 2^28.
         first: Number of the first texture; different numbers give different textures.
         size_px: Side of the written files and of the sheet's images. Training renders them at the model's size.
         files: Write the images as files.
-        sheet: Write a contact sheet (PNG) here.
+        sheet: Write a contact sheet (.png, .jpg, .webp) here.
         sheet_num: Images on the sheet.
         instance: Show this view (position, zoom, rotation, light) on the sheet instead of the canonical one.
         workers: Processes that render, with --files.
@@ -56,12 +56,13 @@ def synth(
     if store is None and sheet is None:
         raise ConfigError("synth: no output; expected a store, --sheet, or both. For example: dpvision synth --sheet textures.png.")
     check_sheet(sheet, "synth")
-    from dpvision.data.inspect import texture_sheet
+    from dpvision.data.inspect import texture_sheet, texture_sheet_size
     from dpvision.data.synthetic_store import write_textures
     from dpvision.data.texture_store import write_texture_store
 
     start, result = time.monotonic(), dict[str, Any]()
     if sheet is not None:
+        check_sheet_size(sheet, "synth", *texture_sheet_size(sheet_num, size_px))
         image = texture_sheet(sheet_num, size_px, first=first, instance=instance)
         sheet.parent.mkdir(parents=True, exist_ok=True)
         image.save(sheet)

@@ -9,6 +9,7 @@ from PIL import Image, ImageDraw
 
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.store import Store
+from dpvision.data.texture_store import check_first
 from dpvision.data.transform import centre_box
 from dpvision.errors import ConfigError
 from dpvision.synthetic.textures import textures
@@ -81,23 +82,33 @@ def contact_sheet(store: Store, num: int = 64, *, tile_px: int = 96, columns: in
     return sheet
 
 
+def texture_sheet_size(num: int, size_px: int, columns: int = 12) -> tuple[int, int]:
+    """Return width and height in pixels of ``texture_sheet``. Raises ConfigError unless ``num`` is 1 to 10,000."""
+    if not 1 <= num <= 10_000:
+        raise ConfigError(f"synth: sheet_num={num}; expected 1 to 10,000 images on a sheet. Use 96.")
+    return min(columns, num) * (size_px + 2) - 2, -(-num // columns) * (size_px + 2) - 2
+
+
 def texture_sheet(num: int, size_px: int, *, first: int = 0, instance: int | None = None, columns: int = 12) -> Image.Image:
     """Make a sheet of the textures ``first`` ... ``first + num - 1``, row by row.
 
     Args:
         num: 1 to 10,000.
-        instance: seed of the random view of each texture; if None, the canonical view.
+        first: as ``texture_store.check_first``.
+        instance: seed of the random view of each texture, between -2^62 and 2^62; if None, the canonical view.
 
     Raises:
-        ConfigError: ``num`` or ``size_px`` is out of range.
+        ConfigError: ``num``, ``size_px`` or ``instance`` is out of range.
+        DataError: ``first`` is out of range.
     """
-    if not 1 <= num <= 10_000:
-        raise ConfigError(f"synth: sheet_num={num}; expected 1 to 10,000 images on a sheet. Use 96.")
+    size = texture_sheet_size(num, size_px, columns)
+    check_first(first)
+    if instance is not None and not abs(instance) < 1 << 62:
+        raise ConfigError(f"synth: instance={instance}; expected a number between -2^62 and 2^62. Number the views from 0.")
     number_N = torch.arange(first, first + num)
     look_N = None if instance is None else torch.full_like(number_N, instance)
     made = textures(number_N, size_px, instance_N=look_N).permute(0, 2, 3, 1).numpy()
-    columns = min(columns, num)
-    sheet = Image.new("RGB", (columns * (size_px + 2) - 2, -(-num // columns) * (size_px + 2) - 2), "white")
+    sheet = Image.new("RGB", size, "white")
     for i, x_HWC in enumerate(made):
         sheet.paste(Image.fromarray(x_HWC), (i % columns * (size_px + 2), i // columns * (size_px + 2)))
     return sheet

@@ -16,7 +16,7 @@ from dpvision.data.importer import import_samples
 from dpvision.data.ordered import ordered_map
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
-from dpvision.data.texture_store import texture_files
+from dpvision.data.texture_store import check_first, texture_files
 from dpvision.errors import DataError
 from dpvision.synthetic.scenes import ATTRIBUTES, Scene, make_scenes
 
@@ -75,13 +75,15 @@ def write_textures(
 
     Args:
         num: textures to make, at least 1.
+        first: as ``texture_store.check_first``.
         workers: processes that draw; 1 draws in this process.
 
     Raises:
-        DataError: ``num`` is below 1, or as for ``importer.import_source``.
+        DataError: ``num`` or ``first`` is out of range, or as for ``importer.import_source``.
     """
     if not num >= 1:
         raise DataError(f"synth: num={num}; expected at least 1. Use 1000.")
+    check_first(first)
     with _drawn(partial(_draw_textures, size_px=size_px), range(first, first + num), _TEXTURES_AT_ONCE, workers) as textures:
         samples = (Sample(key, image, {}) for key, image in textures)
         return import_samples(samples, store_dir, public=True, licence="Apache-2.0 (procedural)", progress=progress)

@@ -28,7 +28,8 @@ from dpvision.files import new_folder
 from dpvision.synthetic.textures import VERSION, textures
 
 _LICENCE = "Apache-2.0 (procedural)"
-_MOST_RECORDS = 1 << 32
+_MOST_RECORDS = 1 << 28  # an open store holds its ids, 2 GB for this many
+_FIRST_BOUND = 1 << 62
 
 
 class TextureStore(Store):
@@ -92,8 +93,8 @@ def write_texture_store(store_dir: str | Path, num: int, *, first: int = 0, size
     """Make the folder of a store of ``num`` textures, a few hundred bytes.
 
     Args:
-        num: records, 1 to 2^32.
-        first: number of the first texture; different numbers are different textures.
+        num: records, 1 to 2^28 (268 million).
+        first: number of the first texture, as ``check_first``; different numbers are different textures.
         size_px: side of the images outside training; training generates them at the model's size.
 
     Raises:
@@ -101,9 +102,8 @@ def write_texture_store(store_dir: str | Path, num: int, *, first: int = 0, size
     """
     store_dir = Path(store_dir)
     if not 1 <= num <= _MOST_RECORDS:
-        raise DataError(f"synth: num={num}; expected 1 to 2^32. ViP's warm start has about 1.3 million.")
-    if not 0 <= first < 1 << 62:
-        raise DataError(f"synth: first={first}; expected 0 to 2^62. Number the textures from 0.")
+        raise DataError(f"synth: num={num}; expected 1 to 2^28 (268 million). ViP's warm start has about 1.3 million.")
+    check_first(first)
     if store_dir.exists():
         raise DataError(f"synth: {store_dir} exists; expected a new folder. Choose another name, or remove it.")
     textures(torch.zeros(1, dtype=torch.int64), size_px)  # refuses a size out of range
@@ -117,6 +117,12 @@ def write_texture_store(store_dir: str | Path, num: int, *, first: int = 0, size
     except OSError as error:
         raise DataError(f"synth: {store_dir} ({error.strerror}); expected a folder that can be made. Choose another path.") from None
     return TextureStore(store_dir, meta)
+
+
+def check_first(first: int) -> None:
+    """Raise DataError unless the number of a first texture is in [0, 2^62)."""
+    if not 0 <= first < _FIRST_BOUND:
+        raise DataError(f"synth: first={first}; expected 0 or more, below 2^62. Number the textures from 0.")
 
 
 def texture_files(numbers: Sequence[int], size_px: int) -> list[tuple[str, bytes]]:

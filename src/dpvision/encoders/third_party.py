@@ -6,6 +6,8 @@ Legend: B images, L tokens, D width, C channels, H height, W width, G patches on
 """
 
 import difflib
+import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +39,8 @@ def third_party_encoder(
 ) -> Encoder:
     """Return the encoder of a timm model or a torchvision classification model, frozen, in evaluation mode, on ``device``.
 
-    Mean, standard deviation and image size are those of the library's preprocessing. Without a file, the weights come from timm's
+    Mean, standard deviation and image size are those of the library's preprocessing; torchvision's ViTs take the size of the file's
+    positions, or the size that they are built for. Without a file, the weights come from timm's
     caches, or else from the library's initialisation under a fixed seed; ``weights`` and ``name`` of the result say which.
 
     Args:
@@ -81,6 +84,8 @@ def encoder_from(
         options: further arguments of the library's constructor.
     """
     make, tensors = {"timm": _timm, "torchvision": _torchvision}[kind], None if weights is None else weights.tensors
+    if kind == "torchvision" and tensors is not None:
+        options = {**_vit_size(name, tensors), **options}
     pooled, size, mean, std, mixes_places = make(
         name, image_size, options, lambda m, classifier: _fit(m, tensors, classifier, where, rename)
     )
@@ -150,12 +155,13 @@ def _torchvision(name: str, image_size: int | None, options: Mapping[str, Any], 
     check_name("torchvision", name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        more = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}  # they warn without
+        # They warn without init_weights. torchvision sets transform_input whenever it loads its published weights.
+        more = {"init_weights": True, "transform_input": True} if name in ("googlenet", "inception_v3") else {}
         model = torchvision.models.get_model(name, weights=None, **more, **options).eval()
     # the newest weights entry, a table in the library's code; only its preprocessing is used
     newest = torchvision.models.get_model_weights(name)["DEFAULT"].transforms()
-    size = newest.crop_size[0]
     is_vit = isinstance(model, torchvision.models.VisionTransformer)
+    size = model.image_size if is_vit else newest.crop_size[0]  # newest may be for another size than the model's, as vit_h_14's
     classifier = "heads" if is_vit else "head" if hasattr(model, "head") else "fc" if hasattr(model, "fc") else "classifier"
     fit(model, classifier)
     node = "encoder.ln" if is_vit else _last_map(model, size, classifier)
@@ -166,6 +172,15 @@ def _torchvision(name: str, image_size: int | None, options: Mapping[str, Any], 
 
     pooled = PooledNetwork(extractor, features, prefix=1 if is_vit else 0, has_class_token=is_vit)
     return pooled, size if is_vit else image_size or size, tuple(newest.mean), tuple(newest.std), attends(model)
+
+
+def _vit_size(name: str, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return ``image_size`` for torchvision's ViT of this name from the positions in a file; empty if it has none or is no ViT."""
+    vit = re.fullmatch(r"vit_[a-z]_(\d+)", name)
+    shapes = [t.shape for n, t in tensors.items() if f".{n}".endswith(".encoder.pos_embedding")]
+    if vit is None or not shapes or len(shapes[0]) != 3:
+        return {}
+    return {"image_size": math.isqrt(max(1, shapes[0][1] - 1)) * int(vit[1])}
 
 
 @torch.inference_mode()

@@ -142,6 +142,47 @@ def test_missing_images_stop_it_or_are_counted(tmp_path: Path) -> None:
         load_coco(file, images, allow_missing=True)
 
 
+def _in_subfolders(tmp_path: Path) -> tuple[Path, Path]:
+    """Images cam0/0001.png and cam1/0001.png, the first without red."""
+    file, images = write_shapes(tmp_path, 2)
+    for i in range(2):
+        (images / f"cam{i}").mkdir()
+        (images / f"{i:03d}.png").unlink()
+        Image.new("RGB", (64, 48), (i * 200, 0, 0)).save(images / f"cam{i}" / "0001.png")
+    return file, images
+
+
+def test_names_that_repeat_in_subfolders_are_told_apart_by_the_subfolder(tmp_path: Path) -> None:
+    file, images = _in_subfolders(tmp_path)
+
+    def change(given: dict) -> None:
+        for i, entry in enumerate(given["images"]):
+            entry["file_name"] = f"cam{i}/0001.png"
+
+    assert [int(image.read()[0, 0, 0]) for image in load_coco(changed(file, change), images).images] == [0, 200]
+    with pytest.raises(DataError, match=r"'cam0/0001.png' and 'cam1/0001.png' of .* are both .*cam1.0001.png; expected a file for each"):
+        load_coco(changed(file, change), images / "cam1")
+    (images / "deep").mkdir()
+    (images / "cam0").rename(images / "deep" / "cam0")
+    deep = changed(file, lambda given: (change(given), given["images"][0].update(file_name="deep/cam0/0001.png")))
+    assert [int(image.read()[0, 0, 0]) for image in load_coco(deep, images).images] == [0, 200]
+
+
+@pytest.mark.parametrize("name", ["0001.png", "cam2/0001.png", "../pictures/cam0/0001.png"])
+def test_a_name_that_fits_several_files_is_refused(tmp_path: Path, name: str) -> None:
+    file, images = _in_subfolders(tmp_path)
+    with pytest.raises(DataError, match=r"0001.png' may be .*cam0.0001.png and .*cam1.0001.png; expected one file of this name"):
+        load_coco(changed(file, _set(["images", 0, "file_name"], name)), images, allow_missing=True)
+
+
+def test_images_are_found_by_the_last_part_of_the_name_and_never_outside_the_folder(tmp_path: Path) -> None:
+    file, images = write_shapes(tmp_path, 2)
+    (images / "001.png").rename(tmp_path / "001.png")
+    for name in ("../001.png", str(tmp_path / "001.png"), "a" * 300 + "/b/c", ""):
+        given = changed(changed(file, _set(["images", 0, "file_name"], "val2017/000.png")), _set(["images", 1, "file_name"], name))
+        assert [image.path for image in load_coco(given, images, allow_missing=True).images] == [images / "000.png"], name
+
+
 def test_an_image_that_is_another_or_none_is_said(tmp_path: Path) -> None:
     file, images = write_shapes(tmp_path, 2)
     first, second = load_coco(file, images).images

@@ -144,6 +144,27 @@ def test_an_answer_comes_in_the_images_own_pixels_and_padding_holds_nothing(tmp_
         assert abs(rows.min() - top) <= 1 and abs(rows.max() + 1 - bottom) <= 1
 
 
+def test_masks_are_pasted_one_at_a_time_and_are_those_pasted_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.models.detection.roi_heads import paste_masks_in_image
+
+    rng = torch.Generator().manual_seed(0)
+    corner_N2 = 30 * torch.rand(6, 2, generator=rng)
+    box_N4 = torch.cat([corner_N2, corner_N2 + 2 + 14 * torch.rand(6, 2, generator=rng)], dim=1)
+    mask_N1SS = torch.rand(6, 1, 28, 28, generator=rng)
+    answer = {"boxes": box_N4, "labels": torch.ones(6, dtype=torch.int64), "scores": torch.ones(6), "masks": mask_N1SS}
+    together = (paste_masks_in_image(mask_N1SS, box_N4, (48, 48))[:, 0] > 0.5).numpy()
+    nums: list[int] = []
+
+    def counted(masks: torch.Tensor, *rest) -> torch.Tensor:
+        nums.append(len(masks))
+        return paste_masks_in_image(masks, *rest)
+
+    monkeypatch.setattr("dpvision.dense.detection.evaluation.paste_masks_in_image", counted)
+    found = in_image(answer, CocoImage(1, tmp_path / "p.png", 48, 48, ()), fitted(48, 48, 48))
+    np.testing.assert_array_equal(np.stack([tools.decode(run) for run in found.runs]), together)
+    assert nums == [1] * 6 and 0 < together.mean() < 1
+
+
 def test_two_ranks_answer_for_all_images_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dpvision.dense.detection import evaluation as detection
     from dpvision.train.distributed import Group

@@ -128,6 +128,10 @@ def test_sugarcrepe_reads_the_publishers_folder_a_file_of_it_and_one_list(tmp_pa
     assert len(whole.choices) == 21 and len(whole.images) == 3 and {c.group for c in whole.choices} == set(SUBSETS)
     part = sugarcrepe_test(tmp_path / "data" / "swap_obj.json", tmp_path / "pictures" / "val2017")
     assert [c.captions for c in part.choices] == [c.captions for c in whole.choices if c.group == "swap_obj"]
+    _image(tmp_path / "pictures" / "train2017" / f"{0:012d}.jpg", 1)
+    with pytest.raises(DataError, match=r"SugarCrepe: '0{12}.jpg' may be .*train2017.* and .*val2017"):
+        sugarcrepe_test(tmp_path / "data", tmp_path / "pictures")
+    (tmp_path / "pictures" / "train2017" / f"{0:012d}.jpg").unlink()
     entries = [{"subset": c.group, "filename": f"{i % 3:012d}.jpg", "caption": c.captions[0], "negative_caption": c.captions[1]}
                for i, c in enumerate(whole.choices)]  # fmt: skip
     (tmp_path / "all.json").write_text(json.dumps(entries))

@@ -144,6 +144,13 @@ def test_with_fewer_than_five_images_the_middle_rate_is_taken_and_said(train: St
     assert "by a held-out fifth" in settings.words(vit_encoder(), 5)
 
 
+def test_fewer_than_five_persons_are_refused_before_training(train: Store, test: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module._Job, "train", lambda *a: pytest.fail("trained"))
+    settings = replace(QUICK, draws=2, learning_rates=(1e-3, 3e-3))
+    with pytest.raises(DataError, match=r"the 30 images of a draw are of 4 persons; expected at least five"):
+        fine_tune(vit_encoder(), _rows(train), _rows(test), np.arange(120) % 4, 10, settings, workers=1)
+
+
 def test_training_images_are_augmented_by_record(train: Store) -> None:
     encoder, rows, settings = vit_encoder(), np.arange(12), replace(QUICK, auto_augment=False)
     x, kept = augmented(train, rows, StepKey(0, 0), encoder, settings, 1)

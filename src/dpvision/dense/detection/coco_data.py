@@ -125,11 +125,11 @@ def load_coco(annotations: Path, images: Path, *, allow_missing: bool = False) -
 
     Args:
         annotations: COCO's ``instances_*.json``.
-        images: the folder of the images, or its parent.
+        images: the folder of the images, or its parent; ``benchmark_files.image_finder`` says how they are found.
 
     Raises:
         DataError: a file is unreadable or not COCO's; no categories or images; an annotation of an unknown image or category; an
-            invalid box or mask; a missing image.
+            invalid box or mask; a missing image, or one whose name fits several files.
         ConfigError: faster-coco-eval is not installed.
     """
     mask_tools()
@@ -245,13 +245,17 @@ def _coco_images(
     counts: Counter[str],
     allow_missing: bool,
 ) -> tuple[CocoImage, ...]:
-    place, missing, found = image_finder(images, _WHERE), [], list[CocoImage]()
+    find, missing, found, names = image_finder(images, _WHERE), [], list[CocoImage](), dict[Path, str]()
     for entry in entries:
-        name, number = Path(str(entry.get("file_name"))).name, entry["id"]
-        if name in place:
-            found.append(CocoImage(number, place[name], *sizes[number], tuple(objects[number])))
-        else:
+        name, number = str(entry.get("file_name")), entry["id"]
+        path = find(name)
+        if path is None:
             missing.append(name)
+            continue
+        if names.setdefault(path, name) != name:
+            got = f"{names[path]!r} and {name!r} of {annotations.name} are both {path}"
+            raise DataError(f"{_WHERE}: {got}; expected a file for each. Give the folder that the names start from.")
+        found.append(CocoImage(number, path, *sizes[number], tuple(objects[number])))
     if missing and (not found or not allow_missing):
         say = "Check the folder of images." if not found else "Restore them, or leave them out with --allow-missing."
         got = f"{len(missing):,} of {len(entries):,} images of {annotations.name} are not in {images}, the first is {missing[0]}"

@@ -12,6 +12,7 @@ Legend: B images, N detections, C channels, S side of the square, H height, W wi
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -180,11 +181,12 @@ def in_image(answer: dict[str, Tensor], image: CocoImage, place: Placement) -> F
     limits = torch.tensor([image.width, image.height, image.width, image.height], dtype=torch.float32)
     inside_N4 = box_N4.clamp(min=0).minimum(limits)
     keep = (inside_N4[:, 2] > inside_N4[:, 0]) & (inside_N4[:, 3] > inside_N4[:, 1])
-    mask_N1HW = paste_masks_in_image(answer["masks"].float().cpu()[keep], box_N4[keep], (image.height, image.width))
-    tools = mask_tools()
-    runs = tuple(tools.encode(np.asfortranarray((mask[0] > 0.5).numpy().astype(np.uint8))) for mask in mask_N1HW)
+    tools, mask_N1SS, runs = mask_tools(), answer["masks"].float().cpu(), list[dict[str, Any]]()
+    for n in keep.nonzero()[:, 0].tolist():  # one at a time: a mask of a photograph of 12 megapixels takes 48 MB
+        mask_HW = paste_masks_in_image(mask_N1SS[n : n + 1], box_N4[n : n + 1], (image.height, image.width))[0, 0]
+        runs.append(tools.encode(np.asfortranarray((mask_HW > 0.5).numpy().astype(np.uint8))))
     label_N, score_N = answer["labels"].cpu()[keep] - 1, answer["scores"].float().cpu()[keep]
-    return Found(inside_N4[keep].numpy(), label_N.numpy(), score_N.numpy(), runs)
+    return Found(inside_N4[keep].numpy(), label_N.numpy(), score_N.numpy(), tuple(runs))
 
 
 def detection_scores(

@@ -24,13 +24,13 @@ def sugarcrepe_test(path: str | Path, images: str | Path, *, visibility: Visibil
         images: folder of the COCO val2017 images (or one whose subfolders have them).
 
     Raises:
-        DataError: not SugarCrepe's files; images are missing.
+        DataError: not SugarCrepe's files; images are missing, or a name fits several.
     """
-    found, items = image_finder(Path(images), "SugarCrepe"), list[Item]()
+    find, items = image_finder(Path(images), "SugarCrepe"), list[Item]()
     for subset, entry, where in _entries(Path(path)):
         captions = caption_of(entry, "caption", where), caption_of(entry, "negative_caption", where)
         name = caption_of(entry, "filename", where)
-        items.append((found.get(name, Path(images) / name), None, captions, subset))
+        items.append((find(name) or Path(images) / Path(name).name, None, captions, subset))
     return _test("SugarCrepe", items, Path(path).name, visibility, allow_missing)
 
 
@@ -38,10 +38,10 @@ def negclip_test(path: str | Path, images: str | Path, *, visibility: Visibility
     """Return NegCLIP's hard negatives: a list of {image_id, caption, negatives: [...]}, with COCO's image ids.
 
     Raises:
-        DataError: not such a file; images are missing.
+        DataError: not such a file; images are missing, or a name fits several.
     """
     entries = read_json(Path(path), "NegCLIP")
-    found, items = image_finder(Path(images), "NegCLIP"), list[Item]()
+    find, items = image_finder(Path(images), "NegCLIP"), list[Item]()
     if not isinstance(entries, list):
         raise DataError(f"NegCLIP: {path}: {type(entries).__name__}; expected a list of items. Check the path.")
     for number, entry in enumerate(entries):
@@ -52,7 +52,7 @@ def negclip_test(path: str | Path, images: str | Path, *, visibility: Visibility
         if not isinstance(image, int):
             raise DataError(f"{where}: image_id={image!r}; expected COCO's id of an image. Check the path.")
         name = f"{image:012d}.jpg"
-        items.append((found.get(name, Path(images) / name), None, (true, *others), ""))
+        items.append((find(name) or Path(images) / name, None, (true, *others), ""))
     return _test("NegCLIP negatives", items, Path(path).name, visibility, allow_missing)
 
 

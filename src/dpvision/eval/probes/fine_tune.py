@@ -119,7 +119,8 @@ def fine_tune(
 
     Raises:
         ConfigError: the encoder has no trainable weights, or K < 1.
-        DataError: a class has fewer than K images, or an image cannot be read.
+        DataError: a class has fewer than K images; the images of a draw are of fewer than five persons, so that none can be held out for
+            the choice of the rate; no image can be read.
     """
     settings = settings or FineTuneSettings()
     check_trainable(encoder)
@@ -130,11 +131,16 @@ def fine_tune(
     job = _Job(encoder, store, num_classes, settings, batch_size, workers, device, say)
     chosen = middle_rate(rates)
     if len(rates) > 1 and k >= 5:
+        held_by_draw = [held_out(label_N[shot], unit_N[shot], draw) for draw, shot in enumerate(shots)]
+        for shot, held in zip(shots, held_by_draw, strict=True):
+            if not held.any():
+                got = f"the {len(shot)} images of a draw are of {len(np.unique(unit_N[shot]))} persons"
+                remedy = "Import images of more persons, or use --shots 4, which takes the middle learning rate."
+                raise DataError(f"few-shot: {got}; expected at least five, to hold one out. {remedy}")
         share_R = []
         for rate in rates:
             shares = []
-            for draw, shot in enumerate(shots):
-                held = held_out(label_N[shot], unit_N[shot], draw)
+            for draw, (shot, held) in enumerate(zip(shots, held_by_draw, strict=True)):
                 model = job.train(rows[shot[~held]], rate, draw, f"lr {rate:g}, draw {draw + 1} of {settings.draws}")
                 predicted, truth, _ = job.predict(model, store, rows[shot[held]])
                 shares.append(float((predicted == truth).mean()))
