@@ -136,11 +136,11 @@ def test_the_way_from_training_to_statement(store: Path, tmp_path: Path, capsys:
 
 def test_an_owners_cap_stops_the_next_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_scenes(tmp_path / "s", NUM, 32, workers=1, public=False)
-    account = _run(capsys, ["ledger", str(tmp_path / "s"), "--set-cap", "5", "--cap-delta", "0.008", "--json"])
+    account = _run(capsys, ["ledger", str(tmp_path / "s"), "--set-cap", "5", "--cap-delta", "0.0008", "--json"])
     assert account["cap"]["epsilon"] == 5
     _refused(capsys, _tiny(tmp_path / "s", tmp_path), "cap")
     assert not (tmp_path / "first").exists(), "a refused run leaves its name free"
-    assert _run(capsys, ["ledger", str(tmp_path / "s"), "--set-cap", "9", "--cap-delta", "0.008", "--json"])["cap"]["epsilon"] == 9
+    assert _run(capsys, ["ledger", str(tmp_path / "s"), "--set-cap", "9", "--cap-delta", "0.0008", "--json"])["cap"]["epsilon"] == 9
     assert main(_tiny(tmp_path / "s", tmp_path)) == 0
 
 

@@ -1,11 +1,8 @@
 """`dpvision tune`: the price printed beforehand is what the ledgers say, every trial counts, and nothing private leaves."""
 
 import json
-import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from dpvision.config.head_presets import candidate_name, with_candidate
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import ConfigError
-from dpvision.privacy.account import set_cap, store_account
+from dpvision.privacy.account import store_account
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.recipes import RECIPES
 
@@ -40,7 +37,7 @@ def mine(tmp_path: Path) -> Store:
     return write_digits(tmp_path / "stores" / "mine", 0, 200)
 
 
-def _argv(store: Store | Path, how: str, *more: str, trials: int = 3) -> list[str]:
+def tune_argv(store: Store | Path, how: str, *more: str, trials: int = 3) -> list[str]:
     path = store.path if isinstance(store, Store) else store
     return [
         "tune", "transfer.many_steps", "--data", str(path), "--encoder", "pixels", "--num-classes", "10", "--dataset-size", "200",
@@ -49,7 +46,7 @@ def _argv(store: Store | Path, how: str, *more: str, trials: int = 3) -> list[st
     ]  # fmt: skip
 
 
-def _runs(store: Store) -> list[tuple[str, int]]:
+def runs_of(store: Store) -> list[tuple[str, int]]:
     """(guarantee, steps charged) of every run in the store's ledgers."""
     return sorted((found.plan.guarantee, found.steps) for found in StoreLedgers.of(store.path).read_all().values())
 
@@ -57,13 +54,13 @@ def _runs(store: Store) -> list[tuple[str, int]]:
 def test_the_price_printed_beforehand_is_what_the_ledgers_say(
     mine: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = _argv(mine, "charged", "--test", str(public.path), *SPACE)
+    argv = tune_argv(mine, "charged", "--test", str(public.path), *SPACE)
     assert main([*argv, "--dry-run", "--json"]) == 0
     asked = json.loads(capsys.readouterr().out)["prices"]["charged"]
-    assert not (tmp_path / "runs").exists() and _runs(mine) == [] and asked["fits"] == 3
+    assert not (tmp_path / "runs").exists() and runs_of(mine) == [] and asked["fits"] == 3
     assert main([*argv, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert _runs(mine) == [("dp", STEPS)] * 3
+    assert runs_of(mine) == [("dp", STEPS)] * 3
     account = store_account(mine.path)
     assert result["epsilon"] == result["charged"] == asked["budget"] == account.epsilon_filter == result["store_epsilon"]
     assert account.epsilon is not None and account.epsilon <= asked["budget"] and asked["budget"] > 2, "more than one trial costs"
@@ -81,113 +78,48 @@ def test_the_price_printed_beforehand_is_what_the_ledgers_say(
     assert {name: again[name.split(".")[0]][name.split(".")[1]] for name in result["best"]["settings"]} == result["best"]["settings"]
 
 
+@pytest.mark.parametrize("columns", [80, 100])
+def test_the_price_table_fits_the_terminal(
+    columns: int, mine: Store, public: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([*tune_argv(mine, "charged", "--test", str(public.path), *SPACE), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first, last = (next(i for i, line in enumerate(lines) if line.startswith(corner)) for corner in "┏└")
+    assert max(map(len, lines[first : last + 1])) <= columns
+    assert any(line.startswith("│   private-selection │") for line in lines), "no name is broken"
+
+
 def _scores(root: Path) -> dict[str, float]:
     return {path.parent.name: json.loads(path.read_text())[0]["value"] for path in root.glob("trial-*/scores.json")}
 
 
 def test_the_filter_refuses_the_first_trial_above_the_budget(mine: Store, public: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = _argv(mine, "charged", "--test", str(public.path), "--json", *SPACE)
+    argv = tune_argv(mine, "charged", "--test", str(public.path), "--json", *SPACE)
     plans = []
     for trials in (1, 2, 3):
-        assert main([*_argv(mine, "charged", "--test", str(public.path), *SPACE, trials=trials), "--dry-run", "--json"]) == 0
+        assert main([*tune_argv(mine, "charged", "--test", str(public.path), *SPACE, trials=trials), "--dry-run", "--json"]) == 0
         plans.append(json.loads(capsys.readouterr().out)["prices"]["charged"]["budget"])
     assert plans == sorted(plans)
     enough_for_two = str(plans[2] * 0.997)
     assert main([*argv, "--budget", str(plans[0] * 0.99)]) == 2
-    assert "the price of one trial" in capsys.readouterr().err and _runs(mine) == []
+    assert "the price of one trial" in capsys.readouterr().err and runs_of(mine) == []
     assert main([*argv, "--budget", enough_for_two]) == 0
     found = capsys.readouterr()
     assert "Refused: trial 2 would exceed the budget" in found.err and json.loads(found.out)["trials"] == 2
     result = json.loads(found.out)
-    assert _runs(mine) == [("dp", STEPS)] * 2 and result["charged"] == plans[1] < result["epsilon"] <= float(enough_for_two) < plans[2]
+    assert runs_of(mine) == [("dp", STEPS)] * 2 and result["charged"] == plans[1] < result["epsilon"] <= float(enough_for_two) < plans[2]
     assert main([*argv, "--budget", enough_for_two, "--resume"]) == 0, "nothing is left to do, and nothing is charged"
-    assert _runs(mine) == [("dp", STEPS)] * 2
+    assert runs_of(mine) == [("dp", STEPS)] * 2
     for other in ("20", str(plans[1])):
         assert main([*argv, "--budget", other, "--resume"]) == 2
         assert "budget differ from those" in capsys.readouterr().err
 
 
-KILLED = """
-import os, signal, sys
-from dpvision.cli import main, tune_trials
-from dpvision.privacy import ledger
-
-what, argv = sys.argv[1], sys.argv[2:]
-charges = 0
-
-def charged(real):
-    def append(self):
-        global charges
-        step, charges = real(self), charges + 1
-        if what == "in a run" and charges == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step
-    return append
-
-ledger.Ledger.append = charged(ledger.Ledger.append)
-real = tune_trials.trial_config
-
-def before_the_run(study, settings):
-    if what == "before a run" and charges == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(study, settings)
-
-tune_trials.trial_config = before_the_run
-main(argv)
-"""
-
-
-def test_after_kills_the_same_command_goes_on_and_counts_every_trial(
-    mine: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Killed in the second trial's run, and again between the third trial's entry in the journal and its run."""
-    argv = _argv(mine, "charged", "--test", str(public.path), "--json", *SPACE)
-    for when, more, steps in (("in a run", [], 5), ("before a run", ["--resume"], 6)):
-        done = subprocess.run([sys.executable, "-c", KILLED, when, *argv, *more], capture_output=True, timeout=900)
-        assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
-        assert sum(charged for _, charged in _runs(mine)) == steps
-    journal = tmp_path / "runs" / "study" / "confidential" / "study.journal"
-    with journal.open("ab") as file:
-        file.write(b'{"op_code":4,"torn')  # by the crash
-    os.symlink("dead", f"{journal}.lock")
-    assert main(argv) == 2 and "is taken" in capsys.readouterr().err
-    assert main([*argv, "--resume"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    # The killed trials went on in their own ledgers: three runs, none charged for more than its plan.
-    assert _runs(mine) == [("dp", STEPS)] * 3 and result["trials"] == 3
-    assert result["epsilon"] == result["charged"] == store_account(mine.path).epsilon_filter
-    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:1]))
-    assert main([*argv, "--resume"]) == 2 and "does not count trial-000" in re.sub(r"trial-00[12], ", "", capsys.readouterr().err)
-
-
-def test_a_trial_that_fails_counts_and_the_owners_cap_ends_the_search(
-    mine: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dpvision.cli import tune_trials
-
-    real, seen = tune_trials._score, []
-
-    def failing(study: tune_trials.Study, folder: Path) -> float:
-        seen.append(folder.name)
-        if len(seen) == 1:
-            raise ConfigError("planted: the first one diverged.")
-        return real(study, folder)
-
-    monkeypatch.setattr(tune_trials, "_score", failing)
-    set_cap(mine.path, 3.3, 1e-3)
-    assert main(_argv(mine, "charged", "--test", str(public.path), "--json", *SPACE)) == 2
-    said = capsys.readouterr().err
-    assert "Trial 0 of 3 ended. It failed, and counts: planted" in said and "cap: total epsilon" in said
-    assert _runs(mine) == [("dp", STEPS)] * 2 and seen == ["trial-000", "trial-001"]
-    assert main([*_argv(mine, "charged", "--test", str(public.path), "--json", *SPACE), "--resume"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["trials"] == 3 and result["best"]["trial"] == 1, "one failed, one was refused: no trial is left"
-
-
 def test_simulations_of_private_images_leave_nothing_outside_confidential(
     mine: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = _argv(mine, "simulated", "--simulate", "4", "--test", str(public.path), *SPACE, trials=2)
+    argv = tune_argv(mine, "simulated", "--simulate", "4", "--test", str(public.path), *SPACE, trials=2)
     assert main(argv) == 0
     said = capsys.readouterr()
     assert (
@@ -195,7 +127,7 @@ def test_simulations_of_private_images_leave_nothing_outside_confidential(
     )
     root = tmp_path / "runs" / "study"
     outside = [path for path in root.rglob("*") if path.is_file() and "confidential" not in path.parts and path.name != ".lock"]
-    assert outside == [] and _runs(mine) == [("simulated", STEPS)] * 2
+    assert outside == [] and runs_of(mine) == [("simulated", STEPS)] * 2
     table = (root / "confidential" / "trials.txt").read_text()
     assert "--tuning not_covered" in table and f"--data {mine.path}" in table and "--privacy.steps 3" in table
     assert main([*argv, "--resume", "--show-confidential"]) == 0
@@ -208,11 +140,11 @@ def test_results_of_weights_without_a_guarantee_are_not_shown(
 ) -> None:
     """Simulations on public images, from an encoder that was trained on private ones without a guarantee."""
     tainted = untrained_run(tmp_path / "tainted", "private", None)
-    argv = _argv(public, "simulated", "--simulate", "4", *SPACE, "--dataset-size", "100", "--encoder", str(tainted))
+    argv = tune_argv(public, "simulated", "--simulate", "4", *SPACE, "--dataset-size", "100", "--encoder", str(tainted))
     other = write_digits(tmp_path / "other", 1100, 1200, public=True)
     assert main([*argv, "--runs", str(tmp_path / "runs"), "--test", str(other.path)]) == 2
     said = capsys.readouterr()
-    argv = [*_argv(public, "simulated", "--simulate", "4", *SPACE, trials=1), "--dataset-size", "100", "--name", "private-test"]
+    argv = [*tune_argv(public, "simulated", "--simulate", "4", *SPACE, trials=1), "--dataset-size", "100", "--name", "private-test"]
     assert main([*argv, "--runs", str(tmp_path / "runs"), "--test", str(mine.path)]) == 0
     shown = capsys.readouterr()
     assert "Score" not in shown.err and "best first" not in shown.out, "scores on private images, of trials on public ones"
@@ -225,13 +157,13 @@ def test_a_private_selection_is_one_charge_at_the_price_printed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)  # an import would fail
     lists = ["--space", "optim.learning_rate=5,50", "model.constant=0,0.1"]
-    argv = _argv(mine, "private-selection", *lists, "--test", str(public.path), trials=4)
+    argv = tune_argv(mine, "private-selection", *lists, "--test", str(public.path), trials=4)
     assert main([*argv, "--dry-run", "--json"]) == 0
     price = json.loads(capsys.readouterr().out)["prices"]["private-selection"]["epsilon"]
     assert main([*argv, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     plan = next(iter(StoreLedgers.of(mine.path).read_all().values())).plan
-    assert _runs(mine) == [("dp", 1)] and plan.selection is not None and plan.selection.mean_runs == 4 and plan.selection.steps == STEPS
+    assert runs_of(mine) == [("dp", 1)] and plan.selection is not None and plan.selection.mean_runs == 4 and plan.selection.steps == STEPS
     assert price.startswith(f"{plan.epsilon:.4g} for all, with noise multiplier {plan.noise_multiplier:.4g}")
     names = {candidate_name(one) for one in [{"optim.learning_rate": r, "model.constant": c} for r in (5, 50) for c in (0, 0.1)]}
     assert result["head"] in names
@@ -377,14 +309,14 @@ def test_every_mistake_is_one_clear_error_and_costs_nothing(
     places = {"PRIVATE": str(mine.path), "PUBLIC": str(public.path)}
     for more, said in BAD:
         words = [places.get(word, word) for word in more if word != "--no-test"]
-        argv = _argv(mine, "x", "--test", str(public.path), *SPACE)
+        argv = tune_argv(mine, "x", "--test", str(public.path), *SPACE)
         argv = argv[: argv.index("--how")]
         argv += [] if "--space" in more or said == "no --space" else SPACE
         argv += [] if "--test" in more or "--no-test" in more else ["--test", str(public.path)]
         assert main([*argv, *words]) == 2, more
         err = capsys.readouterr().err
         assert re.search(said, err) and err.count("error:") == 1 and "Traceback" not in err, (more, err)
-    assert _runs(mine) == [] and not (tmp_path / "runs").exists()
+    assert runs_of(mine) == [] and not (tmp_path / "runs").exists()
 
 
 def test_network_selection_is_refused_with_the_reason(scenes: Path, capsys: pytest.CaptureFixture[str]) -> None:

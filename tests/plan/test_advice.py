@@ -231,6 +231,14 @@ def test_a_head_on_images_of_people_draws_people_and_is_expected_to_do_as_well_a
     assert few.way == "too little data" and "6 people of each class" in few.why
 
 
+@pytest.mark.parametrize(("device", "gpus", "how"), [("h100", 1, "not measured: h100"), ("cpu", 0, "two cores")])
+def test_a_device_without_a_number_of_gpus_is_one(device: str, gpus: int, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = f"plan --images 50000 --labels 10 --epsilon 1 --public-encoder timm:vit_base_patch16_224 --device {device} --json"
+    assert main(asked.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["question"]["gpus"] == gpus and how in found["advice"]["hours_how"]
+
+
 def test_the_recommendation_is_printed_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--images", "50000", "--labels", "10", "--epsilon", "1"]) == 0
     said = capsys.readouterr().out
@@ -246,6 +254,8 @@ def test_the_recommendation_is_printed_in_words(capsys: pytest.CaptureFixture[st
         ("--images 100 --labels 1 --epsilon 1", "labels=1; expected at least 2 classes"),
         ("--images 100", "without --epsilon"),
         ("--images 100 --epsilon 1 --steps 3", "with steps"),
+        ("--images 20000 --labels 10 --epsilon 3 --device nonsense", "device='nonsense'; expected one of cpu, v100"),
+        ("--images 20000 --labels 10 --epsilon 3 --gpus 0 --device nonsense", "device='nonsense'"),
         ("--images 3000000 --epsilon 8 --gpus 1 --device abacus", "device='abacus'; expected one of cpu, v100"),
         ("--dataset-size 1000 --expected-batch-size 2000 --steps 5 --noise-multiplier 1", "at most dataset_size=1000"),
         ("--dataset-size 1000 --expected-batch-size 100 --steps 5 --noise-multiplier 0", "noise_multiplier=0.0; expected more than 0"),

@@ -131,6 +131,20 @@ def test_attacks_and_profiles_keep_their_order(made: dict[str, Table]) -> None:
     assert np.all(profile.column("delta") <= profile.column("delta_rdp") * (1 + 1e-9))
 
 
+@pytest.mark.parametrize("draw", [{"sampling": "full_batch", "expected_batch_size": 2_000}, {"expected_batch_size": 100}])
+def test_attacks_and_profile_are_a_persons_where_people_are_declared(draw: dict) -> None:
+    """Before: those on one image: 3.6% at 1% false positives, where the plan said 40.4%."""
+    people = PrivacyConfig(dataset_size=2_000, num_units=500, max_records_per_unit=4, steps=100, target_unit_epsilon=8.0, **draw)
+    plan = draft_plan(people)
+    assert plan.epsilon is not None and plan.unit_epsilon is not None and plan.epsilon < 2 < 7.9 < plan.unit_epsilon
+    roc, profile = tables.tradeoff(plan), tables.accountants(plan)
+    for rate in (0.001, 0.01, 0.1):
+        at = int(np.argmin(np.abs(roc.column("false_positive_rate") - rate)))
+        assert roc.column("true_positive_rate")[at] == pytest.approx(plan.attack_tpr(plan.steps, rate), rel=1e-6)
+    log_delta = np.interp(plan.unit_epsilon, profile.column("epsilon"), np.log(profile.column("delta")))
+    assert log_delta == pytest.approx(math.log(plan.delta), abs=0.3), "the stated pair is on the line"
+
+
 def test_full_batches_have_tables_too() -> None:
     made = tables.all_tables(draft_plan(replace(SMALL, expected_batch_size=50_000, sampling="full_batch", noise_multiplier=40.0)))
     assert not made["epsilon_by_records"].rows and len(made["grid"].rows) == len(tables.NOISES) * len(tables.STEPS)

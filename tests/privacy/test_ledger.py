@@ -375,7 +375,24 @@ def test_a_cap_refuses_unprotected_runs(store: Path) -> None:
         Ledger.open(store, "a", unprotected, resume=False)
 
 
-@pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 1e-5), (float("nan"), 1e-5), (float("inf"), 1e-5), (1.0, 0.0), (1.0, float("nan"))])
+def test_a_caps_delta_makes_no_total_smaller(store: Path) -> None:
+    """The total beside a cap at a large delta was that at the cap's delta: 3.29 at 2.5e-5 became 0.00 at 0.4."""
+    plan = make_plan(PrivacyConfig(dataset_size=60_000, expected_batch_size=100, steps=5, noise_multiplier=1.0))
+    for run_id in ("a", "b"):
+        with Ledger.open(store, run_id, plan, resume=False) as ledger:
+            ledger.append()
+    before = store_account(store)
+    set_cap(store, 20.0, 1e-3)
+    after = store_account(store)
+    assert (after.delta, after.epsilon, after.epsilon_filter) == (before.delta, before.epsilon, before.epsilon_filter)
+    assert before.delta == plan.delta and after.left is not None and 20.0 - after.left < before.epsilon  # type: ignore[operator]
+    set_cap(store, 20.0, 1e-9)
+    assert store_account(store).delta == 1e-9 and store_account(store).epsilon > before.epsilon  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "delta"), [(0.0, 1e-5), (float("nan"), 1e-5), (float("inf"), 1e-5), (1.0, 0.0), (1.0, 0.4), (1.0, float("nan"))]
+)
 def test_a_senseless_cap_is_refused(store: Path, epsilon: float, delta: float) -> None:
     with pytest.raises(ConfigError, match="cap"):
         set_cap(store, epsilon, delta)

@@ -70,6 +70,13 @@ def test_the_planners_output_says_that_nothing_is_guaranteed(capsys: pytest.Capt
     assert "Drop --simulate" in capsys.readouterr().err
 
 
+def test_where_people_are_drawn_both_counts_are_of_images(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before: the full run's count was of people, so that a simulation seemed to save nothing."""
+    line = ["plan", "--dataset-size", "20000", "--num-units", "5000", "--max-records-per-unit", "4", "--sampling-unit", "person"]
+    assert main([*line, "--expected-batch-size", "1024", "--steps", "100", "--target-unit-epsilon", "8", "--simulate", "4"]) == 0
+    assert "102,400 in place of 409,600" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_training_executes_the_simulation_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -88,8 +88,8 @@ def plan(
         captions: The images have captions.
         epsilon: The epsilon that may be spent.
         public_encoder: An encoder of public images that is at hand, as `dpvision adapt --encoder` takes it.
-        gpus: Number of GPUs (left out: none; with a recipe and --device: 1). With a recipe: predict step time, hours and memory.
-        device: Their name: A100, H100, H200, V100, L4, ...; with a recipe also cpu, one core.
+        gpus: Number of GPUs (left out: none; with --device: 1). With a recipe: predict step time, hours and memory.
+        device: Their name: A100, H100, H200, V100, L4, ...; or cpu: one core with a recipe, no GPU without.
         hours: Hours that may be used; the answer says if they do not suffice.
         simulate: Plan a simulation of these settings with a K-th of the batch and of the noise (TAN); it guarantees nothing.
         page: Write a page with sliders and figures to this .html file, in about twenty seconds (docs/plan.md).
@@ -159,7 +159,10 @@ def _advise(asked: dict[str, Any], settings: dict[str, Any], json: bool) -> None
         )
     from dpvision.cli.plan_advice import answer
     from dpvision.plan.advice import Question
+    from dpvision.plan.device_table import find_device
 
+    if "device" in asked and find_device(asked["device"]).name != "cpu":
+        asked = {"gpus": 1} | asked
     result, text = answer(Question(**asked))
     emit(result, json, text)
 

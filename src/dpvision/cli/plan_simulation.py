@@ -5,7 +5,7 @@ from typing import Any
 from dpvision.cli.output import pairs, shown
 from dpvision.config import PrivacyConfig
 from dpvision.privacy.plan import draft_plan
-from dpvision.privacy.planner import what_if
+from dpvision.privacy.planner import images_per_step, what_if
 from dpvision.privacy.simulation import NO_GUARANTEE, simulated
 
 
@@ -37,7 +37,7 @@ def simulation(recipe: str | None, full: PrivacyConfig, factor: float, typed: di
                 "noise multiplier": f"{shown(small.noise_multiplier)} in place of {shown(plan.noise_multiplier)}",
                 "noise / batch, in both": plan.noise_multiplier / plan.expected_batch_size,
                 "steps, in both": plan.steps,
-                "sample-gradients": f"{shown(found['sample_gradients'])} in place of {shown(plan.steps * plan.expected_batch_size)}",
+                "sample-gradients": f"{shown(found['sample_gradients'])} in place of {shown(plan.steps * images_per_step(plan))}",
             }
         ),
         "It predicts the full run's losses; learning rate and schedule stay as they are. On a private store its weights, losses and",

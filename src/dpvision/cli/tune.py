@@ -149,11 +149,15 @@ def tune(args: TuneArgs, argv: Sequence[str]) -> None:
     }  # fmt: skip
     with study_folder(root, asked, resume=args.resume) as folder:
         try:
-            trials = search(study, folder, _told(args.quiet, may_show(private, args.show_confidential)))
+            trials, refused = search(study, folder, _told(args.quiet, may_show(private, args.show_confidential)))
         except TrialStopped:
             print("Stopped; the trial is saved. Continue with --resume.", file=sys.stderr)
             sys.exit(STOPPED)
         _finish(args, argv, study, trials, price, store, folder, private)
+        if refused is not None:
+            raise refused
+        if all(trial.score is None for trial in trials):
+            raise ConfigError("tune: every trial failed; expected one with a score. The reasons are above.")
 
 
 def _told(quiet: bool, all_of_it: bool) -> Callable[[str, str], None]:
@@ -253,15 +257,13 @@ def _finish(
     commands = _commands(args, argv, study, scored[0], private) if scored else []
     found = "\n".join([*lines, *(["To use the best:", *(f"  {command}" for command in commands)] if commands else [])])
     (folder / "trials.txt").write_text(found + "\n")
-    cost, spent = charged_text(study, store) if study.how == "charged" else ("", {})
+    cost, spent = charged_text(study, store, trials) if study.how == "charged" else ("", {})
     text = private_scores(found, [str(folder / "trials.txt")], args.show_confidential) if private else found
     result: dict[str, Any] = {"run": str(study.root), "how": study.how, "trials": len(trials), "prices": price.to_dict(), **spent}
     if may_show(private, args.show_confidential or args.json):
         best = scored[0] if scored else None
         result |= {"best": best and {"trial": best.number, "score": best.score, "settings": dict(best.settings)}, "commands": commands}
     emit(result, args.json, "\n".join(filter(None, [text, cost])))
-    if not scored:
-        raise ConfigError("tune: every trial failed; expected one with a score. The reasons are above.")
 
 
 def _commands(args: TuneArgs, argv: Sequence[str], study: Study, best: Trial, private: bool) -> list[str]:

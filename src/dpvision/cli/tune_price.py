@@ -1,6 +1,7 @@
 """What each way of ``dpvision tune`` costs, before anything runs, and what the charged one has cost."""
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from dpvision.config import HeadConfig, RunConfig
 from dpvision.errors import DPVisionError
 
 if TYPE_CHECKING:
-    from dpvision.cli.tune_trials import Study
+    from dpvision.cli.tune_trials import Study, Trial
     from dpvision.data.store import Store
     from dpvision.privacy.account import RenyiFilter
     from dpvision.privacy.plan import DPPlan
@@ -100,15 +101,13 @@ def price_table(price: Price, how: How, trials: int) -> str:
     return text
 
 
-def charged_text(study: "Study", store: "Store") -> tuple[str, dict[str, Any]]:
+def charged_text(study: "Study", store: "Store", trials: Iterable["Trial"]) -> tuple[str, dict[str, Any]]:
     """Return what the ledgers say that the trials have cost, as text and ready for JSON."""
-    from dpvision.cli.tune_trials import charged_event, trial_folder
+    from dpvision.cli.tune_trials import charged_event
     from dpvision.privacy.account import filter_bound, store_account
     from dpvision.privacy.store_marks import StoreLedgers
-    from dpvision.runs.folder import read_run, run_base
 
-    folders = [trial_folder(study.root, number) for number in range(study.trials)]
-    ids = {read_run(folder)[2]["run_id"] for folder in folders if run_base(folder) is not None}
+    ids = {trial.run_id for trial in trials}
     ledgers = [found for run_id, found in StoreLedgers.of(store.path).read_all().items() if run_id in ids and found.steps]
     bound = filter_bound([charged_event(found.plan, found.steps) for found in ledgers], study.plan.delta)
     account = store_account(store.path)

@@ -1,15 +1,17 @@
 """The trials of ``dpvision tune``: ordinary runs, chosen by Optuna, scored, and counted before they start.
 
 RUNS/NAME/trial-NNN is a run; RUNS/NAME/confidential holds the study: study.json (what was asked), study.journal (Optuna's; it has times)
-and trials.txt. A trial is in the journal, on the disk, before its run is made: a crash loses no count.
+trials.txt. A trial is in the journal, on the disk, before its run is made, and the run's id before the first charge: a crash loses none.
 """
 
 import contextlib
 import fcntl
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from dpvision.privacy.account import RenyiFilter
     from dpvision.privacy.plan import DPPlan
 
-FORMAT = "dpvision-tune-1"
+FORMAT = "dpvision-tune-2"
 LOSS = "loss"
 OWN_HEAD = "own_head"
 
@@ -62,6 +64,8 @@ class Trial:
     number: int
     settings: Settings
     score: float | None
+    run_id: str | None
+    """Of its run, whose ledger counts even if the run folder is gone; None if the trial failed before it had a run."""
 
 
 def trial_folder(root: Path, number: int) -> Path:
@@ -118,15 +122,19 @@ def check_study(root: Path, *, resume: bool) -> None:
         raise CheckpointError(f"tune: {root} is taken; expected a new name. Use --resume to continue a study, or another --name.")
 
 
-def search(study: Study, folder: Path, say: Callable[[str, str], None]) -> list[Trial]:
-    """Run the trials that are left and return all finished ones.
+def search(study: Study, folder: Path, say: Callable[[str, str], None]) -> tuple[list[Trial], PrivacyError | None]:
+    """Run the trials that are left.
 
     Args:
         say: called with a line, and with what follows from results, which may be private.
 
+    Returns:
+        All finished trials, and the refusal that ended the search, if one did: of a trial that has no run and was charged nothing, by the
+        owner's cap for example. A resumed study tries that trial again.
+
     Raises:
         TrialStopped: by a signal; the study can be resumed.
-        PrivacyError: the store's ledgers or cap refuse a trial.
+        PrivacyError: a trial that has a run is refused.
         CheckpointError: the journal lacks trials that have run folders.
     """
     import optuna
@@ -145,37 +153,45 @@ def search(study: Study, folder: Path, say: Callable[[str, str], None]) -> list[
     found.sampler = optuna.samplers.TPESampler(seed=study.config.seed + len(found.trials))
     distributions = _distributions(study.space)
 
-    lost = [path.name for path in study.root.glob("trial-*") if int(path.name.removeprefix("trial-")) >= len(found.trials)]
+    runs = [path.name for path in study.root.iterdir() if re.fullmatch(r"trial-[0-9]+", path.name)]
+    lost = [name for name in runs if int(name.removeprefix("trial-")) >= len(found.trials)]
     if lost:
         raise CheckpointError(
             f"tune: {journal} does not count {', '.join(lost)}; expected every run folder. Restore it, or start a new study."
         )
 
-    def finish(number: int, settings: Settings, *, resume: bool = False) -> None:
+    def finish(number: int, settings: Settings, *, resume: bool = False) -> PrivacyError | None:
+        name = trial_folder(study.root, number).name
         try:
-            value = _run_trial(study, number, settings)
+            value = _run_trial(study, number, settings, found.user_attrs.get(name), partial(found.set_user_attr, name))
         except DPVisionError as error:
+            if isinstance(error, PrivacyError) and name not in found.user_attrs:
+                say(f"Trial {number} was refused before it was charged. The search ends here; --resume tries it again.", "")
+                return error
             found.tell(number, state=TrialState.FAIL)
             if isinstance(error, PrivacyError) and not resume:  # the next one would be refused, too
                 raise
             say(f"Trial {number} of {study.trials} ended.", f" It failed, and counts: {error}")
-            return
+            return None
         found.tell(number, value)
         say(f"Trial {number} of {study.trials} ended.", f" Score: {value:.5g}")
+        return None
 
+    refused = None
     for one in found.get_trials(states=(TrialState.RUNNING,)):
         if one.params.keys() == distributions.keys():
-            finish(one.number, one.params, resume=True)
+            refused = finish(one.number, one.params, resume=True) or refused
         else:  # killed before it had its settings
             found.tell(one.number, state=TrialState.FAIL)
-    while (begun := len(found.trials)) < study.trials:
+    while refused is None and (begun := len(found.trials)) < study.trials:
         if study.budget is not None and not study.budget.admits([charged_event(study.plan)] * (begun + 1)):
             say(f"Refused: trial {begun} would exceed the budget of epsilon {study.budget.epsilon:.4g}. The search ends here.", "")
             break
         asked = found.ask(distributions)
-        finish(asked.number, asked.params)
+        refused = finish(asked.number, asked.params)
     finished = found.get_trials(states=(TrialState.COMPLETE, TrialState.FAIL))
-    return [Trial(one.number, one.params, one.value) for one in finished]
+    ids = {one.number: found.user_attrs.get(trial_folder(study.root, one.number).name) for one in finished}
+    return [Trial(one.number, one.params, one.value, ids[one.number]) for one in finished], refused
 
 
 def charged_event(plan: "DPPlan", steps: int | None = None) -> Any:
@@ -217,14 +233,22 @@ def plan_of(config: RunConfig) -> "DPPlan":
     return make_plan(config.privacy)
 
 
-def _run_trial(study: Study, number: int, settings: Settings) -> float:
-    """Run or go on with one trial, and return its score."""
-    from dpvision.runs.folder import run_base
+def _run_trial(study: Study, number: int, settings: Settings, run_id: str | None, keep: Callable[[str], None]) -> float:
+    """Run or go on with one trial, and return its score.
+
+    Args:
+        run_id: of the trial's run; None if it has none yet. A trial has one run, because the budget counts one for each trial.
+        keep: called with the run's id before anything is charged.
+    """
+    from dpvision.runs.folder import read_run, run_base
 
     folder = trial_folder(study.root, number)
     config = trial_config(study, settings)
+    started = run_base(folder) is not None
+    if run_id is not None and not (started and read_run(folder)[2]["run_id"] == run_id):
+        raise CheckpointError(f"tune: {folder} no longer holds run {run_id}; expected it until the study ends. Its ledger still counts.")
     make = _fit_head if isinstance(config.model, HeadConfig) else _fit_network
-    if not make(config, folder, resume=run_base(folder) is not None, quiet=study.quiet):
+    if not make(config, folder, resume=started, quiet=study.quiet, keep=keep):
         raise TrialStopped
     if run_base(folder) != folder and not study.private:
         raise PrivacyError(
@@ -234,19 +258,22 @@ def _run_trial(study: Study, number: int, settings: Settings) -> float:
     return last_loss(folder) if study.objective == LOSS else _score(study, folder)
 
 
-def _fit_network(config: RunConfig, folder: Path, *, resume: bool, quiet: bool) -> bool:
+def _fit_network(config: RunConfig, folder: Path, *, resume: bool, quiet: bool, keep: Callable[[str], None]) -> bool:
     from dpvision.encoders.starting_weights import open_parent
     from dpvision.train.loop import fit
     from dpvision.train.start import new_session, resumed_session
 
     with resumed_session(folder, None, open_parent) if resume else new_session(config, folder, open_parent) as session:
+        assert session.run is not None, "one process"
+        keep(session.run.folder.run_id)
         return fit(session, quiet=quiet)
 
 
-def _fit_head(config: RunConfig, folder: Path, *, resume: bool, quiet: bool) -> bool:
+def _fit_head(config: RunConfig, folder: Path, *, resume: bool, quiet: bool, keep: Callable[[str], None]) -> bool:
     from dpvision.adapt.session import adapt, new_head_session, resumed_head_session
 
     with resumed_head_session(folder) if resume else new_head_session(config, folder) as session:
+        keep(session.run.folder.run_id)
         if not session.finished:
             adapt(session)
         return session.run.ledger.steps == session.plan.steps or session.finished

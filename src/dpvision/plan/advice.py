@@ -10,6 +10,7 @@ import numpy as np
 from dpvision.config import PrivacyConfig, RunConfig
 from dpvision.errors import ConfigError
 from dpvision.plan.cost import FEATURE_S, head_hours, pretraining_hours
+from dpvision.plan.device_table import find_device
 from dpvision.plan.evidence import CLASSES, DELTAS, HEADS, NAMES, PRETRAINING, HeadResult, Pretraining
 from dpvision.plan.parameters import count_parameters
 from dpvision.privacy import gaussian
@@ -62,6 +63,8 @@ class Question:
         if self.labels is not None:
             _require(self.labels >= 2, "labels", self.labels, "at least 2 classes", "Leave it out if there are no labels.")
         _require(self.gpus >= 0, "gpus", self.gpus, "0 or more", "0 means processor only.")
+        if self.device is not None:
+            find_device(self.device)
         if self.hours is not None:
             _require(0 < self.hours < math.inf, "hours", self.hours, "a positive number", "Leave it out for no limit.")
 
@@ -99,11 +102,7 @@ class Advice:
 
 
 def advise(q: Question, recipe_of: RecipeOf) -> Advice:
-    """The recommendation for a question.
-
-    Raises:
-        ConfigError: the device is unknown.
-    """
+    """The recommendation for a question."""
     if q.labels is not None and not (q.captions and q.images >= LABELS_GIVE_WAY_FROM):
         return _head(q)
     return _pretraining(q, recipe_of)

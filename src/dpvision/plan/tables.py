@@ -1,7 +1,7 @@
 """Tables behind the figures of ``dpvision plan --page``: what follows from a plan, and from plans near it.
 
 All epsilons are upper bounds for one record by privacy loss distributions, unless a column says otherwise, and at most 1% larger than the
-stated figure (``coarse_epsilon``).
+stated figure (``coarse_epsilon``). ``accountants`` and ``tradeoff`` are for a unit (person) if units are declared.
 """
 
 import math
@@ -166,20 +166,20 @@ def compute_rows(plan: DPPlan) -> Table:
 
 
 def accountants(plan: DPPlan) -> Table:
-    """Delta by epsilon, from PLD and from Renyi divergences."""
-    event = _event(plan)
-    profile = accountant.privacy_profile(event)
+    """Delta by epsilon, from PLD and from Renyi divergences, which several records of a unit do not have under Poisson draws."""
+    event, interval = _guaranteed(plan)
+    epsilons = np.array([epsilon for epsilon, _ in accountant.privacy_profile(event)])
+    deltas = accountant.deltas(event, epsilons, interval)
     curve = accountant.rdp_curve(event)
-    assert curve is not None, "Gaussians, sampled or not, have Renyi divergences"
-    renyi = accountant.deltas_rdp(*curve, np.array([epsilon for epsilon, _ in profile]))
-    rows = tuple((epsilon, delta, float(other)) for (epsilon, delta), other in zip(profile, renyi, strict=True))
+    renyi = [None] * len(epsilons) if curve is None else accountant.deltas_rdp(*curve, epsilons).tolist()
+    rows = tuple(zip(epsilons.tolist(), deltas.tolist(), renyi, strict=True))
     return Table("accountants", ("epsilon", "delta", "delta_rdp"), rows)
 
 
 def tradeoff(plan: DPPlan) -> Table:
     """Best true-positive rate of a membership attack at each false-positive rate."""
-    event = _event(plan)
-    rows = tuple((rate, accountant.attack_tpr(event, rate)) for rate in FALSE_POSITIVE_RATES)
+    event, interval = _guaranteed(plan)
+    rows = tuple((rate, accountant.attack_tpr(event, rate, interval)) for rate in FALSE_POSITIVE_RATES)
     return Table("tradeoff", ("false_positive_rate", "true_positive_rate"), rows)
 
 
@@ -202,6 +202,13 @@ _TABLES: Iterable[Callable[[DPPlan], Table]] = (
 def _epsilon_of(plan: DPPlan) -> float:
     assert plan.epsilon is not None, "a plan with a guarantee has an epsilon"
     return plan.epsilon
+
+
+def _guaranteed(plan: DPPlan) -> tuple[Event, float | None]:
+    """Event of those whom the guarantee is for, as ``DPPlan.attack_tpr``, and the grid of its privacy loss; None for the default."""
+    if plan.unit_epsilon is None or plan.clipped_per_unit == 1:
+        return _event(plan), None
+    return plan.event(plan.steps, "unit"), accountant.unit_interval(plan.unit_epsilon)
 
 
 def _event(

@@ -15,6 +15,7 @@ from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.events import Composed, Event
 from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import DPPlan, View
+from dpvision.privacy.refusal import MAX_DELTA
 from dpvision.privacy.renyi import ORDERS
 from dpvision.privacy.store_marks import StoreLedgers
 
@@ -41,7 +42,7 @@ class StoreAccount:
     unprotected: tuple[str, ...]
     """Ids of runs without a guarantee that executed at least one step: no total holds."""
     delta: float | None
-    """Delta of the totals: the cap's, else the smallest of the runs'; None if there is neither."""
+    """Delta of the totals (``total_delta``); None without a cap and a run."""
     epsilon: float | None
     """PLD of all executed steps: valid if the runs' settings were fixed beforehand. For a record; for a person if a run drew people."""
     epsilon_filter: float | None
@@ -50,8 +51,8 @@ class StoreAccount:
     """``epsilon`` for a unit (person) with all its records; None if no run declared units."""
     cap: Cap | None
     left: float | None
-    """cap.epsilon - unit_epsilon, or cap.epsilon - epsilon if no units are declared; None without a cap or a total. A further run may have
-    a larger epsilon, because PLDs compose to less than the sum."""
+    """cap.epsilon less the total at the cap's delta, for a unit if units are declared, else for a record; None without a cap or a total. A
+    further run may have a larger epsilon, because PLDs compose to less than the sum."""
     draws_people: bool = False
     """Whether a run drew people, so that ``epsilon`` is a person's."""
     moves: int = 0
@@ -75,7 +76,7 @@ def store_account(store_dir: Path) -> StoreAccount:
     unprotected = tuple(c.run_id for c in contents.values() if c.plan.guarantee != "dp" and c.steps)
     parts = [(c.plan, c.steps) for c in contents.values() if c.plan.guarantee == "dp" and c.steps]
     cap = min(ledgers.caps(), key=lambda cap: cap.epsilon, default=None)
-    delta = cap.delta if cap else min((plan.delta for plan, _ in parts), default=None)
+    delta = total_delta(cap, parts)
     epsilon = epsilon_filter = of_unit = None
     if not unprotected and delta is None:
         epsilon = epsilon_filter = 0.0
@@ -83,11 +84,17 @@ def store_account(store_dir: Path) -> StoreAccount:
         epsilon = _total(parts, delta, "record")
         epsilon_filter = filter_epsilon([plan.event(steps, base_view(parts)) for plan, steps in parts], delta)
         of_unit = None if unit_view(parts) is None else _total(parts, delta, "unit")
-    charged = epsilon if of_unit is None else of_unit
-    left = None if cap is None or charged is None else max(0.0, cap.epsilon - charged)
+    left = None
+    if cap is not None and not unprotected:
+        left = max(0.0, cap.epsilon - _total(parts, cap.delta, "record" if unit_view(parts) is None else "unit"))
     moves = ledgers.declared_moves()
     people = any(plan.sampling_unit == "person" for plan, _ in parts)
     return StoreAccount(ledgers.store_id, runs, unprotected, delta, epsilon, epsilon_filter, of_unit, cap, left, people, moves)
+
+
+def total_delta(cap: Cap | None, parts: Iterable[tuple[DPPlan, int]]) -> float | None:
+    """Return the delta of a store's totals: the smallest of the runs' and the cap's. A larger one would make them small."""
+    return min([plan.delta for plan, _ in parts] + ([] if cap is None else [cap.delta]), default=None)
 
 
 def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
@@ -98,7 +105,7 @@ def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
     Args:
         store_dir: folder of the store.
         epsilon: more than 0.
-        delta: in [1e-14, 1).
+        delta: in [1e-14, 0.001].
 
     Raises:
         ConfigError: a value is out of range.
@@ -106,8 +113,8 @@ def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
     """
     if not 0 < epsilon < math.inf:
         raise ConfigError(f"cap: epsilon={epsilon}; expected a positive number. Use 10.")
-    if not accountant.MIN_DELTA <= delta < 1:
-        raise ConfigError(f"cap: delta={delta}; expected at least {accountant.MIN_DELTA} and less than 1. Use 1 / (2 dataset_size).")
+    if not accountant.MIN_DELTA <= delta <= MAX_DELTA:
+        raise ConfigError(f"cap: delta={delta}; expected {accountant.MIN_DELTA} to {MAX_DELTA}. Use 1 / (2 dataset_size).")
     ledgers = StoreLedgers.of(store_dir)
     ledgers.check_place()
     make_folders(ledgers.folder)

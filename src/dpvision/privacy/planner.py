@@ -58,7 +58,7 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "unit_epsilon": spent.unit_epsilon,
         "draws": compare_draws(cfg, plan),
         "value_discretization_interval": plan.value_discretization_interval,
-        "sample_gradients": plan.steps * _images_per_step(plan),
+        "sample_gradients": plan.steps * images_per_step(plan),
         "noise_batch_ratio": plan.noise_multiplier / plan.expected_batch_size,
         "signal": strength,
         "advice": advice(plan, strength) if private else None,
@@ -96,13 +96,14 @@ def compare_draws(cfg: PrivacyConfig, plan: DPPlan) -> list[dict[str, Any]] | No
 def _row(way: str, plan: DPPlan) -> dict[str, Any]:
     return {
         "draws": way,
-        "images_per_step": _images_per_step(plan),
+        "images_per_step": images_per_step(plan),
         "noise_multiplier": plan.noise_multiplier,
         "noise_batch_ratio": plan.noise_multiplier / plan.expected_batch_size,
     }
 
 
-def _images_per_step(plan: DPPlan) -> float:
+def images_per_step(plan: DPPlan) -> float:
+    """Expected number of images in a step, at most: where people are drawn, max_records_per_unit of each."""
     return plan.expected_batch_size * (plan.max_records_per_unit if plan.sampling_unit == "person" else 1)
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpvision.privacy.account import base_view, unit_view
+from dpvision.privacy.account import base_view, total_delta, unit_view
 from dpvision.privacy.composition import Part
 from dpvision.privacy.ledger import StoreAccount, store_account
+from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import View
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report import phrases
@@ -57,7 +58,8 @@ def _wrong_figures(stated: dict[str, Any], parts: list[Part]) -> list[str]:
     """Return which figures are wrong for ``parts``, the stated runs at their stated steps, by the second accountant."""
     charged = [(plan, steps) for plan, steps in parts if steps]
     protected = all(plan.guarantee == "dp" for plan, _ in charged)
-    delta = stated["cap"]["delta"] if stated["cap"] else min((plan.delta for plan, _ in charged if plan.guarantee == "dp"), default=None)
+    cap = Cap(stated["cap"]["epsilon"], stated["cap"]["delta"]) if stated["cap"] else None
+    delta = total_delta(cap, [(plan, steps) for plan, steps in charged if plan.guarantee == "dp"])
     of_unit = unit_view(charged) if protected else None
     pairs: list[tuple[str, Any, Any]] = [
         ("delta", stated["delta"], delta),

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from decimal import ROUND_CEILING, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,10 @@ def grid_of(name: str | None, plan: DPPlan, table: Table, parameters: int | None
     """Return what the page's script reads: the values of the sliders, and epsilon by (batch, noise, steps)."""
     axes: dict[str, Sequence[float]] = {"batch": batches_near(plan), "noise": noises_near(plan), "steps": steps_near(plan)}
     shape = tuple(len(values) for values in axes.values())
-    epsilon = table.column("epsilon").reshape(shape)
+    epsilon = table.column("epsilon").reshape(shape).tolist()
     return {
         **axes,
-        "epsilon": [[[None if not math.isfinite(e) else float(f"{e:.6g}") for e in row] for row in block] for block in epsilon],
+        "epsilon": [[[_six_digits_up(e) if math.isfinite(e) else None for e in row] for row in block] for block in epsilon],
         "start": [
             axes["batch"].index(plan.expected_batch_size), axes["noise"].index(plan.noise_multiplier), axes["steps"].index(plan.steps),
         ],
@@ -70,6 +71,12 @@ def grid_of(name: str | None, plan: DPPlan, table: Table, parameters: int | None
         "parameters": parameters,
         "command": _command(name, plan),
     }  # fmt: skip
+
+
+def _six_digits_up(x: float) -> float:
+    """Round up to six significant digits, which keeps the page small, and an upper bound."""
+    exact = Decimal(x)
+    return float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - 5), ROUND_CEILING)) if x else x
 
 
 def _command(name: str | None, plan: DPPlan) -> str:
@@ -93,7 +100,8 @@ def _sliders(plan: DPPlan) -> list[tuple[str, str, int, int]]:
 
 
 def _figures(plan: DPPlan, tables: Mapping[str, Table]) -> dict[str, Markup | None]:
-    assert plan.epsilon is not None, "a plan with a guarantee has an epsilon"
+    stated = plan.stated_epsilon
+    assert plan.epsilon is not None and stated is not None, "a plan with a guarantee has epsilons"
     by_records, by_steps, curves = tables["epsilon_by_records"], tables["epsilon_by_steps"], tables["rdp_curves"]
     profile, roc, people = tables["accountants"], tables["tradeoff"], tables["images_of_a_person"]
     both = ("PLD", "epsilon"), ("Renyi", "epsilon_rdp")
@@ -114,7 +122,7 @@ def _figures(plan: DPPlan, tables: Mapping[str, Table]) -> dict[str, Markup | No
         ),
         "accountants": lines_figure(
             [(label, profile.column("epsilon"), profile.column(name)) for label, name in (("PLD", "delta"), ("Renyi", "delta_rdp"))],
-            "epsilon", "delta", log="y", mark=(plan.epsilon, plan.delta),
+            "epsilon", "delta", log="y", mark=(stated, plan.delta),
         ),
         "tradeoff": lines_figure(
             [("best attack, at most", roc.column("false_positive_rate"), roc.column("true_positive_rate")),
@@ -123,7 +131,7 @@ def _figures(plan: DPPlan, tables: Mapping[str, Table]) -> dict[str, Markup | No
         ),
         "images_of_a_person": lines_figure(
             [("one person", people.column("images"), people.column("epsilon"))], "images of a person", "epsilon", log="xy",
-            mark=(1, plan.epsilon),
+            mark=(plan.clipped_per_unit, stated),
         ),
     }  # fmt: skip
     return {name: None if svg is None else Markup(svg) for name, svg in drawn.items()}
