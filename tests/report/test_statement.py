@@ -20,6 +20,7 @@ from dpvision.files import write_json
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.report import phrases
+from dpvision.report.page import make_report
 from dpvision.report.schema import problems, statement_schema
 from dpvision.report.statement import make_statement, write_statement
 
@@ -231,6 +232,11 @@ def test_without_the_store_the_copy_is_read_and_other_runs_are_unknown(copy_of: 
     assert made["guarantee"] == statement["guarantee"]
     assert made["history"]["other_runs"]["known"] is False and "not available" in made["history"]["ledger"]
     assert made["mechanism"]["steps_executed"] == STEPS
+    page = make_report(run).read_text()
+    assert made["history"]["other_runs"]["text"][:40] in page and "owner's cap" not in page
+    for make in (make_statement, make_report):
+        with pytest.raises(PrivacyError, match=r"tuning='charged', and the store is not there; expected the total .*--store"):
+            make(run, tuning="charged")
 
 
 def test_other_runs_on_the_store_are_added_up(tmp_path: Path, small_privacy: PrivacyConfig) -> None:

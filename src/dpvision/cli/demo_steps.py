@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpvision.adapt.session import adapt, new_head_session
-from dpvision.cli.output import emit
+from dpvision.cli.output import emit, up
 from dpvision.cli.recipe import get_recipe
 from dpvision.cli.run_args import STOPPED
 from dpvision.config import CaptionerConfig, HeadConfig, RunConfig
@@ -115,7 +115,7 @@ def fit_classifier(place: Place, store: Store, dataset_size: int, num_classes: i
     root = place.free_run("demo-classifier")
     with new_head_session(config, root) as session:
         plan = session.plan
-        place.say(f"     {dataset_size:,} private images, {num_classes} classes, epsilon {plan.epsilon:.4g} at delta {plan.delta:.2g}")
+        place.say(f"     {dataset_size:,} private images, {num_classes} classes, epsilon {up(plan.epsilon)} at delta {plan.delta:.2g}")
         adapt(session)
     scores = score_own_head(root, test)
     write_scores(root, scores, train_data=NOTHING_FITTED, test_data=test.path.name)
@@ -153,7 +153,7 @@ def _train(config: RunConfig, root: Path, place: Place) -> float | None:
     """A run from its first step to its last; gives epsilon. Ctrl-C saves, and ends the demo."""
     with new_session(config, root) as session:
         plan = session.plan
-        what = f"epsilon {plan.epsilon:.4g} at delta {plan.delta:.2g}, " if plan.epsilon is not None else "public images, "
+        what = f"epsilon {up(plan.epsilon)} at delta {plan.delta:.2g}, " if plan.epsilon is not None else "public images, "
         place.say(f"     {what}{plan.steps} steps of {plan.expected_batch_size:,.0f} images (Ctrl-C saves and stops)")
         if not fit(session):
             place.say(f"     Stopped and saved: dpvision train {config.recipe} --name {root.name} --runs {root.parent} --resume goes on.")

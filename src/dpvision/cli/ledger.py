@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from dpvision.cli.output import StorePath, emit, parse, table
+from dpvision.cli.output import StorePath, down, emit, parse, table, up
 from dpvision.cli.paths import check_store
 from dpvision.errors import ConfigError
 
@@ -80,10 +80,10 @@ def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
             r.run_id,
             f"{r.spent.steps} / {r.planned_steps}",
             r.restarts,
-            "none" if r.spent.epsilon is None else r.spent.epsilon,
+            "none" if r.spent.epsilon is None else up(r.spent.epsilon),
             r.spent.delta,
-            *((r.spent.unit_epsilon or "",) if people else ()),
-            *((behind.get(r.run_id, ""),) if behind else ()),
+            *((up(r.spent.unit_epsilon) if r.spent.unit_epsilon else "",) if people else ()),
+            *((up(behind[r.run_id]) if r.run_id in behind else "",) if behind else ()),
         )
         for r in account.runs
     ]
@@ -97,13 +97,13 @@ def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
     if account.unprotected:
         lines.append(f"NO GUARANTEE: {', '.join(account.unprotected)} trained on this store without privacy; no total holds.")
     elif account.epsilon is not None and account.delta is not None:  # no delta before the first run, without a cap
-        chosen = "" if account.epsilon_filter is None else f"; {account.epsilon_filter:.4g} if runs were chosen after seeing others"
+        chosen = "" if account.epsilon_filter is None else f"; {up(account.epsilon_filter)} if runs were chosen after seeing others"
         if account.unit_epsilon is not None and not drawn:
-            lines.append(f"total for a person with all their images: epsilon {account.unit_epsilon:.4g} at delta {account.delta:.3g}")
+            lines.append(f"total for a person with all their images: epsilon {up(account.unit_epsilon)} at delta {account.delta:.3g}")
         image = "total" if account.unit_epsilon is None else f"total for {'a person' if drawn else 'an image'}"
-        lines.append(f"{image}: epsilon {account.epsilon:.4g} at delta {account.delta:.3g}{chosen}")
+        lines.append(f"{image}: epsilon {up(account.epsilon)} at delta {account.delta:.3g}{chosen}")
     if account.cap is not None:
-        left = "" if account.left is None else f"; left: {account.left:.4g}"
+        left = "" if account.left is None else f"; left: {down(account.left)}"
         whom = "" if account.unit_epsilon is None else " for a person"
         lines.append(f"owner's cap{whom}: epsilon {account.cap.epsilon:.4g} at delta {account.cap.delta:.3g}{left}")
     if account.moves:

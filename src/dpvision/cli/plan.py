@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from dpvision.cli.output import emit, pairs, parse, table
+from dpvision.cli.output import emit, pairs, parse, table, up
 from dpvision.cli.recipe import get_recipe, untyped_delta, with_budget
 from dpvision.config import PrivacyConfig
 from dpvision.errors import ConfigError
@@ -220,19 +220,19 @@ def _text(r: dict[str, Any]) -> str:
     if r["epsilon"] is None:
         return f"NO PRIVACY GUARANTEE (guarantee={r['guarantee']!r})\n" + pairs({"sample-gradients": r["sample_gradients"]})
     tpr = r["attack_tpr"]
-    head = f"epsilon {r['epsilon']:.4g}"
+    head = f"epsilon {up(r['epsilon'])}"
     if r["unit_epsilon"] is not None:
         k = r["max_records_per_unit"]
         beside = f" (at most {k} images), {head} for a single image," if k > 1 else " (one image of each)"
         beside = f" ({k} image{'s' if k > 1 else ''} in a step)" if r["sampling_unit"] == "person" else beside
-        head = f"epsilon {r['unit_epsilon']:.4g} for a person{beside}"
+        head = f"epsilon {up(r['unit_epsilon'])} for a person{beside}"
     image = "" if r["num_units"] is None or r["sampling_unit"] == "person" else ", of an image"
     lines = [
         f"{head} at delta {r['delta']:.3g} after {r['steps']:,} steps",
         pairs(
             {
-                f"epsilon (RDP, as the papers){image}": r["epsilon_rdp"],
-                f"epsilon without sampling{image}": r["epsilon_unamplified"],
+                f"epsilon (RDP, as the papers){image}": up(r["epsilon_rdp"]),
+                f"epsilon without sampling{image}": up(r["epsilon_unamplified"]),
                 "best attack": f"{tpr['0.01']:.1%} true positives at 1% false ones, {tpr['0.001']:.1%} at 0.1%",
                 "N x delta" if r["num_units"] is None else "people x delta": r["n_times_delta"],
                 "noise multiplier": r["noise_multiplier"],

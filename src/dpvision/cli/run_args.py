@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from dpvision.cli.output import up
 from dpvision.cli.paths import check_store
 from dpvision.config import RunConfig
 from dpvision.errors import ConfigError
@@ -111,16 +112,16 @@ COMPOSED = {
 def guarantee_words(plan: "DPPlan", epsilon: float, unit_epsilon: float | None, delta: float) -> str:
     """Return the guarantee as one line: per image, and per person if people are declared."""
     if plan.num_units is None:
-        return f"epsilon {epsilon:.4g} at delta {delta:.3g}"
+        return f"epsilon {up(epsilon)} at delta {delta:.3g}"
     k = plan.max_records_per_unit
     if plan.sampling_unit == "person":
         images = "one image" if k == 1 else f"at most {k} images"
-        return f"epsilon {epsilon:.4g} for a person ({images} in a step) at delta {delta:.3g}"
+        return f"epsilon {up(epsilon)} for a person ({images} in a step) at delta {delta:.3g}"
     if unit_epsilon is None:
-        return f"epsilon {epsilon:.4g} for a single image, unknown for a person, at delta {delta:.3g}"
+        return f"epsilon {up(epsilon)} for a single image, unknown for a person, at delta {delta:.3g}"
     if k == 1:
-        return f"epsilon {unit_epsilon:.4g} for a person (one image of each) at delta {delta:.3g}"
-    return f"epsilon {unit_epsilon:.4g} for a person (at most {k} images), {epsilon:.4g} for a single image, at delta {delta:.3g}"
+        return f"epsilon {up(unit_epsilon)} for a person (one image of each) at delta {delta:.3g}"
+    return f"epsilon {up(unit_epsilon)} for a person (at most {k} images), {up(epsilon)} for a single image, at delta {delta:.3g}"
 
 
 def spent(plan: "DPPlan", steps: int, behind: "tuple[Part, ...]" = ()) -> tuple[dict[str, Any], str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from dpvision.cli.output import CONFIG, RecipeName, emit, pairs
+from dpvision.cli.output import CONFIG, RecipeName, emit, pairs, up
 from dpvision.cli.recipe import get_recipe, recipe_lines, spelled_out, typed_privacy, untyped_delta, with_budget
 from dpvision.cli.run_args import (
     STOPPED,
@@ -194,7 +194,7 @@ def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Linea
         strength = "Private" if weakness(plan) is None else "WEAK GUARANTEE, allowed by --privacy.allow-weak-guarantee"
         head = f"{strength}: {guarantee_words(plan, plan.epsilon, plan.unit_epsilon, plan.delta)} after {when}"
         if plan.epsilon_rdp is not None:
-            head += f" (RDP {plan.epsilon_rdp:.4g})"
+            head += f" (RDP {up(plan.epsilon_rdp)})"
     else:
         head = f"NO PRIVACY GUARANTEE (guarantee={plan.guarantee!r})"
     if plan.guarantee == "dp" and (behind := runs_on(lineage, store.store_id)):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dpvision.cli.output import shown, table
+from dpvision.cli.output import shown, table, up
 from dpvision.cli.tune_space import How
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.errors import DPVisionError
@@ -76,7 +76,7 @@ def prices(config: RunConfig, plan: "DPPlan", trials: int, budget: float | None,
         one = one_by_filter[0]
         made = RenyiFilter.of(bound[0] if budget is None else min(budget, bound[0]), plan.delta)
         fits = trials if made.admits([event] * trials) else _most(made, event, trials)
-        charged = f"{made.epsilon:.4g} for {fits} of {trials} trials, {plan.stated_epsilon:.4g} each alone"
+        charged = f"{up(made.epsilon)} for {fits} of {trials} trials, {up(plan.stated_epsilon)} each alone"
     free = "0 on your private images"
     rows = (
         ("simulated", "no bound: nothing covers it" if private else free, "everything" if private else "nothing", _statement(private)),
@@ -96,7 +96,7 @@ def price_table(price: Price, how: How, trials: int) -> str:
     if how == "charged" and price.budget is not None:
         text += (
             f"\nRenyi filter of order {price.budget.order:g}, fixed now: the next trial is refused when all would cost more than epsilon "
-            f"{price.budget.epsilon:.4g}. Other runs on the store add to it: `dpvision ledger STORE`."
+            f"{up(price.budget.epsilon)}. Other runs on the store add to it: `dpvision ledger STORE`."
         )
     return text
 
@@ -112,10 +112,10 @@ def charged_text(study: "Study", store: "Store", trials: Iterable["Trial"]) -> t
     bound = filter_bound([charged_event(found.plan, found.steps) for found in ledgers], study.plan.delta)
     account = store_account(store.path)
     assert bound is not None and study.budget is not None
-    total = "unknown" if account.epsilon_filter is None else f"{account.epsilon_filter:.4g} at delta {account.delta:.3g}"
+    total = "unknown" if account.epsilon_filter is None else f"{up(account.epsilon_filter)} at delta {account.delta:.3g}"
     text = (
-        f"These trials and the choice among them: epsilon {study.budget.epsilon:.4g} at delta {study.plan.delta:.3g}, the budget fixed "
-        f"beforehand; the ledgers of {len(ledgers)} trials hold {bound[0]:.4g}. The epsilon of a single trial does not cover the choice.\n"
+        f"These trials and the choice among them: epsilon {up(study.budget.epsilon)} at delta {study.plan.delta:.3g}, the budget fixed "
+        f"beforehand; the ledgers of {len(ledgers)} trials hold {up(bound[0])}. The epsilon of a single trial does not cover the choice.\n"
         f"All {len(account.runs)} runs on the store: epsilon {total}"
         f"{'' if account.unit_epsilon is None or account.draws_people else ' for an image'}."
     )
@@ -145,4 +145,4 @@ def _selection(config: RunConfig, plan: "DPPlan", trials: int, candidates: tuple
         whole = head_plan(replace(config, model=model))
     except DPVisionError as error:
         return f"refused: {error}"
-    return f"{whole.stated_epsilon:.4g} for all, with noise multiplier {shown(whole.noise_multiplier)}, not {shown(plan.noise_multiplier)}"
+    return f"{up(whole.stated_epsilon)} for all, with noise multiplier {shown(whole.noise_multiplier)}, not {shown(plan.noise_multiplier)}"

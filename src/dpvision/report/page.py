@@ -20,7 +20,7 @@ from dpvision.report.learned import learned_of, predict_some
 from dpvision.report.neighbours import neighbours_of_run
 from dpvision.report.reconstructions import reconstruct_some
 from dpvision.report.schema import Tuning
-from dpvision.report.statement import Evidence, read_evidence, statement_of
+from dpvision.report.statement import Evidence, read_evidence, require_total, statement_of
 from dpvision.runs.lineage import runs_on
 
 _CURVE_POINTS = 12
@@ -48,6 +48,7 @@ def make_report(
     """
     root = Path(run_dir)
     evidence = read_evidence(root, None if store_dir is None else Path(store_dir))
+    require_total(evidence, tuning)
     statement = statement_of(evidence, tuning)
     predictions = images = alike = None
     if public_store is not None:

@@ -63,10 +63,12 @@ def make_statement(run_dir: str | Path, *, store_dir: str | Path | None = None, 
 
     Raises:
         PrivacyError: a run without a guarantee on a private store, a tainted parent, a ledger that was altered or does not lead to
-            this checkpoint, a private score in the public file.
+            this checkpoint, a private score in the public file, or "charged" without a total of the store's runs.
         CheckpointError: there is no run or checkpoint, or it was altered.
     """
-    return statement_of(read_evidence(Path(run_dir), None if store_dir is None else Path(store_dir)), tuning)
+    evidence = read_evidence(Path(run_dir), None if store_dir is None else Path(store_dir))
+    require_total(evidence, tuning)
+    return statement_of(evidence, tuning)
 
 
 def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str, Any]:
@@ -147,6 +149,17 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
         },
         "versions": {key: value for key, value in manifest["versions"].items() if key != "code_sha256"},
     }
+
+
+def require_total(evidence: Evidence, tuning: Tuning) -> None:
+    """Raise PrivacyError if the choice of a run is declared to be covered by its store's total and there is none to state."""
+    account = None if evidence.store_dir is None else store_account(evidence.store_dir)
+    if tuning == "charged" and (account is None or account.epsilon_filter is None):
+        why = "the store is not there" if account is None else "a run without a guarantee, or without Renyi accounting, used the store"
+        raise PrivacyError(
+            f"report: tuning='charged', and {why}; expected the total of all runs, which covers the choice. Pass --store STORE, or declare "
+            "--tuning not_covered."
+        )
 
 
 def write_statement(run_dir: str | Path, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered") -> Path:
