@@ -37,7 +37,7 @@ def ledger(
         store: Folder made by `dpvision data import`.
         cap: Set the owner's hard cap on the total epsilon: a run that would exceed it is refused. The cap is on a person's total
             if people are declared (--privacy.num-units), otherwise on an image's.
-        cap_delta: Delta at which the cap holds; required with --set-cap.
+        cap_delta: Delta at which the cap holds, at most 0.001; required with --set-cap.
         moved: Declare that this store was moved here together with its LEDGERS folder, or is mounted under another path, and that no copy
             of it is in use elsewhere. A private store at another path than its import is refused until then, because a copy would have
             separate ledgers. Statements give the number of such declarations.
