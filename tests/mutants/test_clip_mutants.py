@@ -192,7 +192,7 @@ def test_rows_of_another_record() -> None:
         for build, loss_fn in members:
             check(build, loss_fn)
             words = f"{MORE}|{OTHER}" if check is check_sum else "differ from those of single records"
-            with planted(batch_dims, "_ordered", lambda found, before, after: found, words):
+            with planted(batch_dims, "_ordered", lambda found, rows: found, words):
                 check(build, loss_fn)
 
 
