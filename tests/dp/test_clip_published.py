@@ -7,7 +7,7 @@ from zoo import KEY, class_losses, make_batch, rows
 from zoo_published import PUBLISHED, SIZE
 
 from dpvision.dp.clip import clipped_sum
-from dpvision.dp.one_pass import make_route
+from dpvision.dp.route import make_route
 
 
 @pytest.fixture(params=PUBLISHED)

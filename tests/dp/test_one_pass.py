@@ -17,7 +17,7 @@ from zoo import KEY, class_losses, make_batch, patches, rows
 
 from dpvision.data.batch import Batch
 from dpvision.dp.clip import clipped_sum
-from dpvision.dp.one_pass import make_route
+from dpvision.dp.route import make_route
 from dpvision.errors import PrivacyError
 
 

@@ -20,7 +20,7 @@ from dpvision.config import (
 )
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import clipped_sum
-from dpvision.dp.one_pass import make_route
+from dpvision.dp.route import make_route
 from dpvision.models import make_model
 from dpvision.train.objectives import example_batch, loss_function
 

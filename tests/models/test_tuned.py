@@ -10,7 +10,7 @@ from dpvision.config import ClassifierConfig, EncoderConfig, ResNetConfig, TimmC
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import clipped_sum
-from dpvision.dp.one_pass import make_route
+from dpvision.dp.route import make_route
 from dpvision.dp.support import check_exact, check_separable
 from dpvision.errors import ConfigError
 from dpvision.models import count_parameters, make_model, make_model_on_meta

@@ -167,6 +167,6 @@ def test_cancelling_outer_products() -> None:
 
     check()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_pass, "gamma", lambda count: 0.0)  # or they are written out because their tokens are so long
+        patch.setattr(one_pass, "block_error", lambda num_records, terms: 0.0)  # or they are written out because their tokens are so long
         with planted(one_pass, "LOOSE", float("inf"), "a contribution is longer"):
             check()

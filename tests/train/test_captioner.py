@@ -29,7 +29,7 @@ from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.data.tokenizer import CaptionTokenizer, train_tokenizer
 from dpvision.dp.clip import clipped_sum
-from dpvision.dp.one_pass import _ROUTES
+from dpvision.dp.route import _ROUTES
 from dpvision.dp.support import check_exact, check_separable
 from dpvision.errors import CheckpointError, ConfigError, DataError
 from dpvision.models import make_model

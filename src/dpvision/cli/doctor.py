@@ -59,8 +59,8 @@ def doctor(
     from dpvision.cli.doctor_look import look
     from dpvision.cli.doctor_measure import measure as run_measure
     from dpvision.cli.doctor_model import find_subject
-    from dpvision.dp.one_pass import trained
     from dpvision.dp.per_record import default_chunk
+    from dpvision.dp.route import trained
 
     subject = find_subject(model, image_size)
     hardware = _hardware(subject, device, precision, physical_batch_size)

@@ -16,8 +16,8 @@ from torch.func import functional_call
 
 from dpvision.cli.doctor_model import Built
 from dpvision.data.keys import StepKey
-from dpvision.dp.one_pass import make_route, trained
 from dpvision.dp.per_record import LossModule, copied_buffers, prefixed
+from dpvision.dp.route import make_route, trained
 from dpvision.dp.support import check_module
 from dpvision.errors import ConfigError, PrivacyError
 

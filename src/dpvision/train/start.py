@@ -18,7 +18,7 @@ from dpvision.data.store import Store
 from dpvision.devices import require_precision
 from dpvision.dp.clip import LossFn
 from dpvision.dp.compiled import CompiledBlocks, compile_blocks
-from dpvision.dp.one_pass import route_of
+from dpvision.dp.route import route_of
 from dpvision.dp.support import check_compiled
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models import make_model
