@@ -17,6 +17,7 @@ from dp_accounting import dp_event, pld, rdp
 
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli.ledger import _text, _with_runs_before
+from dpvision.cli.output import up
 from dpvision.cli.run_args import spent
 from dpvision.config import PrivacyConfig
 from dpvision.errors import PrivacyError
@@ -215,10 +216,10 @@ def test_all_that_prints_epsilon_prints_the_total(runs: tuple[Path, Path], plans
     cost, said = spent(plans[1], 4, behind)
     assert (cost["epsilon"], cost["delta"]) == (expected, DELTA) and cost["this_run_epsilon"] == pytest.approx(alone)
     assert (
-        f"{expected:.4g} for a single image" in said
+        f"{up(expected)} for a single image" in said
         and "1 before it on this store" in said
         and "this run alone" in said
-        and f"{alone:.4g} for a single image" in said
+        and f"{up(alone)} for a single image" in said
     )
     store = runs[1].parent / "store"
     shown = _with_runs_before(store)

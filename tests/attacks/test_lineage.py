@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from dpvision.adapt.prepare import prepare
 from dpvision.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from dpvision.cli import main
+from dpvision.cli.output import up
 from dpvision.cli.train import plan_text
 from dpvision.config import (
     ClassifierConfig,
@@ -202,7 +203,7 @@ def test_the_total_is_printed_before_compute_is_spent(root: Path, capsys: pytest
     plan, store, _, lineage = check_run(config, open_parent)
     total, _, _ = total_epsilon(runs_on([*lineage, own_entry(plan, store, "new", plan.steps, lineage)], store.store_id))
     assert total > 8
-    expected = f"Total of these weights on this store: epsilon {total:.4g}"
+    expected = f"Total of these weights on this store: epsilon {up(total)}"
     assert expected in plan_text(config, plan, store, lineage) and "this run alone" in plan_text(config, plan, store, lineage)
     argv = ["adapt", "--data", str(root / "private"), "--encoder", str(root / "parent"), "--num-classes", "8", "--head", "prototypes"]
     argv += ["--dataset-size", str(NUM), "--epsilon", "1", "--hardware.device", "cpu", "--dry-run"]

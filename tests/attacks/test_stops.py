@@ -15,6 +15,7 @@ from dpvision.adapt import release
 from dpvision.adapt.session import adapt, new_head_session, resumed_head_session
 from dpvision.checkpoint import list_checkpoints, load_checkpoint
 from dpvision.cli import main
+from dpvision.cli.output import up
 from dpvision.cli.run_args import STOPPED
 from dpvision.config import HardwareConfig, MAEConfig, OptimConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
 from dpvision.data.synthetic_store import write_scenes
@@ -179,7 +180,7 @@ def test_adapt_stops_after_the_step_it_is_in_says_what_was_charged_and_goes_on(
     said = capfd.readouterr()
     ledger = read_ledger(tmp_path / "run" / "ledger.jsonl")
     assert stopped.value.code == STOPPED and "finishing this step" in said.err and ledger.steps == 20
-    assert f"Stopped after 20 of 60 releases: epsilon {ledger.plan.spent(20).epsilon:.4g}" in said.out
+    assert f"Stopped after 20 of 60 releases: epsilon {up(ledger.plan.spent(20).epsilon)}" in said.out
     manifest = load_checkpoint(tmp_path / "run").manifest
     assert manifest["ledger_steps"] == manifest["updates"] == 20
     assert manifest["lineage"][-1]["guarantee"]["epsilon"] == pytest.approx(ledger.plan.spent(20).epsilon)

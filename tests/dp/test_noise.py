@@ -203,7 +203,7 @@ def test_key_of_another_length_is_refused(key):
 
 @pytest.mark.parametrize("std", [0.0, float("nan")])
 def test_guarantee_without_noise_is_refused(std):
-    broken = SimpleNamespace(guarantee="dp", noise_std=std, expected_batch_size=BATCH)
+    broken = SimpleNamespace(guarantee="dp", noise_std=std, expected_batch_size=BATCH, steps=1)
     with pytest.raises(PrivacyError, match="noise_std"):
         privatize(zeros(a=3), broken, 0, KEY)
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -90,13 +89,13 @@ def _four_digits(x: float, to_integer: Callable[[float], int], slack: float) -> 
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Format a table as text as wide as the terminal, at most 120; the first column is left-aligned, the others right-aligned."""
+    """Format a table as text, with the first column left-aligned and the others right-aligned."""
     made = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
-        made.add_column(column, justify="left" if i == 0 else "right", overflow="fold", no_wrap=i == 0)
+        made.add_column(column, justify="left" if i == 0 else "right")
     for row in rows:
         made.add_row(*map(shown, row))
-    console = Console(width=min(120, shutil.get_terminal_size((120, 24)).columns), no_color=True)
+    console = Console(width=120, no_color=True)
     with console.capture() as capture:
         console.print(made)
     return capture.get().rstrip()
