@@ -28,16 +28,6 @@ SPACE = ["--space", "optim.learning_rate=log 1..100", "privacy.max_grad_norm=0.5
 STEPS = 3
 
 
-@pytest.fixture(scope="module")
-def public(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return write_digits(tmp_path_factory.mktemp("public") / "test", 900, 1000, public=True)
-
-
-@pytest.fixture
-def mine(tmp_path: Path) -> Store:
-    return write_digits(tmp_path / "stores" / "mine", 0, 200)
-
-
 def tune_argv(store: Store | Path, how: str, *more: str, trials: int = 3) -> list[str]:
     path = store.path if isinstance(store, Store) else store
     return [

@@ -16,19 +16,7 @@ from dpvision.data.store import Store
 from dpvision.errors import ConfigError
 from dpvision.privacy.account import set_cap, store_account
 
-from ..adapt.runs_of_heads import write_digits
 from .test_tune import SPACE, STEPS, runs_of, tune_argv
-
-
-@pytest.fixture(scope="module")
-def public(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return write_digits(tmp_path_factory.mktemp("public") / "test", 900, 1000, public=True)
-
-
-@pytest.fixture
-def mine(tmp_path: Path) -> Store:
-    return write_digits(tmp_path / "stores" / "mine", 0, 200)
-
 
 KILLED = """
 import os, signal, sys

@@ -1,7 +1,8 @@
 """The trials of ``dpvision tune``: ordinary runs, chosen by Optuna, scored, and counted before they start.
 
 RUNS/NAME/trial-NNN is a run; RUNS/NAME/confidential holds the study: study.json (what was asked), study.journal (Optuna's; it has times)
-trials.txt. A trial is in the journal, on the disk, before its run is made, and the run's id before the first charge: a crash loses none.
+and trials.txt. The journal on disk has each trial before its run is made, and the run's id before the first charge, so that a crash loses
+no count.
 """
 
 import contextlib

@@ -39,10 +39,11 @@ def checked_losses(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -
     """
     before = versions(batch)
     losses_B = loss_fn(model, batch, key)
-    if losses_B.shape != batch.record_id_B.shape:
+    got, wanted = tuple(getattr(losses_B, "shape", ())), tuple(batch.record_id_B.shape)
+    if got != wanted:
         raise PrivacyError(
-            f"clip: losses of shape {tuple(losses_B.shape)}; expected one per record, {tuple(batch.record_id_B.shape)}. Do not average "
-            "over the batch: pass reduction='none' to a loss of torch."
+            f"clip: losses of shape {got}; expected one per record, {wanted}. Do not average over the batch: pass reduction='none' to a "
+            "loss of torch."
         )
     require_unchanged(batch, before)
     return losses_B

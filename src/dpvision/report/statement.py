@@ -153,8 +153,10 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
 
 def require_total(evidence: Evidence, tuning: Tuning) -> None:
     """Raise PrivacyError if the choice of a run is declared to be covered by its store's total and there is none to state."""
+    if tuning != "charged":
+        return
     account = None if evidence.store_dir is None else store_account(evidence.store_dir)
-    if tuning == "charged" and (account is None or account.epsilon_filter is None):
+    if account is None or account.epsilon_filter is None:
         why = "the store is not there" if account is None else "a run without a guarantee, or without Renyi accounting, used the store"
         raise PrivacyError(
             f"report: tuning='charged', and {why}; expected the total of all runs, which covers the choice. Pass --store STORE, or declare "

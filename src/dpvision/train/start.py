@@ -184,7 +184,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
     model.to(group.device)
     if plan.guarantee == "dp":
         with autocast(config.hardware.precision, group.device):
-            # From public records: which parameters are slow, and the warning that says so, must not depend on the first drawn ones.
+            # On public records: private ones must not decide which parameters are slow, nor whether the warning about them is logged.
             route_of(loss_fn, model, to_device(example_batch(config), group.device), StepKey(config.seed, 0))
     if group.device.type != "cpu":
         require_fit(config, model, loss_fn, group.device)
