@@ -26,6 +26,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -255,8 +256,8 @@ class Subject:
         self.bench.note(line)
 
 
-def measure_case(name: str, bench: Bench, deadline: float) -> list[dict[str, Any]]:
-    """Time and memory of every variant of a case that can run.
+def measure_case(name: str, bench: Bench, deadline: float) -> Iterator[dict[str, Any]]:
+    """Yield time and memory of every variant of a case that can run.
 
     Args:
         deadline: on time.monotonic()'s clock; past it no comparison is started and no round after the third, past the budget's end no
@@ -267,8 +268,9 @@ def measure_case(name: str, bench: Bench, deadline: float) -> list[dict[str, Any
     batch = make_batch(subject.num_records, bench.device)
     method = "one_pass" if set(ONE_PASS) & set(bench.variants) else "vmap"
     subject.max_grad_norm = float(subject.clipped(method, batch).norms_B.median())
-    rows = subject.check_one_pass() if method == "one_pass" else []
-    rows += subject.choose_forms(["non_private", *(["one_pass"] if method == "one_pass" else [])], batch)
+    if method == "one_pass":
+        yield from subject.check_one_pass()
+    yield from subject.choose_forms(["non_private", *(["one_pass"] if method == "one_pass" else [])], batch)
     steps: dict[str, Step] = {}
     for variant in bench.variants:
         limit = deadline if variant in COMPARISONS else bench.end if variant.endswith("compiled") else float("inf")
@@ -281,7 +283,7 @@ def measure_case(name: str, bench: Bench, deadline: float) -> list[dict[str, Any
             step = subject.make_step(variant)
             progress(f"{name}: {variant}: first step {seconds_of(step, batch):.1f} s")
             if variant == "one_pass_compiled":
-                rows.append(subject.check_compiled(step, batch))
+                yield subject.check_compiled(step, batch)
             steps[variant] = step
         except (UnavailableError, torch.OutOfMemoryError) as error:
             bench.note(f"{name}: {variant} skipped: {first_line(error)}")
@@ -301,16 +303,15 @@ def measure_case(name: str, bench: Bench, deadline: float) -> list[dict[str, Any
         ("forward_bits", bench.forward_bits),
         ("freed_memory_kept", int(bench.freed_memory_kept)),
     ):
-        rows.append(row(name, "setting", metric, [value]))
-    return rows + rows_of(name, bench, subject.num_records, seconds, memory)
+        yield row(name, "setting", metric, [value])
+    yield from rows_of(name, bench, subject.num_records, seconds, memory)
 
 
-def search_largest_batches(names: list[str], bench: Bench) -> list[dict[str, Any]]:
-    """Largest physical batch of every case and variant that the budget reaches, the compiled variants last; on a GPU only.
+def search_largest_batches(names: list[str], bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield the largest physical batch of every case and variant that the budget reaches, the compiled variants last; on a GPU only.
 
     With the form of the head that was the faster, as when it was timed.
     """
-    rows = []
     tasks = [(name, variant) for name in names for variant in bench.variants]
     for name, variant in sorted(tasks, key=lambda task: (task[1].endswith("compiled"), task[1] in COMPARISONS)):
         if bench.left_s() == 0:
@@ -328,10 +329,9 @@ def search_largest_batches(names: list[str], bench: Bench) -> list[dict[str, Any
             largest = 0
         if largest:
             progress(f"{name}: {variant}: largest batch {largest}")
-            rows.append(row(name, variant, "max_physical_batch", [largest]))
+            yield row(name, variant, "max_physical_batch", [largest])
         del subject
         free_memory(bench)
-    return rows
 
 
 def run(args: argparse.Namespace) -> int:
@@ -351,7 +351,7 @@ def run(args: argparse.Namespace) -> int:
         torch._dynamo.reset()
         try:
             # Twice an even share of what is left: the first cases matter most, and are the larger ones.
-            rows += measure_case(name, bench, time.monotonic() + 2 * bench.left_s() / (len(names) - number + 1))
+            rows.extend(measure_case(name, bench, time.monotonic() + 2 * bench.left_s() / (len(names) - number + 1)))
         except DisagreementError as error:
             bench.note(f"{name}: NOT TIMED: {error}")
             bench.failed = True

@@ -36,23 +36,23 @@ def write_result(
         return
     result = {
         "benchmark": benchmark,
-        "device": _cpu_name() if device == "cpu" else device,
+        "device": cpu_name() if device == "cpu" else device,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "rows": list(rows),
     }
     path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{names[0]} x {len(names)}" if names else platform.machine()
 
 
-def _commit() -> str:
+def commit() -> str:
     """Commit of the code measured, "+" where the working tree differs; "unknown" outside a checkout."""
     shown = subprocess.run(["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True)
     return shown.stdout.strip() or "unknown"

@@ -1,21 +1,29 @@
 """Is the GPU path right, and how fast is it: every check and every figure, part by part, with the bars beside them.
 
-    python benchmarks/gpu_acceptance.py --work DIR [--device cuda|cpu] [--parts A,B] [--budget-s 560] [--again] [--json FILE]
+    python benchmarks/gpu_acceptance.py --out DIR [--minutes 12] [--device cuda|cpu] [--parts A,B] [--again]
     python benchmarks/gpu_acceptance.py --list
 
-Each part runs in a process of its own, for less than eight minutes, and leaves DIR/PART.json. Repeat the command until it says that all
-parts are there: a part that is there, from the same code and device, is not run again, and none is begun that may outlast --budget-s.
-On a CPU everything runs at small sizes: what it then shows is that the script and the checks work, not how fast a GPU is.
+Correctness comes first (gpu_checks.py), then what has a bar, in order of importance, each part within its own budget. Results are in
+DIR/gpu_acceptance.json after every row, messages in DIR/log.txt; the table is printed last. A part that is cut off keeps its rows. Repeat
+the command to go on: a part that is complete, from the same code and device, is not run again.
 
-Correctness comes first (gpu_checks.py); then clipping, the noise's share, textures, features. The table at the end is what to read: a
-figure, its bar, and "ok" or "MISSED". Exit status: 0 if every check holds and every part is there, 1 if one fails, 75 if parts are left.
+dpvision must be installed, not only found by a path: scripts/gpu_wheelhouse.sh makes the wheels for a machine without a package index.
+With --device cpu everything runs at tiny sizes: that shows that the script and the checks work, not how fast a GPU is.
+
+Exit status: 0 if every check holds and every part is complete, 1 if a check or a part fails, 2 if nothing could run, 75 if parts are left.
 """
 
 import argparse
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,11 +31,51 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-LONGEST_S = 470.0
+RESULTS, LOG = "gpu_acceptance.json", "log.txt"
 _INCOMPLETE = 75
+_LEAST = 0.4
+"""A part is begun only if this share of its budget is left."""
 
-CHECKS = ("gradients", "contributions", "noise", "totals", "end_to_end")
-CLIPPING = {"clip_mae_base": "mae_base", "clip_cap_base": "cap_base", "clip_mae_large": "mae_large", "clip_cap_large": "cap_large"}
+
+@dataclass(frozen=True)
+class Part:
+    """A function of ``gpu_parts.py`` or ``gpu_checks.py`` that yields rows."""
+
+    name: str
+    what: str
+    budget_s: float
+    """Seconds that it plans with on a GPU; it is stopped after one and a half times as long."""
+
+
+CHECKS = (
+    Part("noise", "noise: known answers, the CPU's words and grid points, the law", 40),
+    Part("totals", "totals over passes are float64", 15),
+    Part("gradients", "one pass against vmap in float32, bfloat16, float16 and compiled", 110),
+    Part("bits", "place and company of rows keep bits", 40),
+    Part("contributions", "adversarial records stay within C", 50),
+)
+CLIPPING = (
+    Part("clip_mae_base", "clipping: ViT-Base MAE, time and memory", 100),
+    Part("clip_cap_base", "clipping: Base captioner, time and memory", 120),
+)
+LARGE = (
+    Part("clip_mae_large", "clipping: ViT-Large MAE", 90),
+    Part("clip_cap_large", "clipping: Large captioner", 100),
+)
+STEPS = (Part("step_mae_base", "a whole step from JPEG files: load, clip, totals, noise, optimizer", 120),)
+PARTS = (
+    *CHECKS,
+    *CLIPPING,
+    Part("noise_speed", "normals a second, and the release of 99 M parameters", 40),
+    *STEPS,
+    Part("textures", "procedural textures a second", 50),
+    Part("end_to_end", "train, stop, resume, adapt, report and verify as commands", 150),
+    Part("batches", "largest physical batch at Base", 60),
+    *LARGE,
+    Part("features", "features of patches and scattering a second", 30),
+)
+BY_NAME = {part.name: part for part in PARTS}
+CHECKED = {part.name for part in CHECKS} | {"end_to_end"}
 
 
 @dataclass(frozen=True)
@@ -39,100 +87,50 @@ class Bar:
     least: bool = False
 
 
-@dataclass(frozen=True)
-class Part:
-    """A process that leaves a JSON file."""
-
-    name: str
-    what: str
-    command: Callable[[str, Path], list[str]]
-    """Device and path of the JSON file to the command's words after the interpreter."""
-
-
-def _check(name: str) -> Part:
-    return Part(
-        name, f"correctness: {name.replace('_', ' ')}", lambda device, out: ["gpu_checks.py", name, "--device", device, "--json", str(out)]
-    )
-
-
-def _clip(name: str, case: str) -> Part:
-    def command(device: str, out: Path) -> list[str]:
-        words = ["clipping.py", "--cases", case, "--device", device, "--json", str(out)]
-        if device == "cuda":
-            return [*words, "--budget-s", "330"]
-        return [*words, "--batch", "2", "--rounds", "1", "--threads", "1", "--variants", "non_private_eager,one_pass_eager"]
-
-    return Part(name, f"clipping: {case}, time, memory and the largest physical batch", command)
-
-
-def _noise(device: str, out: Path) -> list[str]:
-    return ["noise.py", "--device", device, "--json", str(out), *([] if device == "cuda" else ["--quick", "--rounds", "1"])]
-
-
-def _textures(device: str, out: Path) -> list[str]:
-    return [
-        "textures.py",
-        "--device",
-        device,
-        "--json",
-        str(out),
-        *(["--sizes", "32,224"] if device == "cuda" else ["--quick", "--processes", "1"]),
-    ]
-
-
-def _features(device: str, out: Path) -> list[str]:
-    small = [] if device == "cuda" else ["--images", "4", "--rounds", "1", "--sizes", "32"]
-    return ["patch_speed.py", "--device", device, "--json", str(out), *small]
-
-
-PARTS = (
-    *(_check(name) for name in CHECKS),
-    *(_clip(name, case) for name, case in CLIPPING.items()),
-    Part("noise_speed", "normals a second, and the release of 99 M parameters", _noise),
-    Part("textures", "procedural textures a second", _textures),
-    Part("features", "features of patches and scattering a second", _features),
-)
-
 BARS = {
-    "clip_mae_base": [Bar("one_pass/time_ratio", 1.10), Bar("one_pass/max_physical_batch_ratio", 0.9, least=True)],
-    "clip_cap_base": [Bar("one_pass/time_ratio", 1.10), Bar("one_pass/max_physical_batch_ratio", 0.9, least=True)],
-    "clip_mae_large": [Bar("one_pass/time_ratio", 1.06), Bar("one_pass/max_physical_batch_ratio", 0.9, least=True)],
-    "clip_cap_large": [
-        Bar("one_pass/time_ratio", 1.06),
-        Bar("one_pass/max_physical_batch_ratio", 0.9, least=True),
-        Bar("vmap/time_over_one_pass", 4.7, least=True),
-    ],
-    "noise_speed": [Bar("noise's share of a step of 98,304 records", 0.02)],
+    "clip_mae_base": [Bar("one_pass/time_ratio", 1.10)],
+    "clip_cap_base": [Bar("one_pass/time_ratio", 1.10)],
+    "clip_mae_large": [Bar("one_pass/time_ratio", 1.06)],
+    "clip_cap_large": [Bar("one_pass/time_ratio", 1.06)],
+    "step_mae_base": [Bar("time_ratio", 1.12)],
+    "batches": [Bar(f"{case}/physical_batch_ratio", 0.9, least=True) for case in ("mae_base", "cap_base")],
+    "noise_speed": [Bar("share of a step of 98,304 records", 0.02)],
     "textures": [Bar("224px/fused/images_per_s", 20_000, least=True)],
 }
-"""On an H200 in bfloat16; on a CPU no bar is held against a figure."""
+"""On an H100 in bfloat16; on a CPU no bar is held against a figure."""
 
 
 def figures(name: str, found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The figures of a part that bars name, and those worth a line; empty where the part is not there."""
-    result = found.get(name)
-    if result is None:
-        return {}
-    values = {(r["case"], r["variant"], r["metric"]): r["value"] for r in result["rows"]}
-    if name in CHECKS:
-        return {f"{case}": value for (case, _, metric), value in values.items() if metric == "value"}
-    if name in CLIPPING:
+    """The figures of a part that bars name, and those worth a line; empty if the part has no result."""
+    rows = found.get(name, {}).get("rows", [])
+    values = {(r["case"], r["variant"], r["metric"]): r["value"] for r in rows}
+    if name in CHECKED:
+        return {case: value for (case, _, metric), value in values.items() if metric == "value"}
+    if name.startswith("clip_"):
         return _clipping_figures({(variant, metric): value for (_, variant, metric), value in values.items()})
-    shown = {"noise_speed": ("million_per_s", "time_s"), "textures": ("images_per_s",), "features": ("ms_per_image",)}[name]
-    made = {f"{case}/{variant}/{metric}": value for (case, variant, metric), value in values.items() if metric in shown}
-    release = next(
-        (v for (case, variant, _), v in values.items() if case.startswith("privatize") and variant in ("cuda", "threads_1")), None
-    )
-    steps = [v for r in [found.get("clip_mae_base")] if r for v in _rate(r)]
-    if name == "noise_speed" and release is not None and steps:
-        made["noise's share of a step of 98,304 records"] = release / (release + 98_304 / steps[0])
+    if name == "batches":
+        return _batch_figures(values)
+    if name.startswith("step_"):
+        shown = ("time_ratio", "cpu_ratio", "fill", "records", "load_s", "clip_s", "step_s")
+        ours = {m: v for (_, variant, m), v in values.items() if variant == "private" and m in shown}
+        return ours | {
+            f"non_private/{m}": v for (_, variant, m), v in values.items() if variant == "non_private" and m in ("load_s", "step_s")
+        }
+    metrics = {"noise_speed": ("million_per_s", "time_s"), "textures": ("images_per_s",), "features": ("ms_per_image",)}[name]
+    made = {f"{case}/{variant}/{metric}": value for (case, variant, metric), value in values.items() if metric in metrics}
+    if name == "noise_speed":
+        release = [
+            v for (case, v_, m), v in values.items() if case.startswith("privatize") and v_ in ("cuda", "threads_1") and m == "time_s"
+        ]
+        rates = _rates(found.get("clip_mae_base", {}).get("rows", []))
+        if release and rates:
+            made["share of a step of 98,304 records"] = release[0] / (release[0] + 98_304 / max(rates))
     return made
 
 
-def _rate(result: dict[str, Any]) -> list[float]:
-    """Records a second of the fastest one-pass variant."""
-    rates = [r["value"] for r in result["rows"] if r["metric"] == "records_per_s" and r["variant"].startswith("one_pass")]
-    return [max(rates)] if rates else []
+def _rates(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """Records a second of the one-pass variants."""
+    return [r["value"] for r in rows if r["metric"] == "records_per_s" and r["variant"].startswith("one_pass")]
 
 
 def _clipping_figures(values: dict[tuple[str, str], float]) -> dict[str, float]:
@@ -142,38 +140,51 @@ def _clipping_figures(values: dict[tuple[str, str], float]) -> dict[str, float]:
         found = [v for (variant, m), v in values.items() if variant.startswith(kind) and m == metric]
         return pick(found) if found else float("nan")
 
-    time = best("one_pass", "time_ratio", min)
-    made = {"one_pass/time_ratio": time, "vmap/time_over_one_pass": best("vmap", "time_ratio", min) / time}
-    made["one_pass/records_per_s"] = best("one_pass", "records_per_s", max)
-    batches = [best(kind, "max_physical_batch", max) for kind in ("one_pass", "non_private")]
-    made["one_pass/max_physical_batch_ratio"] = batches[0] / batches[1]
-    made["opacus_ghost/time_ratio"] = best("opacus_ghost", "time_ratio", min)
+    made = {f"{kind}/time_ratio": best(kind, "time_ratio", min) for kind in ("one_pass", "opacus_ghost")}
+    made["one_pass/memory_ratio"] = best("one_pass", "memory_ratio", min)
+    made |= {f"{kind}/records_per_s": best(kind, "records_per_s", max) for kind in ("non_private", "one_pass")}
     return {name: value for name, value in made.items() if value == value}
 
 
+def _batch_figures(values: dict[tuple[str, str, str], float]) -> dict[str, float]:
+    made: dict[str, float] = {}
+    for case in dict.fromkeys(case for case, _, _ in values):
+        sizes = {variant: v for (c, variant, metric), v in values.items() if c == case and metric == "max_physical_batch"}
+        made |= {f"{case}/{variant}": size for variant, size in sizes.items()}
+        ours, plain = ([v for variant, v in sizes.items() if variant.startswith(kind)] for kind in ("one_pass", "non_private"))
+        if ours and plain:
+            made[f"{case}/physical_batch_ratio"] = max(ours) / max(plain)
+    return made
+
+
 def table(found: dict[str, dict[str, Any]], device: str) -> tuple[str, bool]:
-    """The lines to read, and whether every check holds."""
+    """The lines to read, and whether every check holds and no part failed."""
     lines, good = [], True
     for part in PARTS:
         result = found.get(part.name)
         if result is None:
             lines.append(f"{part.name:<16} -")
             continue
-        if result.get("failed"):
-            good = False
-            lines.append(f"{part.name:<16} FAILED: {result['failed']}")
-            continue
-        shown, bars = figures(part.name, found), {bar.figure: bar for bar in BARS.get(part.name, [])}
-        if part.name in CHECKS:
+        status = result["status"]
+        if status != "complete":
+            good = good and not status.startswith("failed")
+            lines.append(f"{part.name:<16} {status.upper() if status.startswith('failed') else status}, {len(result['rows'])} rows kept")
+        shown = figures(part.name, found)
+        if part.name in CHECKED:
             bound = {r["case"]: r["value"] for r in result["rows"] if r["metric"] == "bound"}
-            wrong = {claim: value for claim, value in shown.items() if not value <= bound[claim]}
+            wrong = {claim: value for claim, value in shown.items() if not value <= bound.get(claim, float("nan"))}
             good = good and not wrong
-            lines.append(f"{part.name:<16} {len(shown) - len(wrong)} of {len(shown)} checks hold")
-            lines += [f"{'':<16}   WRONG {claim}: {value:.4g}, at most {bound[claim]:.4g}" for claim, value in wrong.items()]
+            lines.append(f"{part.name:<16} {len(shown) - len(wrong)} of {len(shown)} checks hold{'':<26} {result['seconds']:>6.0f} s")
+            lines += [
+                f"{'':<16}   WRONG {claim}: {value:.4g}, at most {bound.get(claim, float('nan')):.4g}" for claim, value in wrong.items()
+            ]
+            notes = [r for r in result["rows"] if r["metric"] == "note"]
+            lines += [f"{'':<16}   {r['case']}: {r['value']:.4g}" for r in notes]
             continue
+        bars = {bar.figure: bar for bar in BARS.get(part.name, [])}
         for figure, value in shown.items():
             verdict = _verdict(bars.pop(figure, None), value) if device == "cuda" else ""
-            lines.append(f"{part.name:<16} {figure:<44} {value:>10.4g}  {verdict}")
+            lines.append(f"{part.name:<16} {figure:<44} {value:>10.4g}  {verdict}".rstrip())
         lines += [f"{part.name:<16} {figure:<44} {'-':>10}  not measured" for figure in bars if device == "cuda"]
     return "\n".join(lines), good
 
@@ -185,104 +196,201 @@ def _verdict(bar: Bar | None, value: float) -> str:
     return f"{'ok' if met else 'MISSED'}, bar {bar.bound:g}"
 
 
-def run_part(part: Part, device: str, work: Path, limit_s: float) -> dict[str, Any]:
-    """Run a part and return its result, which is also in its file; a failure is a result too."""
-    out = work / f"{part.name}.part.json"
-    out.unlink(missing_ok=True)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])}
-    script, *words = part.command(device, out)
-    started, failed = time.monotonic(), None
-    with open(work / f"{part.name}.log", "w") as log:
-        try:
-            status = subprocess.run(
-                [sys.executable, str(HERE / script), *words], env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s
-            ).returncode
-            failed = f"exit status {status}; see {part.name}.log" if status else None
-        except subprocess.TimeoutExpired:
-            failed = f"not done after {limit_s:.0f} s; see {part.name}.log"
-    result = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    if failed and not (part.name in CHECKS and result["rows"]):  # checks that do not hold are rows, and are shown one by one
-        result["failed"] = failed
-    result |= {"part": part.name, "asked_device": device, "code": code(), "seconds": time.monotonic() - started}
-    out.write_text(json.dumps(result, indent=1))
-    out.replace(work / f"{part.name}.json")
-    return result
+class Worker:
+    """A process that runs parts on request, so that torch and the GPU are started once; a new one follows a part that kills it."""
+
+    def __init__(self, device: str, log: Path) -> None:
+        self._log = open(log, "a")
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", str(HERE / "gpu_parts.py"), device],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True,
+        )  # fmt: skip
+        self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.environment: dict[str, Any] = {}
+        """Device, versions, commit and date, once a part has begun."""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._events.put(json.loads(line))
+        self._events.put({"failed": f"the process ended with status {self._process.wait()}", "dead": True})
+
+    def run(self, part: Part, limit_s: float, keep: Callable[[dict[str, Any]], None]) -> tuple[str, bool]:
+        """Run a part and pass on its rows.
+
+        Returns:
+            "complete", "stopped after N s" or "failed: reason", and whether the process is still of use.
+        """
+        end, stdin = time.monotonic() + limit_s, self._process.stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(json.dumps({"part": part.name, "budget_s": min(part.budget_s, limit_s)}) + "\n")
+            stdin.flush()
+        while True:
+            try:
+                event = self._events.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                return f"stopped after {limit_s:.0f} s", False
+            if "environment" in event:
+                self.environment = event["environment"]
+            elif "row" in event:
+                keep(event["row"])
+            elif "failed" in event:
+                return f"failed: {event['failed']}; see {LOG}", "dead" not in event
+            else:
+                return "complete", True
+
+    def stop(self) -> None:
+        """End the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, 9)
+        self._process.wait()
+        self._log.close()
 
 
 def code() -> str:
-    """A digest of the package and of the benchmarks: results of other code are not taken for this one's."""
-    import hashlib
+    """Digest of the installed package and of the benchmarks; results of other code are not taken for this one's.
 
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted([*(HERE.parent / "src").rglob("*.py"), *HERE.glob("*.py")]):
-        digest.update(path.read_bytes())
+    Raises:
+        SystemExit: dpvision is not installed, or the installed sources are not those of this checkout.
+    """
+    spec = importlib.util.find_spec("dpvision")
+    try:
+        importlib.metadata.version("dpvision")
+    except importlib.metadata.PackageNotFoundError:
+        where = "is found by its path alone" if spec else "is not there"
+        _refuse(
+            f"dpvision {where}; expected an installed package. Run scripts/gpu_wheelhouse.sh and install its wheels, or pip install -e ."
+        )
+    assert spec is not None and spec.origin is not None
+    installed, checkout = Path(spec.origin).parent, HERE.parent / "src" / "dpvision"
+    ours = _digest(installed)
+    if checkout.is_dir() and _digest(checkout) != ours:
+        _refuse(f"dpvision in {installed} has other sources than {checkout}; expected the same. Run scripts/gpu_wheelhouse.sh again.")
+    return ours[:8] + _digest(HERE)[:8]
+
+
+def _digest(root: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
-def kept(part: Part, device: str, work: Path) -> dict[str, Any] | None:
-    """A part's result from this code and device that did not fail, if it is there."""
-    path = work / f"{part.name}.json"
-    if not path.exists():
-        return None
-    result = json.loads(path.read_text())
-    return result if result["code"] == code() and result["asked_device"] == device and not result.get("failed") else None
+def requirements() -> tuple[list[str], list[str]]:
+    """What dpvision requires and is missing here, and what is there in a version that it does not admit."""
+    from packaging.requirements import Requirement
+
+    missing, others = [], []
+    for text in importlib.metadata.requires("dpvision") or []:
+        asked = Requirement(text)
+        if asked.marker is None or asked.marker.evaluate({"extra": ""}):
+            try:
+                version = importlib.metadata.version(asked.name)
+            except importlib.metadata.PackageNotFoundError:
+                missing.append(asked.name)
+                continue
+            if not asked.specifier.contains(version, prereleases=True):
+                others.append(f"{asked.name} {version}, {asked.specifier} is asked for")
+    return missing, others
+
+
+def _refuse(message: str) -> None:
+    print(message, file=sys.stderr)
+    raise SystemExit(2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, help="folder of the parts' results; kept between calls")
+    parser.add_argument("--out", type=Path, help="folder of the results; kept between calls")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--parts", help="some of the parts, with commas; default: all, in order")
-    parser.add_argument("--budget-s", type=float, default=560.0, help="seconds of this call; a part gets what is left, at most 470")
-    parser.add_argument("--again", action="store_true", help="run parts that are there too")
-    parser.add_argument("--list", action="store_true", help="the parts, and nothing else")
-    parser.add_argument("--json", type=Path, help="all results in one file")
+    parser.add_argument("--minutes", type=float, default=12.0, help="time of this call")
+    parser.add_argument("--parts", help="some of the parts, separated by commas; default: all, in order")
+    parser.add_argument("--again", action="store_true", help="run complete parts too")
+    parser.add_argument("--list", action="store_true", help="print the parts with their budgets and exit")
     args = parser.parse_args()
     if args.list:
-        print("\n".join(f"{part.name:<16} {part.what}" for part in PARTS))
+        print("\n".join(f"{part.name:<16} {part.budget_s:>4.0f} s  {part.what}" for part in PARTS))
         return
     sys.exit(run(args))
 
 
 def run(args: argparse.Namespace) -> int:
-    known = [part.name for part in PARTS]
-    asked = known if args.parts is None else args.parts.split(",")
-    unknown = [name for name in asked if name not in known]
-    if unknown or args.work is None:
-        problem = f"--parts: {unknown[0]!r}; expected some of {', '.join(known)}" if unknown else "--work is missing; expected a folder"
-        print(f"{problem}. See --list.", file=sys.stderr)
-        return 2
-    if args.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            print("--device=cuda: torch finds no GPU; expected one. Use --device cpu to try the script at small sizes.", file=sys.stderr)
-            return 2
-    args.work.mkdir(parents=True, exist_ok=True)
-    end, found, left = time.monotonic() + args.budget_s, {}, []
-    for part in PARTS:
-        result = None if args.again and part.name in asked else kept(part, args.device, args.work)
-        if result is None and part.name in asked:
-            remaining = end - time.monotonic()
-            if remaining < min(60.0, args.budget_s / 2):
-                left.append(part.name)
-                continue
-            print(f"{part.name}: {part.what} ...", file=sys.stderr, flush=True)
-            result = run_part(part, args.device, args.work, min(LONGEST_S, remaining))
-            print(
-                f"{part.name}: {result['seconds']:.0f} s{', ' + result['failed'] if result.get('failed') else ''}",
-                file=sys.stderr,
-                flush=True,
-            )
-        if result is not None:
-            found[part.name] = result
-    if args.json:
-        args.json.write_text(json.dumps({"benchmark": "gpu_acceptance", "parts": list(found.values())}, indent=1) + "\n")
+    asked = list(BY_NAME) if args.parts is None else args.parts.split(",")
+    unknown = [name for name in asked if name not in BY_NAME]
+    if unknown:
+        _refuse(f"--parts: {unknown[0]!r}; expected some of {', '.join(BY_NAME)}. See --list.")
+    if args.out is None or not 0 < args.minutes <= 24 * 60:
+        _refuse("--out is missing; expected a folder." if args.out is None else f"--minutes: {args.minutes}; expected more than 0. Use 12.")
+    end = time.monotonic() + 60 * args.minutes
+    digest = code()
+    missing, others = requirements()
+    if missing:
+        _refuse(f"missing: {', '.join(missing)}; expected what dpvision requires. Carry their wheels (scripts/gpu_wheelhouse.sh).")
+    if (
+        args.device == "cuda"
+        and subprocess.run([sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]).returncode
+    ):
+        _refuse("--device=cuda: torch finds no GPU; expected one. Use --device cpu to try the script at tiny sizes.")
+    for line in others:
+        print(f"note: {line}", file=sys.stderr)
+    args.out.mkdir(parents=True, exist_ok=True)
+    found, left = _run_parts(args, asked, digest, end)
     shown, good = table(found, args.device)
     print(shown)
     if left:
         print(f"left: {', '.join(left)}. Repeat the command.")
     return 1 if not good else _INCOMPLETE if left else 0
+
+
+def _run_parts(args: argparse.Namespace, asked: list[str], digest: str, end: float) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    path, worker, left = args.out / RESULTS, None, []
+    found: dict[str, dict[str, Any]] = {}
+    if path.exists():
+        earlier = json.loads(path.read_text())
+        if earlier["code"] == digest and earlier["device"] == args.device:
+            found = {result["part"]: result for result in earlier["parts"]}
+
+    def write() -> None:
+        kept = {"benchmark": "gpu_acceptance", "code": digest, "device": args.device, "parts": list(found.values())}
+        path.with_suffix(".new").write_text(json.dumps(kept, indent=1) + "\n")
+        path.with_suffix(".new").replace(path)
+
+    try:
+        for part in (part for part in PARTS if part.name in asked):
+            before = found.get(part.name)
+            if before is not None and before["status"] == "complete" and not args.again:
+                continue
+            remaining = end - time.monotonic()
+            if remaining < _LEAST * part.budget_s:
+                left.append(part.name)
+                continue
+            print(f"{part.name}: {part.what} ...", file=sys.stderr, flush=True)
+            worker = worker or Worker(args.device, args.out / LOG)
+            started, rows = time.monotonic(), []  # type: float, list[dict[str, Any]]
+
+            def keep(row: dict[str, Any], part: Part = part, rows: list[dict[str, Any]] = rows, before: Any = before) -> None:
+                rows.append(row)
+                if before is None or len(rows) >= len(before["rows"]):
+                    found[part.name] = {"part": part.name, "status": "cut off", "seconds": 0.0, "rows": rows}
+                    write()
+
+            status, useful = worker.run(part, min(1.5 * part.budget_s, remaining), keep)
+            seconds = time.monotonic() - started
+            if status == "complete" or before is None or len(rows) >= len(before["rows"]):
+                found[part.name] = {"part": part.name, "status": status, "seconds": seconds, **worker.environment, "rows": rows}
+                write()
+            print(f"{part.name}: {status}, {seconds:.0f} s", file=sys.stderr, flush=True)
+            if status.startswith("stopped"):
+                left.append(part.name)
+            if not useful:
+                worker.stop()
+                worker = None
+    finally:
+        if worker is not None:
+            worker.stop()
+    return found, left
 
 
 if __name__ == "__main__":

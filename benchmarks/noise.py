@@ -15,7 +15,7 @@ import argparse
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,21 @@ def measure(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str,
     return seconds
 
 
+def measured(device: str, *, quick: bool, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of normals and of releases."""
+    scale = 10 if quick else 1
+    count, num = 2**25 // scale // _CHUNK * _CHUNK, PARAMETERS // scale
+    for variant, seconds in measure({"cuda": on_gpu(count)} if device == "cuda" else generators(count), rounds).items():
+        yield row("normals", variant, "million_per_s", [count / s / 1e6 for s in seconds])
+    case = f"privatize_{num // 10**6}M"
+    times = measure(releases(num, device), rounds)
+    for variant, seconds in times.items():
+        yield row(case, variant, "time_s", seconds)
+        if "before" in times:
+            yield row(case, variant, "time_ratio_to_before", [ours / theirs for ours, theirs in zip(seconds, times["before"], strict=True)])
+    yield row("machine", "setting", "load_average", [os.getloadavg()[0]])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the numbers and parameters")
@@ -150,19 +165,7 @@ def main() -> None:
     args = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(1)
-    scale = 10 if args.quick else 1
-    count, num = 2**25 // scale // _CHUNK * _CHUNK, PARAMETERS // scale
-    rows = []
-    for variant, seconds in measure({"cuda": on_gpu(count)} if args.device == "cuda" else generators(count), args.rounds).items():
-        rows.append(row("normals", variant, "million_per_s", [count / s / 1e6 for s in seconds]))
-    case = f"privatize_{num // 10**6}M"
-    measured = measure(releases(num, args.device), args.rounds)
-    for variant, seconds in measured.items():
-        rows.append(row(case, variant, "time_s", seconds))
-        if "before" in measured:
-            ratios = [ours / theirs for ours, theirs in zip(seconds, measured["before"], strict=True)]
-            rows.append(row(case, variant, "time_ratio_to_before", ratios))
-    rows.append(row("machine", "setting", "load_average", [os.getloadavg()[0]]))
+    rows = list(measured(args.device, quick=args.quick, rounds=args.rounds))
     write_result(
         args.json,
         "noise",

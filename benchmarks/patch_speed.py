@@ -7,7 +7,9 @@ Random pixels, no decoding. "minutes" are those of 50,000 images at 32 px and of
 
 import argparse
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import row, write_result
@@ -16,6 +18,26 @@ from dpvision.encoders.patch_constants import SIZES, load_constants
 from dpvision.encoders.patch_features import PatchFeatures
 
 NUM = {32: 50_000}
+
+
+def measured(device: str, *, sizes: list[int], num: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield the time of each encoder at each size."""
+    where = "GPU" if device == "cuda" else f"{torch.get_num_threads()} threads"
+    for side in sizes:
+        x_BCHW = torch.rand(num, 3, side, side, generator=torch.Generator().manual_seed(0)).to(device)
+        for name, scattering in (("patches", False), ("patches+scattering", True)):
+            features = PatchFeatures({side: load_constants(side)}, scattering=scattering, device=device)
+            seconds = []
+            with torch.inference_mode():
+                features(x_BCHW[:16])
+                for _ in range(rounds):
+                    start = time.perf_counter()
+                    made = features(x_BCHW)
+                    float(made[0, 0])  # waits for a GPU
+                    seconds.append((time.perf_counter() - start) / num)
+            case = f"{side} px, {where}"
+            yield row(case, name, "ms_per_image", [1000 * s for s in seconds])
+            yield row(case, name, "minutes", [s * NUM.get(side, 10_000) / 60 for s in seconds])
 
 
 def main() -> None:
@@ -28,24 +50,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    on_gpu, rows = args.device == "cuda", []
-    where = "GPU" if on_gpu else f"{args.threads} threads"
-    for side in map(int, args.sizes.split(",")):
-        x_BCHW = torch.rand(args.images, 3, side, side, generator=torch.Generator().manual_seed(0)).to(args.device)
-        for name, scattering in (("patches", False), ("patches+scattering", True)):
-            features = PatchFeatures({side: load_constants(side)}, scattering=scattering, device=args.device)
-            seconds = []
-            with torch.inference_mode():
-                features(x_BCHW[:16])
-                for _ in range(args.rounds):
-                    start = time.perf_counter()
-                    made = features(x_BCHW)
-                    float(made[0, 0])  # waits for a GPU
-                    seconds.append((time.perf_counter() - start) / args.images)
-            case = f"{side} px, {where}"
-            rows.append(row(case, name, "ms_per_image", [1000 * s for s in seconds]))
-            rows.append(row(case, name, "minutes", [s * NUM.get(side, 10_000) / 60 for s in seconds]))
-    write_result(args.json, "patch_speed", rows, packages=("torch",), device=torch.cuda.get_device_name() if on_gpu else "cpu")
+    rows = list(measured(args.device, sizes=list(map(int, args.sizes.split(","))), num=args.images, rounds=args.rounds))
+    write_result(
+        args.json, "patch_speed", rows, packages=("torch",), device=torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    )
 
 
 if __name__ == "__main__":

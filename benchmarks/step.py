@@ -1,6 +1,7 @@
 """The parts of a whole training step, with privacy and without, from stored JPEG files: no cost hides between benchmarks.
 
-    python benchmarks/step.py [--small] [--models A,B] [--batch N] [--physical N] [--rounds N] [--threads N] [--json FILE]
+    python benchmarks/step.py [--small] [--models A,B] [--batch N] [--physical N] [--rounds N] [--threads N]
+                              [--device cpu|cuda] [--precision P] [--compile] [--json FILE]
     torchrun --nproc-per-node 2 benchmarks/step.py --threads 1 ...
 
 "private" is what ``train.loop.fit`` does in a step, by the same functions: draw, load, clip, totals (of the physical batches in float64,
@@ -9,6 +10,9 @@ backward pass each into ``.grad``, torch's AdamW; its "clip" is that pass. Both 
 of --physical records and a step each that are not counted: while a pass maps memory for the first time, it takes up to a third longer.
 "page_faults" shows what was still mapped. Each step is printed to standard error when it ends. Steps of Poisson size: --batch expected
 records out of three times as many scenes at the model's image size, at first weights; captioners have a vocabulary of 400.
+
+"fill" is the share of the rows of the private passes that are records: passes are buckets by a hash, and are padded. With --compile both
+sides run compiled blocks. On a GPU steps are timed without a wait inside, and the parts are those of one more step of each side with one.
 
 Under torchrun the ranks share the batch on both sides; the non-private loop adds up its gradients in float32. CPU time is that of all
 ranks, other figures are rank 0's; where another rank's buckets hold more records, "totals" includes waiting for it.
@@ -56,6 +60,7 @@ from dpvision.synthetic.scenes import make_scene
 from dpvision.train import start
 from dpvision.train import step as train_step
 from dpvision.train.distributed import Group, broadcast_int, gather_texts, join, together
+from dpvision.train.feed import on_device
 from dpvision.train.heap import keep_freed_memory
 from dpvision.train.loop import Session
 
@@ -65,10 +70,15 @@ DRAW_KEY, NOISE_KEY = b"d" * 32, b"n" * 32
 
 
 class Parts:
-    """Seconds of each part of one step; time inside a part is not counted again in "totals"."""
+    """Seconds of each part of one step; time inside a part is not counted again in "totals".
 
-    def __init__(self) -> None:
+    Args:
+        wait: wait for the GPU at the end of each part, so that its work counts there.
+    """
+
+    def __init__(self, wait: bool = False) -> None:
         self.seconds: dict[str, float] = {}
+        self._wait = wait
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -76,6 +86,8 @@ class Parts:
         try:
             yield
         finally:
+            if self._wait:
+                torch.cuda.synchronize()
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,14 +107,20 @@ class Parts:
             yield item
 
 
-def private_step(s: Session) -> tuple[int, dict[str, float]]:
-    """One step as ``fit`` takes it; the number of records and the seconds of its parts."""
-    parts, batches = Parts(), train_step._batches
+def private_step(s: Session, *, wait: bool = False) -> tuple[int, dict[str, float]]:
+    """One step as ``fit`` takes it; the number of records and the seconds of its parts, with the rows of its passes as "rows"."""
+    parts, batches, rows = Parts(wait), train_step._batches, []
+
+    def counted(*args: Any) -> Iterator[Any]:
+        for batch, host in parts.waiting("load", batches(*args)):
+            rows.append(len(batch.record_id_B))
+            yield batch, host
+
     with parts.part("ledger"):
         step = broadcast_int(0 if s.run is None else s.run.ledger.append(), s.group)
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(DPPlan, "draw", parts.timed("draw", DPPlan.draw)))
-        stack.enter_context(patch.object(train_step, "_batches", lambda *args: parts.waiting("load", batches(*args))))
+        stack.enter_context(patch.object(train_step, "_batches", counted))
         stack.enter_context(patch.object(train_step, "clipped_sum", parts.timed("clip", train_step.clipped_sum)))
         stack.enter_context(patch.object(train_step, "all_reduce_sum", parts.timed("reduce", train_step.all_reduce_sum)))
         begun, before = time.perf_counter(), sum(parts.seconds.values())
@@ -115,19 +133,21 @@ def private_step(s: Session) -> tuple[int, dict[str, float]]:
         if s.ema is not None:
             update_average(s.ema, s.model, s.config.optim, s.updates)
     s.updates += 1
-    return total.num_records, parts.seconds
+    return total.num_records, parts.seconds | {"rows": float(sum(rows))}
 
 
-def plain_step(s: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> tuple[int, dict[str, float]]:
+def plain_step(
+    s: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, *, wait: bool = False
+) -> tuple[int, dict[str, float]]:
     """The same records by an ordinary training loop."""
-    parts, key = Parts(), StepKey(s.config.seed, step)
+    parts, key = Parts(wait), StepKey(s.config.seed, step)
     with parts.part("draw"):
         drawn = s.rows[s.plan.draw(step, len(s.rows), derive_rng(DRAW_KEY, step))]
         rows = drawn[s.group.rank :: s.group.world_size]
     optimizer.zero_grad()
     for batch in parts.waiting("load", full_batches(s, rows, key)):
         with parts.part("clip"):
-            s.loss_fn(model, batch, key).sum().backward()
+            plain_pass(s, model, batch, key)
     if s.group.world_size > 1:
         with parts.part("reduce"):
             for work in [dist.all_reduce(p.grad, async_op=True) for p in model.parameters() if p.grad is not None]:
@@ -140,13 +160,21 @@ def plain_step(s: Session, model: torch.nn.Module, optimizer: torch.optim.Optimi
     return len(drawn), parts.seconds
 
 
+def plain_pass(s: Session, model: torch.nn.Module, batch: Batch, key: StepKey) -> None:
+    with train_step.autocast(s.config.hardware.precision, s.group.device):
+        losses_B = s.loss_fn(model, batch, key)
+    losses_B.sum().backward()
+
+
 def full_batches(s: Session, rows: np.ndarray, key: StepKey) -> Iterator[Batch]:
-    """Full physical batches of these rows of the store."""
-    hardware = s.config.hardware
-    return physical_batches(
+    """Full physical batches of these rows of the store, on the device."""
+    hardware, device = s.config.hardware, s.group.device
+    batches = physical_batches(
         s.store, rows, key, s.config.data, s.config.model.encoder.image_size,
-        physical_batch_size=hardware.physical_batch_size, workers=hardware.workers, captions=s.words,
+        physical_batch_size=hardware.physical_batch_size, workers=hardware.workers, captions=s.words, normalised=device.type == "cpu",
     )  # fmt: skip
+    least = hardware.physical_batch_size if hardware.compile else 1
+    return (batch for batch, _ in on_device(batches, device, s.config.data, least))
 
 
 def map_memory(s: Session, model: torch.nn.Module) -> None:
@@ -154,8 +182,9 @@ def map_memory(s: Session, model: torch.nn.Module) -> None:
     key = StepKey(s.config.seed, 0)
     batch = next(full_batches(s, s.rows[: s.config.hardware.physical_batch_size], key))
     for _ in range(2):
-        clipped_sum(s.loss_fn, s.model, batch, key, max_grad_norm=s.plan.max_grad_norm)
-        s.loss_fn(model, batch, key).sum().backward()
+        with train_step.autocast(s.config.hardware.precision, s.group.device):
+            clipped_sum(s.loss_fn, s.model, batch, key, max_grad_norm=s.plan.max_grad_norm, blocks=s.blocks)
+        plain_pass(s, model, batch, key)
         model.zero_grad()
 
 
@@ -175,7 +204,12 @@ def make_config(name: str, args: argparse.Namespace, folder: Path, group: Group)
         noise_multiplier=10.0, delta=None, max_batch_size=None,
     )  # fmt: skip
     hardware = replace(
-        base.hardware, physical_batch_size=args.physical, workers=args.threads, device="cpu", precision="float32", compile=False
+        base.hardware,
+        physical_batch_size=args.physical,
+        workers=args.threads,
+        device=args.device,
+        precision=args.precision,
+        compile=args.compile,
     )
     data = replace(base.data, images="store", store=str(folder / "scenes"), tokenizer=str(tokenizer))
     return replace(base, model=model, privacy=privacy, data=data, hardware=hardware, init_from=None)
@@ -187,38 +221,51 @@ def _sample(i: int, size: int) -> Sample:
     return Sample(str(i), file.getvalue(), {"captions": [scene.caption]})
 
 
-def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    group = join("cpu")  # the session leaves it
+def measure(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a model; ``args`` as on the command line."""
+    group = join(args.device)  # the session leaves it
+    on_gpu = group.device.type == "cuda"
     found: dict[str, list[dict[str, float]]] = {"private": [], "non_private": []}
+    parts: dict[str, list[dict[str, float]]] = {"private": [], "non_private": []} if on_gpu else found
     with tempfile.TemporaryDirectory() as own, contextlib.ExitStack() as stack:
         folder = Path(gather_texts(own, group)[0])
         s = stack.enter_context(start.new_session(make_config(name, args, folder, group), folder / "run"))
         model = copy.deepcopy(s.model)
-        plain = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
+        plain = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=on_gpu or None)
+        if args.compile:
+            for blocks in (m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
+                for block in blocks:
+                    block.compile(dynamic=False)
         map_memory(s, model)
         private_step(s)
         plain_step(s, model, plain, 0)
-        for number in range(1, args.rounds + 1):
+        for number in range(1, args.rounds + 1 + on_gpu):
+            split = number > args.rounds
             for variant in sorted(found, reverse=number % 2 == 1):
                 gather_texts("", group)  # the ranks begin together
+                if on_gpu:
+                    torch.cuda.synchronize()
                 wall, cpu, faults = time.perf_counter(), time.process_time(), _page_faults()
-                step = private_step(s) if variant == "private" else plain_step(s, model, plain, number)
+                step = private_step(s, wait=split) if variant == "private" else plain_step(s, model, plain, number, wait=split)
+                if on_gpu:
+                    torch.cuda.synchronize()
                 seconds, cpu = time.perf_counter() - wall, time.process_time() - cpu
                 counts = {"records": step[0], "page_faults": _page_faults() - faults}
                 costs = {**step[1], "step": seconds, "cpu": sum(map(float, gather_texts(str(cpu), group))), **counts}
-                found[variant].append(costs)
+                (parts if split else found)[variant].append(costs)
                 if group.is_main:
-                    print(f"{name} {variant}: {costs['step']:.1f} s, CPU {costs['cpu']:.1f} s, {step[0]} records", file=sys.stderr)
+                    print(f"{name} {variant}: {costs['step']:.3g} s, CPU {costs['cpu']:.3g} s, {step[0]} records", file=sys.stderr)
     for ours, theirs in zip(found["private"], found["non_private"], strict=True):
         assert ours["records"] == theirs["records"], "both sides take the same draw"
-    rows = [
-        row(name, variant, part if part in ("records", "page_faults") else f"{part}_s", [costs[part] for costs in steps])
-        for variant, steps in found.items()
-        for part in steps[0]
-    ]
+    for variant, steps in found.items():
+        for part in steps[0]:
+            whole = part in ("step", "cpu", "records", "page_faults")
+            values = [costs[part] for costs in (steps if whole else parts[variant])]
+            yield row(name, variant, part if part in ("records", "page_faults", "rows") else f"{part}_s", values)
     for ratio, part in (("time_ratio", "step"), ("cpu_ratio", "cpu")):
-        rows.append(row(name, "private", ratio, [a[part] / b[part] for a, b in zip(found["private"], found["non_private"], strict=True)]))
-    return rows
+        yield row(name, "private", ratio, [a[part] / b[part] for a, b in zip(found["private"], found["non_private"], strict=True)])
+    if group.world_size == 1:
+        yield row(name, "private", "fill", [costs["records"] / costs["rows"] for costs in found["private"]])
 
 
 def _page_faults() -> int:
@@ -233,6 +280,9 @@ def main() -> None:
     parser.add_argument("--physical", type=int, help="records of a pass; 32 if not given")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2, help="of torch and of the loader")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--precision", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--compile", action="store_true", help="compiled blocks, on both sides")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -9,8 +9,10 @@ and the figure is of all of them together. "fused" is torch.compile; its first c
 import argparse
 import multiprocessing
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import row, write_result
@@ -34,6 +36,30 @@ def in_process(size_px: int, num: int, fused: bool, rounds: int) -> list[float]:
     return [once(size_px, num, "cpu", fused, 1_000_000 * (r + 1)) for r in range(rounds)]
 
 
+def measured(device: str, *, sizes: list[int], rounds: int, processes: int) -> Iterator[dict[str, Any]]:
+    """Yield textures a second of each size, eager and fused."""
+    for size in sizes:
+        rates: dict[bool, list[float]] = {False: [], True: []}
+        if device == "cuda":
+            num = max(256, (1 << 27) // size**2)
+            start = time.perf_counter()
+            once(size, num, "cuda", True, 0)
+            yield row(f"{size}px", "fused", "compile_s", [time.perf_counter() - start])
+            once(size, num, "cuda", False, 0)
+            for r in range(rounds):
+                for fused in (False, True):
+                    rates[fused].append(num / once(size, num, "cuda", fused, 1_000_000 * (r + 1)))
+        else:
+            num = max(16, (1 << 20) // size**2)
+            for fused in (False, True):
+                with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+                    jobs = [pool.submit(in_process, size, num, fused, rounds) for _ in range(processes)]
+                    times = [job.result() for job in jobs]
+                rates[fused] = [sum(num / t[r] for t in times) for r in range(rounds)]
+        for fused, values in rates.items():
+            yield row(f"{size}px", "fused" if fused else "eager", "images_per_s", values)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="32 and 64 px, three rounds")
@@ -45,27 +71,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.sizes, args.rounds = "32,64", 3
-    rows = []
-    for size in map(int, args.sizes.split(",")):
-        if args.device == "cuda":
-            num = max(256, (1 << 27) // size**2)
-            rates: dict[bool, list[float]] = {False: [], True: []}
-            start = time.perf_counter()
-            once(size, num, "cuda", True, 0)
-            rows.append(row(f"{size}px", "fused", "compile_s", [time.perf_counter() - start]))
-            once(size, num, "cuda", False, 0)
-            for r in range(args.rounds):
-                for fused in (False, True):
-                    rates[fused].append(num / once(size, num, "cuda", fused, 1_000_000 * (r + 1)))
-        else:
-            num = max(16, (1 << 20) // size**2)
-            rates = {}
-            for fused in (False, True):
-                with ProcessPoolExecutor(args.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-                    jobs = [pool.submit(in_process, size, num, fused, args.rounds) for _ in range(args.processes)]
-                    times = [job.result() for job in jobs]
-                rates[fused] = [sum(num / t[r] for t in times) for r in range(args.rounds)]
-        rows += [row(f"{size}px", "fused" if fused else "eager", "images_per_s", values) for fused, values in rates.items()]
+    rows = list(measured(args.device, sizes=list(map(int, args.sizes.split(","))), rounds=args.rounds, processes=args.processes))
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     write_result(args.json, "textures", rows, packages=("torch", "numpy"), device=device)
 
