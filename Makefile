@@ -2,6 +2,7 @@
 # make dist   wheel and sdist in dist/, tried in a fresh environment
 # make docs   these pages as a site in site/, every link checked
 # make prove  the longer checks and the quick benchmarks
+# make gpu-rehearsal   the acceptance of a GPU machine, on this CPU, with that machine's packages and the wheels to carry there
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ export MPLBACKEND := Agg
 # Where it is set, every process of the tests compiles all that it imports: six of torch's twelve seconds on a slow core.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check prove docs dist clean
+.PHONY: setup demo test check prove gpu-rehearsal docs dist clean
 
 setup: $(VENV)/.installed
 
@@ -40,6 +41,9 @@ prove: setup
 	$(BIN)/python benchmarks/loader.py --quick --json runs/bench/loader.json
 	$(BIN)/python benchmarks/step.py --small --models mae_micro --json runs/bench/step.json
 	$(BIN)/python benchmarks/clipping.py --quick --json runs/bench/clipping.json
+
+gpu-rehearsal: setup
+	scripts/gpu_rehearsal.sh $(PYTHON)
 
 dist: setup
 	rm -rf dist

@@ -201,8 +201,11 @@ class Worker:
 
     def __init__(self, device: str, log: Path) -> None:
         self._log = open(log, "a")
+        # Commands of a part run in other folders.
+        paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        environment = {**os.environ, **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
         self._process = subprocess.Popen(
-            [sys.executable, "-u", str(HERE / "gpu_parts.py"), device],
+            [sys.executable, "-u", str(HERE / "gpu_parts.py"), device], env=environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True,
         )  # fmt: skip
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -363,7 +366,7 @@ def _run_parts(args: argparse.Namespace, asked: list[str], digest: str, end: flo
             if before is not None and before["status"] == "complete" and not args.again:
                 continue
             remaining = end - time.monotonic()
-            if remaining < _LEAST * part.budget_s:
+            if remaining < (_LEAST * part.budget_s if args.device == "cuda" else 1):
                 left.append(part.name)
                 continue
             print(f"{part.name}: {part.what} ...", file=sys.stderr, flush=True)
@@ -376,7 +379,8 @@ def _run_parts(args: argparse.Namespace, asked: list[str], digest: str, end: flo
                     found[part.name] = {"part": part.name, "status": "cut off", "seconds": 0.0, "rows": rows}
                     write()
 
-            status, useful = worker.run(part, min(1.5 * part.budget_s, remaining), keep)
+            limit_s = min(1.5 * part.budget_s, remaining) if args.device == "cuda" else remaining  # budgets are a GPU's
+            status, useful = worker.run(part, limit_s, keep)
             seconds = time.monotonic() - started
             if status == "complete" or before is None or len(rows) >= len(before["rows"]):
                 found[part.name] = {"part": part.name, "status": status, "seconds": seconds, **worker.environment, "rows": rows}

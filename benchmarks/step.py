@@ -49,6 +49,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.sources import Sample
 from dpvision.data.tokenizer import train_tokenizer
+from dpvision.devices import loader_threads
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.noise import privatize
 from dpvision.optim.ema import update_average
@@ -171,7 +172,8 @@ def full_batches(s: Session, rows: np.ndarray, key: StepKey) -> Iterator[Batch]:
     hardware, device = s.config.hardware, s.group.device
     batches = physical_batches(
         s.store, rows, key, s.config.data, s.config.model.encoder.image_size,
-        physical_batch_size=hardware.physical_batch_size, workers=hardware.workers, captions=s.words, normalised=device.type == "cpu",
+        physical_batch_size=hardware.physical_batch_size, workers=loader_threads(hardware.workers, device), captions=s.words,
+        normalised=device.type == "cpu",
     )  # fmt: skip
     least = hardware.physical_batch_size if hardware.compile else 1
     return (batch for batch, _ in on_device(batches, device, s.config.data, least))

@@ -9,7 +9,7 @@ and the figure is of all of them together. "fused" is torch.compile; its first c
 import argparse
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,10 @@ def in_process(size_px: int, num: int, fused: bool, rounds: int) -> list[float]:
     return [once(size_px, num, "cpu", fused, 1_000_000 * (r + 1)) for r in range(rounds)]
 
 
-def measured(device: str, *, sizes: list[int], rounds: int, processes: int) -> Iterator[dict[str, Any]]:
-    """Yield textures a second of each size, eager and fused."""
+def measured(
+    device: str, *, sizes: list[int], rounds: int, processes: int, variants: Sequence[bool] = (False, True)
+) -> Iterator[dict[str, Any]]:
+    """Yield textures a second of each size, eager and fused; on a CPU of the ``variants`` (fused or not)."""
     for size in sizes:
         rates: dict[bool, list[float]] = {False: [], True: []}
         if device == "cuda":
@@ -51,12 +53,12 @@ def measured(device: str, *, sizes: list[int], rounds: int, processes: int) -> I
                     rates[fused].append(num / once(size, num, "cuda", fused, 1_000_000 * (r + 1)))
         else:
             num = max(16, (1 << 20) // size**2)
-            for fused in (False, True):
+            for fused in variants:
                 with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
                     jobs = [pool.submit(in_process, size, num, fused, rounds) for _ in range(processes)]
                     times = [job.result() for job in jobs]
                 rates[fused] = [sum(num / t[r] for t in times) for r in range(rounds)]
-        for fused, values in rates.items():
+        for fused, values in ((fused, values) for fused, values in rates.items() if values):
             yield row(f"{size}px", "fused" if fused else "eager", "images_per_s", values)
 
 

@@ -1,5 +1,7 @@
 """What a processor can do for a run, and sending tensors to a GPU without waiting."""
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -39,10 +41,29 @@ def require_precision(precision: str, device: torch.device) -> None:
 
 
 def slow_precision(precision: str, device: torch.device) -> str | None:
-    """Return a warning if a CPU only emulates bfloat16, or None.
+    """Return a sentence if a device computes several times faster in another precision, or None.
 
-    x86 CPUs without AVX-512 have no bfloat16 instructions; of others (``get_cpu_capability`` "DEFAULT" or "SVE256") it is not known.
+    x86 CPUs without AVX-512 have no bfloat16 instructions; of others (``get_cpu_capability`` "DEFAULT" or "SVE256") it is not known. GPUs
+    with bfloat16 have units for matrix products that float32 does not use.
     """
+    if precision == "float32" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return (
+            "--hardware.precision bfloat16 is several times faster on this GPU; the bound on a record's contribution is then measured, not "
+            "proven (docs/clipping.md)."
+        )
     if precision != "bfloat16" or device.type != "cpu" or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "NO AVX"):
         return None
     return "This CPU has no bfloat16 instructions: --hardware.precision float32 is several times faster."
+
+
+def loader_threads(workers: int | None, device: torch.device) -> int:
+    """Return the number of threads that read and decode images.
+
+    Args:
+        workers: HardwareConfig's; if None, 2 on a CPU, which computes with the others, and on a GPU this process's share of the cores, from
+            2 to 16.
+    """
+    if workers is not None:
+        return workers
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return 2 if device.type == "cpu" else min(16, max(2, cores))

@@ -1,5 +1,8 @@
 """What a machine lacks is refused in a sentence, before a step is charged: CUDA, a GPU for each rank, memory, bfloat16."""
 
+import contextlib
+import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +18,9 @@ from dpvision.cli.train import TrainArgs, train
 from dpvision.config import RunConfig
 from dpvision.data.batch import Batch
 from dpvision.dense.training_settings import DenseHardware
-from dpvision.devices import require_precision, slow_precision
+from dpvision.devices import loader_threads, require_precision, slow_precision
 from dpvision.dp.compiled import CompiledBlocks
-from dpvision.errors import ConfigError
+from dpvision.errors import ConfigError, DataError
 from dpvision.recipes import RECIPES
 from dpvision.train import distributed, feed, loop, memory, start
 from dpvision.train.distributed import Group
@@ -76,12 +79,14 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         ("bfloat16", "DEFAULT", "cpu", False),
         ("bfloat16", "AVX2", "cuda", False),
         ("float32", "AVX2", "cpu", False),
+        ("float32", "AVX2", "cuda", True),
     ],
 )
-def test_a_cpu_that_emulates_bfloat16_is_named(
+def test_a_precision_that_is_slow_here_is_named(
     precision: str, capability: str, device: str, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     assert (slow_precision(precision, torch.device(device)) is not None) == warned
 
 
@@ -219,9 +224,12 @@ def test_any_command_out_of_memory_ends_in_a_sentence(monkeypatch: pytest.Monkey
         main(["evaluate", "x"])
 
 
-def test_the_next_batch_is_copied_while_this_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of calls on a GPU: batch k + 1 is sent on the copying stream before batch k is used, which waits for its own copy only."""
+def test_the_next_batch_is_copied_by_a_thread_while_this_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch k + 1 is sent on the copying stream, and pinned by another thread than the one that computes, before batch k is released; the
+    computing stream waits for its own copy only."""
     told: list[str] = []
+    copied = [threading.Event() for _ in range(3)]
+    threads: set[int] = set()
 
     class Stream:
         def record_event(self) -> str:
@@ -236,20 +244,57 @@ def test_the_next_batch_is_copied_while_this_one_is_computed(monkeypatch: pytest
 
     def to_device(batch: Any, device: torch.device) -> tuple[Sent]:
         told.append(f"copy {batch.record_id_B}")
+        threads.add(threading.get_ident())
+        copied[batch.record_id_B].set()
         return (Sent(),)
 
     copying, computing = Stream(), Stream()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: copying)
-    monkeypatch.setattr(torch.cuda, "stream", __import__("contextlib").nullcontext)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
     monkeypatch.setattr(feed, "to_device", to_device)
     batches = (SimpleNamespace(record_id_B=k, valid_B=None) for k in range(3))
-    for _, rows in feed._copied(batches, torch.device("cuda")):  # type: ignore[arg-type]
+    for k, (_, rows) in enumerate(feed._copied(batches, torch.device("cuda"))):  # type: ignore[arg-type]
+        assert copied[min(k + 1, 2)].wait(900), "the next batch is not copied while this one is computed"
         told.append(f"compute {rows.record_id_B}")
-    assert told == [
-        "copy 0", "copy 1", "wait for copy 0", "keep", "compute 0", "copy 2", "wait for copy 1", "keep", "compute 1",
-        "wait for copy 2", "keep", "compute 2",
-    ]  # fmt: skip
+    for k in range(3):
+        assert told.index(f"copy {k}") < told.index(f"wait for copy {k}") < told.index(f"compute {k}")
+    assert told.count("keep") == 3 and threads and threading.get_ident() not in threads
+
+
+def test_a_fault_of_the_loader_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def batches() -> Any:
+        yield SimpleNamespace(record_id_B=0, valid_B=None)
+        raise DataError("a shard cannot be read")
+
+    for name, value in (("Stream", lambda device: SimpleNamespace(record_event=str)), ("device", contextlib.nullcontext)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=str))
+    monkeypatch.setattr(feed, "to_device", lambda batch, device: ())
+    found = feed._copied(batches(), torch.device("cuda"))
+    next(found)
+    with pytest.raises(DataError, match="cannot be read"):
+        next(found)
+
+
+@pytest.mark.parametrize(
+    ("workers", "device", "cores", "ranks", "expected"),
+    [
+        (None, "cpu", 16, "1", 2),
+        (None, "cuda", 16, "1", 16),
+        (None, "cuda", 64, "8", 8),
+        (None, "cuda", 4, "8", 2),
+        (3, "cuda", 16, "1", 3),
+    ],
+)
+def test_threads_of_the_loader_follow_the_machine(
+    workers: int | None, device: str, cores: int, ranks: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert loader_threads(workers, torch.device(device)) == expected
 
 
 @pytest.mark.slow

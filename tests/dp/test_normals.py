@@ -155,6 +155,21 @@ def test_the_gpu_kernel_makes_the_same_words_bit_for_bit() -> None:
     assert done.stdout == "equal\n", done.stderr[-2000:]
 
 
+def test_the_gpu_kernel_compiles_for_gpus_that_are_not_here() -> None:
+    """To machine code of the A100 (8.0) and of the H100 (9.0), with Triton's own assembler; block numbers of 32 and of 64 bits."""
+    pytest.importorskip("triton")
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from dpvision.dp.chacha_triton import _PROGRAM_BLOCKS, _words
+
+    for capability, integer in ((80, "i32"), (90, "i32"), (90, "i64")):
+        types = {"out_W": "*i64", "key_8": "*i64", "first_block": integer, "num_blocks": integer, "PROGRAM_BLOCKS": "constexpr"}
+        source = ASTSource(fn=_words, signature=types, constexprs={"PROGRAM_BLOCKS": _PROGRAM_BLOCKS})
+        assert len(compile_kernel(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]) > 1000
+
+
 @pytest.mark.gpu
 def test_a_gpu_makes_the_same_normals() -> None:
     from dpvision.dp.chacha_triton import chacha_words

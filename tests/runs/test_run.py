@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from dpvision.config import PrivacyConfig, RunConfig
 from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.errors import CheckpointError, DataError, PrivacyError
+from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.privacy.account import set_cap
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.report.statement import read_evidence
+from dpvision.runs import versions
 from dpvision.runs.run import Run, Secrets, Stopped, new_run
 from dpvision.runs.unprotected import runs_with_these_weights
 from dpvision.weights import contents
@@ -78,6 +80,29 @@ def test_what_is_refused_leaves_the_name_free(tmp_path: Path, store: Store, plan
     with pytest.raises(CheckpointError, match="MB free"), new_run(root, config, plan, store, [], num_bytes=1 << 60, secluded=False):
         pass
     assert not root.exists()
+
+
+def test_code_whose_version_cannot_be_read_charges_nothing(
+    tmp_path: Path, store: Store, plan: DPPlan, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by PYTHONPATH alone, for example: the first checkpoint would fail after its steps were charged."""
+    root = tmp_path / "runs" / "first"
+    with new_run(root, config, plan, store, [], num_bytes=1, secluded=False) as run:
+        _charged(run, 1)
+    before = run.ledger.path.read_bytes()
+
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions, "version", version)
+    versions.code_versions.cache_clear()
+    other = tmp_path / "runs" / "second"
+    for begun in (new_run(other, config, plan, store, [], num_bytes=1, secluded=False), Stopped.read(root).resumed(store, [], num_bytes=1)):
+        with pytest.raises(ConfigError, match=r"dpvision is found by its path alone .*Run pip install"), begun:
+            pass
+    assert (
+        not other.exists() and run.ledger.path.read_bytes() == before and len(list((store.path.parent / "LEDGERS").rglob("*.jsonl"))) == 1
+    )
 
 
 def test_another_store_another_runs_checkpoint_and_an_older_ledger_are_refused(

@@ -19,7 +19,7 @@ from dpvision.train.distributed import Group
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session
 
-ARGS = Namespace(batch=16, physical=8, threads=1, rounds=2)
+ARGS = Namespace(batch=16, physical=8, threads=1, rounds=2, device="cpu", precision="float32", compile=False)
 
 
 def test_the_private_step_is_a_step_of_the_training_loop(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_the_private_step_is_a_step_of_the_training_loop(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_the_parts_add_up_to_the_step() -> None:
-    rows = benchmark.measure("mae_micro", ARGS)
+    rows = list(benchmark.measure("mae_micro", ARGS))
     value = {(r["variant"], r["metric"]): r["value"] for r in rows}
     shared = {"draw_s", "load_s", "clip_s", "optimizer_s"}
     for variant, names in (("private", shared | {"totals_s", "reduce_s", "noise_s", "ledger_s"}), ("non_private", shared)):

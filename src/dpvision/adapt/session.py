@@ -30,6 +30,7 @@ from dpvision.adapt.prepare import Prepared, prepare
 from dpvision.adapt.release import Releases
 from dpvision.checkpoint import Checkpoint
 from dpvision.config import RunConfig
+from dpvision.devices import loader_threads
 from dpvision.encoders.centre import texture_centre
 from dpvision.encoders.feature_file import feature_array
 from dpvision.encoders.identity import check_same, describe
@@ -188,7 +189,8 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
     keep = not made.encoder.confidential or made.store.visibility == "private"
     feature_ND = feature_array(
         made.encoder, cfg.encoder.pooling, cfg.encoder.width, made.store, made.row_N, dataset_size=made.plan.dataset_size, keep=keep,
-        batch_size=hardware.physical_batch_size, workers=hardware.workers, device=made.device, progress=progress,
+        batch_size=hardware.physical_batch_size, workers=loader_threads(hardware.workers, made.device), device=made.device,
+        progress=progress,
     )  # fmt: skip
     needs_centre = cfg.centre == "textures" and not made.encoder.standard_rows
     centre_D = texture_centre(made.encoder, cfg.encoder.pooling, made.device) if needs_centre else None

@@ -309,7 +309,7 @@ def _score(study: Study, folder: Path) -> float:
     from dpvision.eval.score_file import NOTHING_FITTED, write_scores
 
     assert study.test is not None
-    store, workers = open_store(study.test), study.config.hardware.workers
+    store, workers = open_store(study.test), study.config.hardware.workers or 2
     if study.objective == OWN_HEAD:
         scores, fitted = score_own_head(folder, store, workers=workers), NOTHING_FITTED
     else:

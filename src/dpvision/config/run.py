@@ -134,8 +134,8 @@ class HardwareConfig:
     slower than float32 on CPUs that only emulate it."""
     compile: bool = False
     """Compile transformer blocks (torch.compile): faster on a GPU and in long runs, after a minute or more at the start."""
-    workers: int = 2
-    """Threads that read and decode images."""
+    workers: int | None = None
+    """Threads that read and decode images; if None, 2 on a CPU, and on a GPU the cores of this process, from 2 to 16."""
     checkpoint_every_s: float = 300.0
     """Seconds between checkpoints; a checkpoint is also written at the end and on SIGINT (Ctrl-C), SIGTERM or SIGUSR1."""
     keep_checkpoints: int = 2
@@ -144,7 +144,7 @@ class HardwareConfig:
         check_choices(self)
         w = "hardware"
         require(self.physical_batch_size >= 1, w, "physical_batch_size", self.physical_batch_size, "at least 1", "Try 64.")
-        require(self.workers >= 1, w, "workers", self.workers, "at least 1", "Use the number of cores.")
+        require(self.workers is None or self.workers >= 1, w, "workers", self.workers, "at least 1", "Leave it out.")
         require(0 <= self.checkpoint_every_s < math.inf, w, "checkpoint_every_s", self.checkpoint_every_s, "0 or more", "Use 300.")
         require(self.keep_checkpoints >= 1, w, "keep_checkpoints", self.keep_checkpoints, "at least 1", "Use 2.")
 

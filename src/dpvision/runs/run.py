@@ -122,8 +122,10 @@ def new_run(
         files: further objects to write as JSON, by name.
 
     Raises:
-        CheckpointError: the folder holds a run, or its disk is full. PrivacyError: the ledger refuses the plan.
+        CheckpointError: the folder holds a run, or its disk is full. PrivacyError: the ledger refuses the plan. ConfigError: the versions
+            of the code cannot be read (``code_versions``).
     """
+    code_versions()  # else the first checkpoint fails, after its steps were charged
     require_space(root, num_bytes)
     about = {
         "store_id": store.store_id, "store_visibility": store.visibility, "results_visibility": store.results_visibility,
@@ -195,8 +197,9 @@ class Stopped:
 
         Raises:
             CheckpointError: the run is in use, or its disk is full. PrivacyError: the ledger is not the run's, or older
-                than its checkpoint.
+                than its checkpoint. ConfigError: as ``new_run``.
         """
+        code_versions()
         require_space(self.root, num_bytes)
         with contextlib.ExitStack() as stack:
             folder = open_run(self.root)

@@ -3,17 +3,31 @@
 import hashlib
 import platform
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import dpvision
+from dpvision.errors import ConfigError
 
 
 @cache
 def code_versions() -> dict[str, str]:
-    """Versions for the manifest and the statement; all of them public."""
-    names = ("dpvision", "torch", "numpy", "dp-accounting")
-    return {**{name: version(name) for name in names}, "python": platform.python_version(), "code_sha256": _code_digest()}
+    """Return versions for the manifest and the statement; all of them public. Runs read them before the first charge.
+
+    Raises:
+        ConfigError: a package can be imported, but is not installed, so its version is unknown.
+    """
+    found = {}
+    for name in ("dpvision", "torch", "numpy", "dp-accounting"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            install = f"pip install {Path(dpvision.__file__).parents[2]}" if name == "dpvision" else f"pip install {name}"
+            raise ConfigError(
+                f"versions: {name} is found by its path alone (PYTHONPATH, say); expected an installed package, whose version the "
+                f"checkpoints and the statement name. Run {install}."
+            ) from None
+    return {**found, "python": platform.python_version(), "code_sha256": _code_digest()}
 
 
 def _code_digest() -> str:

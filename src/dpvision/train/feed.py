@@ -4,6 +4,7 @@ Legend: B records (rows).
 """
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -35,16 +36,22 @@ def _copied(batches: Iterable[Batch], device: torch.device) -> Iterator[tuple[Ba
         for batch in batches:
             yield to_device(batch, device), HostRows(batch.record_id_B, batch.valid_B)
         return
-    stream = torch.cuda.Stream(device)
-    ahead: tuple[Batch, HostRows, torch.cuda.Event] | None = None
-    for batch in batches:
-        with torch.cuda.stream(stream):
-            sent = to_device(batch, device), HostRows(batch.record_id_B, batch.valid_B), stream.record_event()
-        if ahead is not None:
-            yield _arrived(*ahead, device)
-        ahead = sent
-    if ahead is not None:
-        yield _arrived(*ahead, device)
+    stream, source = torch.cuda.Stream(device), iter(batches)
+
+    def fetch() -> tuple[Batch, HostRows, torch.cuda.Event] | None:
+        with torch.cuda.device(device):  # a thread starts with the first GPU
+            batch = next(source, None)
+            if batch is None:
+                return None
+            with torch.cuda.stream(stream):
+                return to_device(batch, device), HostRows(batch.record_id_B, batch.valid_B), stream.record_event()
+
+    # In a thread: copying a batch into pinned memory would keep this one, which launches the passes, for milliseconds.
+    with ThreadPoolExecutor(1, "copy") as thread:
+        ahead = thread.submit(fetch)
+        while (sent := ahead.result()) is not None:
+            ahead = thread.submit(fetch)
+            yield _arrived(*sent, device)
 
 
 def _arrived(batch: Batch, rows: HostRows, copied: torch.cuda.Event, device: torch.device) -> tuple[Batch, HostRows]:

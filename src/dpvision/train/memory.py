@@ -15,26 +15,40 @@ from dpvision.train.objectives import example_batch
 from dpvision.train.step import autocast
 
 
-def require_fit(config: RunConfig, model: nn.Module, loss_fn: LossFn, device: torch.device) -> None:
-    """Run one pass over random images at the physical batch size, uncompiled, with room for the optimizer.
+def require_fit(config: RunConfig, model: nn.Module, loss_fn: LossFn, device: torch.device, world_size: int = 1) -> None:
+    """Run one pass over random images at the physical batch size, uncompiled, with room for all else that a step holds.
+
+    Args:
+        world_size: number of ranks; several exchange a flat float64 copy of the sum.
 
     Raises:
         ConfigError: out of memory; names a size that was tried and fits.
     """
     norm, key = config.privacy.max_grad_norm if config.privacy.guarantee != "none" else None, StepKey(config.seed, 0)
-    two_moments = 8 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
 
     def run(num: int) -> None:
-        room = torch.empty(two_moments, dtype=torch.uint8, device=device)
+        room = torch.empty(held_bytes(config, model), dtype=torch.uint8, device=device)
         batch = to_device(example_batch(config, num), device)
         with autocast(config.hardware.precision, device):
-            ClippedSum.add_up(model, norm, [clipped_sum(loss_fn, model, batch, key, max_grad_norm=norm)])
-        del room
+            total = ClippedSum.add_up(model, norm, (clipped_sum(loss_fn, model, batch, key, max_grad_norm=norm) for _ in range(1)))
+        del batch
+        # After the passes, beside the total: the ranks' flat copy, or the gradient in float32.
+        torch.empty(trained, dtype=torch.float64 if world_size > 1 else torch.float32, device=device)
+        del room, total
 
     size = config.hardware.physical_batch_size
     num = largest(run, size)
     if num < size:
         raise ConfigError(too_large(size, num, device))
+
+
+def held_bytes(config: RunConfig, model: nn.Module) -> int:
+    """Bytes that a session keeps from step to step beside the model: the optimizer's moments and the averaged weights, float32."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    moments = {"adamw": 2, "lamb": 2, "sgd": int(config.optim.momentum > 0)}[config.optim.name]
+    averaged = sum(value.numel() for value in model.state_dict().values()) if config.optim.averages else 0
+    return 4 * (moments * trained + averaged)
 
 
 def largest(run: Callable[[int], None], size: int) -> int:

@@ -187,7 +187,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
             # On public records: private ones must not decide which parameters are slow, nor whether the warning about them is logged.
             route_of(loss_fn, model, to_device(example_batch(config), group.device), StepKey(config.seed, 0))
     if group.device.type != "cpu":
-        require_fit(config, model, loss_fn, group.device)
+        require_fit(config, model, loss_fn, group.device, group.world_size)
     blocks = _compile(config, model, loss_fn, group) if config.hardware.compile else None
     optimizer = Optimizer(config.optim, model)
     ema = make_ema(model) if config.optim.averages else None

@@ -21,6 +21,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.people import People
 from dpvision.data.store import Store
+from dpvision.devices import loader_threads
 from dpvision.dp.buckets import num_buckets, passes
 from dpvision.dp.clip import ClippedSum, LossFn, clipped_sum
 from dpvision.dp.compiled import CompiledBlocks
@@ -94,7 +95,8 @@ def _batches(t: Training, drawn_B: np.ndarray, key: StepKey) -> Iterator[tuple[B
     mine = [drawn[part] for part in passes(key, id_B, count, most, group.rank, group.world_size)]
     batches = physical_batches(
         t.store, np.concatenate([drawn[:0], *mine]), key, t.config.data, model.encoder.image_size,
-        physical_batch_size=[len(part) for part in mine], workers=hardware.workers, device=group.device, captions=t.words,
+        physical_batch_size=[len(part) for part in mine], workers=loader_threads(hardware.workers, group.device),
+        device=group.device, captions=t.words,
         labels=isinstance(model, ClassifierConfig), num_classes=model.num_classes if isinstance(model, ClassifierConfig) else None,
         normalised=group.device.type == "cpu",
     )  # fmt: skip
