@@ -270,7 +270,8 @@ def measure_case(name: str, bench: Bench, deadline: float) -> Iterator[dict[str,
     subject.max_grad_norm = float(subject.clipped(method, batch).norms_B.median())
     if method == "one_pass":
         yield from subject.check_one_pass()
-    yield from subject.choose_forms(["non_private", *(["one_pass"] if method == "one_pass" else [])], batch)
+    if bench.rounds > 1:
+        yield from subject.choose_forms(["non_private", *(["one_pass"] if method == "one_pass" else [])], batch)
     steps: dict[str, Step] = {}
     for variant in bench.variants:
         limit = deadline if variant in COMPARISONS else bench.end if variant.endswith("compiled") else float("inf")

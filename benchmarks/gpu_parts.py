@@ -155,6 +155,7 @@ def main() -> None:
     if device.type == "cpu":
         torch.set_num_threads(1)
         keep_freed_memory()
+    torch.backends.cudnn.allow_tf32 = False  # as a run has it
     print(f"{Path(__file__).name}: {device}", flush=True)
     serve(device, sys.stdin, answer)
 

@@ -130,14 +130,20 @@ def peak_mb(step: Step, batch: Batch, model: nn.Module) -> float:
         step(batch)
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before + resident) / 1e6
+    return (peak_bytes(lambda: step(batch)) + resident) / 1e6
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Most bytes that torch's allocator on a CPU holds at once while ``run`` runs, on top of those before, from the profiler's events."""
+    gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step(batch)
+        run()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         now += event.nbytes()  # negative where memory is freed
         peak = max(peak, now)
-    return (peak + resident) / 1e6
+    return peak
 
 
 def time_rounds(name: str, bench: Bench, steps: dict[str, Step], batch: Batch, deadline: float) -> dict[str, list[float]]:

@@ -23,7 +23,7 @@ from dpvision.dp.compiled import CompiledBlocks
 from dpvision.errors import ConfigError, DataError
 from dpvision.recipes import RECIPES
 from dpvision.train import distributed, feed, loop, memory, start
-from dpvision.train.distributed import Group
+from dpvision.train.distributed import Group, join
 from dpvision.train.start import new_session
 
 from .strict_device import DEVICE
@@ -277,6 +277,13 @@ def test_a_fault_of_the_loader_reaches_the_loop(monkeypatch: pytest.MonkeyPatch)
     next(found)
     with pytest.raises(DataError, match="cannot be read"):
         next(found)
+
+
+def test_float32_convolutions_of_a_run_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN rounds their operands to ten bits by default."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    join("cpu")
+    assert not torch.backends.cudnn.allow_tf32
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What a step holds: nothing of the step before, and no more than the check before the first charge made room for."""
 
 import gc
+import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from measure import peak_bytes
 
 from dpvision.config import MAEConfig, OptimConfig, RunConfig, ViTConfig
 from dpvision.dp.clip import clipped_sum
@@ -62,19 +66,6 @@ def test_nothing_of_a_step_lives_through_the_next(config: RunConfig, tmp_path: P
     with new_session(config, tmp_path / "run") as session:
         fit(session, quiet=True)
     assert len(alive) == config.privacy.steps and held and alive == [0] * len(alive)
-
-
-def peak_bytes(run: Any) -> int:
-    """Largest number of bytes that torch's allocator holds at once on top of those at the start."""
-    gc.collect()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

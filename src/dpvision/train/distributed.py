@@ -51,6 +51,8 @@ def join(device: str) -> Group:
         PrivacyError: some ranks have a GPU and others do not.
     """
     kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    # Float32 convolutions are TF32 on a GPU unless this is said: ten bits of mantissa, where the bounds and a CPU have 23.
+    torch.backends.cudnn.allow_tf32 = False
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and not dist.is_initialized():
         # Compared before the process group is made: a backend would wait forever for ranks with another backend.
