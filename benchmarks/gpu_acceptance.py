@@ -33,6 +33,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RESULTS, LOG = "gpu_acceptance.json", "log.txt"
 _INCOMPLETE = 75
+_START_S = 240.0
+"""A process that has not begun after this time will not."""
 _LEAST = 0.4
 """A part is begun only if this share of its budget is left."""
 
@@ -209,9 +211,13 @@ class Worker:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True,
         )  # fmt: skip
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.environment: dict[str, Any] = {}
-        """Device, versions, commit and date, once a part has begun."""
         threading.Thread(target=self._read, daemon=True).start()
+        first = self._events.get(timeout=_START_S)
+        if "environment" not in first:
+            self.stop()
+            _refuse(f"--device={device}: {first.get('failed', first)}; see {log}. Use --device cpu to try the script at tiny sizes.")
+        self.environment: dict[str, Any] = first["environment"]
+        """Device, versions, commit and date."""
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -235,9 +241,7 @@ class Worker:
                 event = self._events.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 return f"stopped after {limit_s:.0f} s", False
-            if "environment" in event:
-                self.environment = event["environment"]
-            elif "row" in event:
+            if "row" in event:
                 keep(event["row"])
             elif "failed" in event:
                 return f"failed: {event['failed']}; see {LOG}", "dead" not in event

@@ -124,6 +124,9 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def serve(device: torch.device, requests: Any, answer: Callable[[dict[str, Any]], None]) -> None:
     """Run the parts that are asked for, and answer with each row as it comes, then "complete" or the reason of a failure."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        answer({"failed": "torch finds no GPU; expected one"})
+        return
     answer({"environment": environment(device)})
     for line in requests:
         asked = json.loads(line)

@@ -67,7 +67,12 @@ def test_a_check_that_does_not_hold_is_named_and_fails_the_whole() -> None:
 
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> Callable[[], Worker]:
     """Workers that run ``body`` for each request, with ``part`` and ``answer`` there."""
-    lines = ["import json, os, sys, time", "def answer(**event): print(json.dumps(event), flush=True)", "for line in sys.stdin:"]
+    lines = [
+        "import json, os, sys, time",
+        "def answer(**event): print(json.dumps(event), flush=True)",
+        "answer(environment={})",
+        "for line in sys.stdin:",
+    ]
     lines += [f"    {line}" for line in ["part = json.loads(line)['part']", *body.splitlines()]]
     (tmp_path / "gpu_parts.py").write_text("\n".join(lines))
     monkeypatch.setattr(gpu_acceptance, "HERE", tmp_path)
@@ -114,6 +119,11 @@ def test_wrong_input_gets_one_line(tmp_path: Path) -> None:
     for words, said in ((["--parts", "nothing"], "'nothing'; expected some of noise"), (["--minutes", "nan"], "--minutes: nan; expected")):
         done = call(tmp_path, *words)
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_machine_without_a_gpu_is_refused(tmp_path: Path) -> None:
+    done = call(tmp_path, "--device", "cuda", "--parts", "totals", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and "torch finds no GPU; expected one" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_package_found_by_its_path_alone_is_refused(tmp_path: Path) -> None:
