@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,21 +25,23 @@ from torch import Tensor, nn
 from dpvision.config import PrivacyConfig
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
-from dpvision.dp.clip import ClippedSum, clipped_sum
+from dpvision.dp.clip import clipped_sum
+from dpvision.dp.clipped import ClippedSum
 from dpvision.dp.compiled import compile_blocks
 from dpvision.dp.noise import grid_of, privatize
 from dpvision.dp.normals import box_muller, key_words, normals
 from dpvision.dp.scale import public_loss_scale
+from dpvision.dp.seal import seal
 from dpvision.models import make_model
 from dpvision.privacy.plan import make_plan
-from dpvision.privacy.stream import Keystream
+from dpvision.privacy.stream import Key, Keystream
 from dpvision.recipes import RECIPES
 from dpvision.train.feed import to_device
 from dpvision.train.objectives import example_batch, loss_function
 from dpvision.train.step import autocast
 
 SMALL = ("vip.micro_random_start", "dpcap.micro_random_start")
-KEY, STEP_KEY = bytes(range(32)), StepKey(0, 0)
+RAW, STEP_KEY = bytes(range(32)), StepKey(0, 0)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Largest relative difference of one pass from vmap in the same precision."""
 C = 1.0
@@ -112,21 +114,25 @@ def noise(device: torch.device) -> list[Check]:
     """The cipher's words bit for bit, its normals within 4 ulp, releases on the CPU's grid points, and the law of a large draw."""
     num = 2**20
     word_W = np.empty(num, dtype="<i8")
-    Keystream(KEY, 5).fill(word_W)
+    key = Key.for_tests(RAW)
+    Keystream(key, 5).fill(word_W)
     if device.type == "cuda":
         from dpvision.dp.chacha_triton import chacha_words
 
-        made = chacha_words(key_words([KEY])[0].to(device), 5, num // 8)
+        made = chacha_words(key_words([key])[0].to(device), 5, num // 8)
     else:
         made = torch.from_numpy(word_W.copy())
-    ours, theirs = normals(KEY, 40, 40 + num), box_muller(made).cpu().numpy()
+    ours, theirs = normals(key, 40, 40 + num), box_muller(made).cpu().numpy()
     total = _sum({"a": torch.randn(1000, 1001), "b": torch.randn(7)})
-    asked = PrivacyConfig(dataset_size=10**6, expected_batch_size=64, sampling="poisson", steps=10, noise_multiplier=1.0)
+    asked = PrivacyConfig(
+        dataset_size=10**6, expected_batch_size=64, steps=10, noise_multiplier=1.0, guarantee="simulated", max_grad_norm=C
+    )
     plan = make_plan(asked)
-    cpu = privatize(total, plan, 1, KEY, dtype=torch.float64).grads
-    here = privatize(replace(total, grads={n: v.to(device) for n, v in total.grads.items()}), plan, 1, KEY, dtype=torch.float64).grads
+    cpu = privatize(total, plan, 1, key, dtype=torch.float64).grads
+    moved = _sum({n: v.to(device) for n, v in total.grads.items()})
+    here = privatize(moved, plan, 1, Key.for_tests(RAW), dtype=torch.float64).grads
     steps = np.concatenate([((here[n].cpu() - cpu[n]).numpy() * plan.expected_batch_size / grid_of(plan.noise_std)).ravel() for n in cpu])
-    drawn = privatize(_sum({"a": torch.zeros(2**22, device=device)}), plan, 2, KEY, dtype=torch.float64).grads["a"].cpu().numpy()
+    drawn = privatize(_sum({"a": torch.zeros(2**22, device=device)}), plan, 2, key, dtype=torch.float64).grads["a"].cpu().numpy()
     law = stats.kstest(drawn * plan.expected_batch_size / plan.noise_std, "norm")
     return [
         Check("words that differ from the CPU's", float((made.cpu().numpy() != word_W).sum()), 0),
@@ -240,7 +246,7 @@ def _subject(name: str, device: torch.device, num_records: int):
 
 
 def _sum(grads: dict[str, Tensor]) -> ClippedSum:
-    return ClippedSum(grads, 1, torch.ones(1), torch.ones(1), C)
+    return seal(ClippedSum(grads, 1, torch.ones(1), torch.ones(1), C))
 
 
 def _as(batch: Batch, dtype: torch.dtype) -> Batch:
