@@ -40,6 +40,7 @@ from dpvision.config import (
 )
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.data.tokenizer import train_tokenizer
+from dpvision.privacy.stream import Key
 from dpvision.recipes import RECIPES
 from dpvision.runs.run import Secrets
 from dpvision.synthetic.scenes import make_scene
@@ -49,7 +50,11 @@ from dpvision.train.start import new_session
 NUM_RECORDS = 60
 NUM_CLASSES = 8
 VOCABULARY = 300
-SECRETS = Secrets(b"d" * 32, b"n" * 32)
+
+
+def secrets() -> Secrets:
+    """The keys of every run, whose bits are compared; keys are for one start."""
+    return Secrets(Key.for_tests(b"d" * 32), Key.for_tests(b"n" * 32))
 
 
 def small(config: RunConfig, store: Path, tokenizer: Path) -> RunConfig:
@@ -102,12 +107,12 @@ def first_steps(config: RunConfig, root: Path) -> dict[str, Any]:
     losses: list[str] = []
     if isinstance(config.model, HeadConfig):
         with new_head_session(config, root) as session:
-            adapt(session, secrets=SECRETS)
+            adapt(session, secrets=secrets())
     else:
         with new_session(config, root) as training:
             assert training.run is not None
             log = training.run.folder.confidential / "metrics.jsonl"
-            fit(training, secrets=SECRETS, quiet=True)
+            fit(training, secrets=secrets(), quiet=True)
         found = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
         losses = ["nan" if loss is None else float(loss).hex() for loss in found]
     saved = load_checkpoint(root)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +26,23 @@ from torch import Tensor, nn
 from dpvision.config import PrivacyConfig
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
-from dpvision.dp.clip import ClippedSum, LossFn, clipped_sum
+from dpvision.dp.clip import LossFn, clipped_sum
+from dpvision.dp.clipped import ClippedSum
 from dpvision.dp.compiled import compile_blocks
 from dpvision.dp.noise import grid_of, privatize
 from dpvision.dp.normals import box_muller, key_words, normals
 from dpvision.dp.scale import public_loss_scale
+from dpvision.dp.seal import seal
 from dpvision.models import make_model
 from dpvision.privacy.plan import make_plan
-from dpvision.privacy.stream import WORDS_PER_BLOCK, Keystream
+from dpvision.privacy.stream import WORDS_PER_BLOCK, Key, Keystream
 from dpvision.recipes import RECIPES
 from dpvision.train.feed import to_device
 from dpvision.train.objectives import example_batch, loss_function
 from dpvision.train.step import autocast
 
 SMALL = ("vip.micro_random_start", "dpcap.micro_random_start")
-KEY, STEP_KEY = bytes(range(32)), StepKey(0, 0)
+RAW, STEP_KEY = bytes(range(32)), StepKey(0, 0)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Largest relative difference of one pass from vmap in the same precision."""
 C = 1.0
@@ -121,30 +123,34 @@ def contributions(device: torch.device) -> Checks:
 
 def noise(device: torch.device) -> Checks:
     """The cipher's published answer and the CPU's words bit for bit, normals within 4 ulp, the CPU's grid points, and the law of a draw."""
-    zero_key = _words(bytes(32), 0, 8, device).view(np.uint8)[:64].tobytes()
+    zero_key = _words(Key.for_tests(bytes(32)), 0, 8, device).view(np.uint8)[:64].tobytes()
     yield Check("bytes that differ from RFC 8439, appendix A.1, vector 1", sum(a != b for a, b in zip(zero_key, RFC_8439, strict=True)), 0)
     num = 2**20
     word_W = np.empty(num, dtype="<i8")
-    Keystream(KEY, 5).fill(word_W)
-    made = _words(KEY, 5, num, device)
+    key = Key.for_tests(RAW)
+    Keystream(key, 5).fill(word_W)
+    made = _words(key, 5, num, device)
     yield Check("words that differ from the CPU's", float((made != word_W).sum()), 0)
     ours = box_muller(torch.from_numpy(made).to(device)).cpu().numpy()
-    theirs = normals(KEY, 40, 40 + num)
+    theirs = normals(key, 40, 40 + num)
     yield Check("normals: largest difference from the CPU's, ulp", float((np.abs(ours - theirs) / np.spacing(np.abs(theirs))).max()), 4)
     total = _sum({"a": torch.randn(1000, 1001), "b": torch.randn(7)})
-    asked = PrivacyConfig(dataset_size=10**6, expected_batch_size=64, sampling="poisson", steps=10, noise_multiplier=1.0)
+    asked = PrivacyConfig(
+        dataset_size=10**6, expected_batch_size=64, steps=10, noise_multiplier=1.0, guarantee="simulated", max_grad_norm=C
+    )
     plan = make_plan(asked)
-    cpu = privatize(total, plan, 1, KEY, dtype=torch.float64).grads
-    here = privatize(replace(total, grads={n: v.to(device) for n, v in total.grads.items()}), plan, 1, KEY, dtype=torch.float64).grads
+    cpu = privatize(total, plan, 1, key, dtype=torch.float64).grads
+    moved = _sum({n: v.to(device) for n, v in total.grads.items()})
+    here = privatize(moved, plan, 1, Key.for_tests(RAW), dtype=torch.float64).grads
     steps = np.concatenate([((here[n].cpu() - cpu[n]).numpy() * plan.expected_batch_size / grid_of(plan.noise_std)).ravel() for n in cpu])
     yield Check("release: largest difference from the CPU's, grid points", float(np.abs(steps).max()), 1.01)
     yield Check("release: share of coordinates at another grid point", float((np.abs(steps) > 0.5).mean()), 1e-4)
-    drawn = privatize(_sum({"a": torch.zeros(2**22, device=device)}), plan, 2, KEY, dtype=torch.float64).grads["a"].cpu().numpy()
+    drawn = privatize(_sum({"a": torch.zeros(2**22, device=device)}), plan, 2, key, dtype=torch.float64).grads["a"].cpu().numpy()
     law = stats.kstest(drawn * plan.expected_batch_size / plan.noise_std, "norm")
     yield Check("law of 4 M normals: 1 - p of Kolmogorov-Smirnov", 1 - float(law.pvalue), 1 - 1e-6)
 
 
-def _words(key: bytes, block: int, num: int, device: torch.device) -> np.ndarray:
+def _words(key: Key, block: int, num: int, device: torch.device) -> np.ndarray:
     """Words of the cipher as ``device`` makes them, int64 on the host."""
     if device.type == "cuda":
         from dpvision.dp.chacha_triton import chacha_words
@@ -318,7 +324,7 @@ def _subject(name: str, device: torch.device, num_records: int):
 
 
 def _sum(grads: dict[str, Tensor]) -> ClippedSum:
-    return ClippedSum(grads, 1, torch.ones(1), torch.ones(1), C)
+    return seal(ClippedSum(grads, 1, torch.ones(1), torch.ones(1), C))
 
 
 def _as(batch: Batch, dtype: torch.dtype) -> Batch:

@@ -26,9 +26,10 @@ from common import row, write_result
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from dpvision.config import PrivacyConfig
-from dpvision.dp.clip import ClippedSum
+from dpvision.dp.clipped import ClippedSum
 from dpvision.dp.noise import _GPU_PIECE, privatize
 from dpvision.dp.normals import Normals, box_muller, key_words
+from dpvision.dp.seal import seal
 from dpvision.models import make_model
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.stream import Keystream, new_key
@@ -69,7 +70,7 @@ def generators(count: int) -> dict[str, Callable[[], object]]:
             stream.fill(word_W)
 
     def aes() -> None:
-        cipher = Cipher(algorithms.AES(new_key()), modes.CTR(bytes(16))).encryptor()
+        cipher = Cipher(algorithms.AES(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
         for _ in range(count // BLOCK):
             cipher.update_into(zeros, out)
 
@@ -105,24 +106,24 @@ def before(total: ClippedSum, plan: DPPlan) -> dict[str, torch.Tensor]:
 def releases(num: int, device: str) -> dict[str, Callable[[], object]]:
     """Whole releases of ``num`` parameters, by variant."""
     asked = PrivacyConfig(dataset_size=10**6, expected_batch_size=10**6, sampling="full_batch", steps=1, noise_multiplier=1.0)
-    plan, key = make_plan(asked), new_key()
+    plan = make_plan(asked)
     grads = {str(number): torch.randn(shape) for number, shape in enumerate(base_shapes(num))}
-    total = ClippedSum(grads, 1, torch.ones(1), torch.ones(1), plan.max_grad_norm)
+    total = seal(ClippedSum(grads, 1, torch.ones(1), torch.ones(1), plan.max_grad_norm))
     kept: dict[str, Any] = {}
 
     def release(threads: int) -> None:
         torch.set_num_threads(threads)
-        kept["gradient"] = privatize(total, plan, 0, key)  # kept until the next one is there, as in the loop
+        kept["gradient"] = privatize(total, plan, 0, new_key())  # kept until the next one is there, as in the loop
 
     def as_before() -> None:
         torch.set_num_threads(1)
         kept["gradient"] = before(total, plan)
 
     if device == "cuda":
-        moved = replace(total, grads={name: value.cuda() for name, value in grads.items()})
+        moved = seal(replace(total, grads={name: value.cuda() for name, value in grads.items()}))
 
         def release_there() -> None:
-            kept["gradient"] = privatize(moved, plan, 0, key)
+            kept["gradient"] = privatize(moved, plan, 0, new_key())
             torch.cuda.synchronize()
 
         return {"cuda": release_there}

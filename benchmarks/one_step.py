@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -100,10 +101,16 @@ def one_step_dense(feature, label, num_classes):
     from dpvision.adapt.feature_stream import FeatureStream
     from dpvision.adapt.gradient import gradient_sum
     from dpvision.adapt.integer_rows import IntegerStream
+    from dpvision.privacy.stream import new_key
 
     stream, releases = IntegerStream(FeatureStream(feature, label, num_classes)), _releases(len(label))
     weight, bias = torch.full((num_classes, feature.shape[1]), 1e-3), torch.full((num_classes,), -10.0)
-    return lambda: releases.release(stream, lambda blocks: gradient_sum(blocks, weight, bias, "sigmoid", releases.plan))[1].grads["weight"]
+
+    def once():
+        again = replace(releases, noise_key=new_key())  # a key draws the noise of a step once
+        return again.release(stream, lambda blocks: gradient_sum(blocks, weight, bias, "sigmoid", again.plan))[1].grads["weight"]
+
+    return once
 
 
 def non_private(feature, label, num_classes):

@@ -12,8 +12,9 @@ from dpvision.adapt.gradient import gradient_sum
 from dpvision.adapt.integer_rows import IntegerStream
 from dpvision.adapt.release import Releases, full_batch_plan
 from dpvision.config import PrivacyConfig
-from dpvision.dp.clip import ClippedSum
+from dpvision.dp.clipped import ClippedSum
 from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.privacy.stream import Key
 
 KEYS = bytes(range(32)), bytes(range(32, 64))
 
@@ -68,7 +69,7 @@ def no_noise(count: int, *, steps: int = 1, max_grad_norm: float | None = None, 
 
 def releases_of(plan: DPPlan, keys: tuple[bytes, bytes] = KEYS, charge: Callable[[], int] | None = None) -> Releases:
     counter = itertools.count()
-    return Releases(plan, charge or (lambda: next(counter)), *keys)
+    return Releases(plan, charge or (lambda: next(counter)), *map(Key.for_tests, keys))
 
 
 def private(count: int, epsilon: float = 8.0, steps: int = 1, max_grad_norm: float = 1.0, keys: tuple[bytes, bytes] = KEYS) -> Releases:

@@ -19,6 +19,7 @@ from dpvision.errors import ConfigError
 from dpvision.optim.schedule import learning_rate
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.sampling import derive_rng
+from dpvision.privacy.stream import Key
 
 SGD = OptimConfig(name="sgd", learning_rate=0.5, momentum=0.9, weight_decay=0.0, schedule="constant")
 X = torch.from_numpy(clusters(500, seed=8)[0])
@@ -58,7 +59,9 @@ def test_steps_in_three_starts_are_those_of_one_bit_for_bit(steps: Callable[...,
     optim = replace(SGD, name=name, ema_decay=0.8, schedule="cosine", learning_rate=0.1)  # type: ignore[arg-type]
 
     def trained(first: int, stop: int, start: Progress | None) -> Trained:
-        releases = Releases(plan, iter(range(first, 9)).__next__, *KEYS, stop=lambda: releases.left == 9 - stop, _next=first)
+        releases = Releases(
+            plan, iter(range(first, 9)).__next__, *map(Key.for_tests, KEYS), stop=lambda: releases.left == 9 - stop, _next=first
+        )
         return steps(stream, releases, optim=optim, start=start)
 
     whole = trained(0, 9, None)
@@ -117,7 +120,7 @@ def test_many_noise_free_steps_are_torchs(loss: str, sampling: str) -> None:
     x, label = torch.from_numpy(stream.feature_ND), torch.from_numpy(stream.label)
     seen = []
     for t in range(steps):
-        rows = torch.from_numpy(plan.draw(t, 200, derive_rng(KEYS[0], t)))
+        rows = torch.from_numpy(plan.draw(t, 200, derive_rng(Key.for_tests(KEYS[0]), t)))
         logit, y = x[rows] @ weight.T - 1.0, label[rows]
         if loss == "softmax":
             total = F.cross_entropy(logit, y, reduction="sum")
@@ -189,7 +192,7 @@ def test_several_labels_are_learned_by_the_sigmoid_loss() -> None:
 def test_an_empty_poisson_draw_is_a_step_like_any_other() -> None:
     asked = PrivacyConfig(dataset_size=40, expected_batch_size=0.5, steps=12, noise_multiplier=2.0, guarantee="simulated")
     plan = make_plan(asked)
-    assert any(len(plan.draw(step, 40, derive_rng(KEYS[0], step))) == 0 for step in range(12))
+    assert any(len(plan.draw(step, 40, derive_rng(Key.for_tests(KEYS[0]), step))) == 0 for step in range(12))
     releases = releases_of(plan)
     trained = many_steps(stream_of(40), releases, optim=SGD)
     assert releases.left == 0 and torch.isfinite(trained.last.weight_KD).all()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from feature_sets import clusters, flat, gradient_of, joined, private, releases_of, stream_of
+from made import key
 
 from dpvision.adapt import feature_stream as stream_module
 from dpvision.adapt.descent import many_steps, one_step
@@ -71,7 +72,7 @@ def test_a_release_at_more_epsilon_is_nearer_to_the_sum() -> None:
     gaps = []
     for epsilon in (0.1, 0.25, 0.5, 1, 2, 4, 8, 10):
         plan = full_batch_plan(300, epsilon)
-        released = privatize(total, plan, 0, bytes(32), dtype=torch.float64).grads["moment"]
+        released = privatize(total, plan, 0, key(bytes(32)), dtype=torch.float64).grads["moment"]
         gaps.append(float((released - total.grads["moment"] / 300).norm()))
     assert gaps == sorted(gaps, reverse=True) and gaps[0] > 10 * gaps[-1] > 0
 
@@ -83,11 +84,11 @@ def test_a_record_more_or_less_moves_every_release_by_at_most_c(width: int) -> N
     stream = FeatureStream(x, label, 4, unit=True, constant=0.1)
     others = [joined(stream, 100 * np.ones(width), 3), *(without(stream, row) for row in (0, 17, 39))]
     plan = full_batch_plan(40, 4.0)
-    before = {name: privatize(total, plan, 0, bytes(32), dtype=torch.float64).grads for name, total in sums(stream).items()}
+    before = {name: privatize(total, plan, 0, key(bytes(32)), dtype=torch.float64).grads for name, total in sums(stream).items()}
     largest = dict.fromkeys(before, 0.0)
     for other in others:
         for name, total in sums(other).items():
-            after = privatize(total, plan, 0, bytes(32), dtype=torch.float64).grads
+            after = privatize(total, plan, 0, key(bytes(32)), dtype=torch.float64).grads
             square = sum(float((after[part] - value).square().sum()) for part, value in before[name].items())
             moved = math.sqrt(square) * plan.expected_batch_size
             assert moved <= 1 + 1e-5, name
@@ -140,6 +141,7 @@ import torch
 from feature_sets import KEYS, stream_of
 from test_laws import HEADS
 from dpvision.adapt.release import Releases, full_batch_plan
+from dpvision.privacy.stream import Key
 from dpvision.train.distributed import join, leave
 
 group = join("cpu")
@@ -147,7 +149,7 @@ assert group.world_size == 2
 heads = {}
 for name, train in HEADS.items():
     counter = itertools.count()
-    releases = Releases(full_batch_plan(301, 4.0, steps=4), lambda: next(counter), *KEYS, group=group)
+    releases = Releases(full_batch_plan(301, 4.0, steps=4), lambda: next(counter), *map(Key.for_tests, KEYS), group=group)
     heads[name] = train(stream_of(301, unit=True), releases).weight_KD
 torch.save(heads, f"{sys.argv[1]}/{group.rank}.pt")
 leave()
@@ -160,7 +162,7 @@ def test_two_real_processes_release_what_one_does(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    here = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1] / "oracles"), os.environ.get("PYTHONPATH", "")])
     common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
     ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=common | {"RANK": str(rank)}) for rank in range(2)]

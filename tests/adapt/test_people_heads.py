@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import gaussian_mechanism
+from made import key
 
 from dpvision.adapt.person_rows import PersonFeatures, PersonImages
 from dpvision.adapt.prepare import prepare
@@ -173,12 +174,11 @@ def test_adversarial_people_move_every_sum_by_at_most_the_clip_norm(tmp_path: Pa
 
 
 def test_one_person_more_or_less_is_one_row_in_a_poisson_batch(store: Store) -> None:
-    made = prepare(people_head_config(store, "many_steps", sampling="poisson", expected_batch_size=4))
+    made = prepare(people_head_config(store, "many_steps", sampling="poisson", expected_batch_size=4, steps=2000))
     assert made.plan.sample_rate == 4 / PEOPLE and made.plan.expected_batch_size == 4
     stream, sizes = stream_of(made, store), []
-    plan = replace(made.plan, steps=2000)
     counter = iter(range(2000))
-    releases = Releases(plan, lambda: next(counter), bytes(32), bytes(32))
+    releases = Releases(made.plan, lambda: next(counter), key(), key())
     for _ in range(2000):
         drawn: list[np.ndarray] = []
 

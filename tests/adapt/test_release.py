@@ -9,6 +9,7 @@ import pytest
 import torch
 from dp_accounting import gaussian_mechanism
 from feature_sets import KEYS, no_noise, private, releases_of, stream_of
+from made import key
 from scipy import optimize, stats
 
 from dpvision.adapt import release as release_module
@@ -217,7 +218,7 @@ def test_the_ledger_is_a_charge(tmp_path: Path) -> None:
     write_scenes(tmp_path / "store", 2)
     plan = full_batch_plan(50, 2.0, steps=3)
     with Ledger.open(tmp_path / "store", "head", plan, resume=False) as ledger:
-        least_squares(stream_of(50, unit=True), Releases(plan, ledger.append, *KEYS))
+        least_squares(stream_of(50, unit=True), Releases(plan, ledger.append, *map(key, KEYS)))
         path = ledger.path
     assert read_ledger(path).steps == 3
     assert plan.spent(3).epsilon == plan.epsilon
@@ -227,7 +228,7 @@ def test_without_a_guarantee_there_is_no_noise() -> None:
     releases = releases_of(no_noise(50))
     assert releases.entry_std() == 0
     total = moment_sum(stream_of(50, unit=True).blocks(), 12, 4, 1.0, 0.5, releases.plan)
-    released = privatize(total, releases.plan, 0, KEYS[1], dtype=torch.float64)
+    released = privatize(total, releases.plan, 0, key(KEYS[1]), dtype=torch.float64)
     torch.testing.assert_close(released.grads["cross"], total.grads["cross"] / 50)
 
 

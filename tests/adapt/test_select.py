@@ -21,6 +21,7 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
+from dpvision.privacy.stream import Key
 
 from .runs_of_heads import write_digits
 
@@ -58,7 +59,7 @@ def charge() -> int:
 def test_the_better_setting_wins_and_says_so() -> None:
     stream = stream_of(400, unit=True)
     plan = plan_of(400, mean_runs=8.0)
-    found = [select_head(stream, [GOOD, BAD], plan, charge, key=seed.to_bytes(32, "big")) for seed in range(40)]
+    found = [select_head(stream, [GOOD, BAD], plan, charge, key=Key.for_tests(seed.to_bytes(32, "big"))) for seed in range(40)]
     names = [one.candidate for one in found if one is not None]
     assert len(names) == 40
     # Of K geometric runs with mean 8, none is the good one with probability sum of (1/8) (7/8)^(k-1) / 2^k = 1/9.
@@ -82,7 +83,7 @@ def test_the_released_run_is_the_one_with_the_highest_noisy_score(monkeypatch: p
     numbers, drawn = [], []
     for seed in range(60):
         made.clear()
-        best = select_head(stream, [GOOD, BAD], plan, charge, key=seed.to_bytes(32, "big"))
+        best = select_head(stream, [GOOD, BAD], plan, charge, key=Key.for_tests(seed.to_bytes(32, "big")))
         runs = made[2:]  # the first two are the rehearsal of both candidates
         assert best is max(runs, key=lambda run: run.score)
         numbers.append(len(runs))
@@ -96,7 +97,7 @@ def test_the_score_has_the_plans_noise() -> None:
     stream, plan = stream_of(200, unit=True), plan_of(200)
     run_plan, score_plan = plan.run_plans()
     right = float((stream.label == 0).mean())
-    scores = [select_module._run(stream, BAD, run_plan, score_plan, bytes(32), run).score for run in range(600)]
+    scores = [select_module._run(stream, BAD, run_plan, score_plan, Key.for_tests(bytes(32)), run).score for run in range(600)]
     assert np.mean(scores) == pytest.approx(right, abs=5 * score_plan.noise_std / 200 / math.sqrt(600))
     assert np.std(scores) == pytest.approx(score_plan.noise_std / 200, rel=0.15)
     assert plan.selection is not None
@@ -142,7 +143,9 @@ def test_it_is_charged_once_before_a_record_is_read() -> None:
         events.append("charge")
         return 0
 
-    select_head(stream, [Candidate("a", head_of), Candidate("b", head_of)], plan_of(60, mean_runs=9.0), charged, key=bytes([3] * 32))
+    select_head(
+        stream, [Candidate("a", head_of), Candidate("b", head_of)], plan_of(60, mean_runs=9.0), charged, key=Key.for_tests(bytes([3] * 32))
+    )
     assert events[0] == "charge" and events.count("charge") == 1 and "read" in events
 
     def refused() -> int:
@@ -175,7 +178,7 @@ def test_an_impossible_setting_is_refused_while_it_costs_nothing() -> None:
 def test_no_run_at_all_releases_nothing() -> None:
     """Poisson with mean 1.1 draws no run one time in three."""
     stream, plan = stream_of(40, unit=True), plan_of(40, mean_runs=1.1, shape=None)
-    found = [select_head(stream, [GOOD, BAD], plan, charge, key=seed.to_bytes(32, "big")) for seed in range(40)]
+    found = [select_head(stream, [GOOD, BAD], plan, charge, key=Key.for_tests(seed.to_bytes(32, "big"))) for seed in range(40)]
     assert 4 <= sum(one is None for one in found) <= 26
 
 
@@ -207,7 +210,8 @@ def test_clip_norms_may_differ_between_candidates() -> None:
 
         return many_steps(stream, releases, optim=OptimConfig(name="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0)).last
 
+    key = Key.for_tests(bytes(32))
     small, large = (
-        select_module._run(empty, Candidate("x", last, norm), run_plan, score_plan, bytes(32), 0).head.weight_KD for norm in (None, 8.0)
+        select_module._run(empty, Candidate("x", last, norm), run_plan, score_plan, key, 0).head.weight_KD for norm in (None, 8.0)
     )
     torch.testing.assert_close(large, 8 * small)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import gaussian_mechanism
+from made import secrets
 from PIL import Image
 from sklearn.linear_model import Ridge
 
@@ -35,6 +36,7 @@ from dpvision.eval.probes.own_head import score_own_head
 from dpvision.privacy.ledger import set_cap
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.stream import Key
 from dpvision.report.statement import make_statement
 
 from ..eval.labelled import write_store
@@ -121,7 +123,7 @@ def _killed(config: RunConfig, root: Path, last: int) -> None:
         try:
             real = release.privatize
 
-            def killed(total: ClippedSum, plan: DPPlan, step: int, key: bytes, **settings: Any) -> DPGradient:
+            def killed(total: ClippedSum, plan: DPPlan, step: int, key: Key, **settings: Any) -> DPGradient:
                 if step + 1 == last:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return real(total, plan, step, key, **settings)
@@ -203,9 +205,9 @@ def test_a_run_that_goes_on_uses_new_keys_and_writes_none(private: Store, tmp_pa
     monkeypatch.setattr(session_module, "Releases", spied)
     for name in ("a", "b"):
         _run(head_config(private, "prototypes"), tmp_path / name)
-    assert len(set(seen)) == 4 and all(len(key) == 32 for key in seen)
+    assert len({key.secret() for key in seen}) == 4
     files = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
-    assert not any(key in blob or key.hex().encode() in blob for key in seen for blob in files)
+    assert not any(key.secret() in blob or key.secret().hex().encode() in blob for key in seen for blob in files)
 
 
 def test_a_record_that_does_not_decode_stays_and_contributes_nothing(tmp_path: Path) -> None:
@@ -323,7 +325,7 @@ def test_iterates_are_chosen_by_the_config(private: Store, tmp_path: Path) -> No
     for iterate in ("last", "average", "ema"):
         made = replace(config, model=replace(config.model, iterate=iterate), optim=optim)  # type: ignore[call-arg]
         with new_head_session(made, tmp_path / iterate) as session:
-            adapt(session, secrets=session_module.Secrets(b"d" * 32, b"n" * 32))
+            adapt(session, secrets=secrets())
         weights[iterate] = load_checkpoint(tmp_path / iterate)
     last, average, ema = (weights[name].model["weight"] for name in ("last", "average", "ema"))
     assert not torch.allclose(last, average) and not torch.allclose(last, ema) and not torch.allclose(average, ema)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from made import secrets
 from safetensors.torch import load_file, save_file
 
 from dpvision.adapt.prepare import prepare
@@ -43,13 +44,11 @@ from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.recipes import transfer_heads
 from dpvision.report.statement import make_statement
 from dpvision.runs.lineage import own_entry, runs_on
-from dpvision.runs.run import Secrets
 from dpvision.train.loop import fit
 from dpvision.train.start import check_run, new_session, resumed_session
 from dpvision.weights import contents
 
 NAME = "test_vit"  # timm's own for tests: 160 px, 6 blocks of width 64
-KEYS = Secrets(b"d" * 32, b"n" * 32)
 DECLARED = "Test ViT; CC0; drawn at random by this test"
 NUM = 24
 
@@ -84,7 +83,7 @@ def private_config(root: Path, init_from: str | None, **changes: object) -> RunC
 
 def train(config: RunConfig, to: Path) -> Path:
     with new_session(config, to, open_parent) as session:
-        assert fit(session, secrets=KEYS, quiet=True)
+        assert fit(session, secrets=secrets(), quiet=True)
     return to
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from made import key, made_sum
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import HardwareConfig, MAEConfig, OptimConfig, PrivacyConfig, RunConfig, ViTConfig
@@ -48,8 +49,9 @@ class OldNoise:
 
 
 def new_release(total: torch.Tensor, seed: int) -> np.ndarray:
-    summed = ClippedSum({"a": total}, 1, torch.ones(1), torch.ones(1), CLIP)
-    return privatize(summed, PLAN, 0, seed.to_bytes(32, "little"), dtype=total.dtype).grads["a"].double().numpy()
+    return (
+        privatize(made_sum({"a": total}, 1, CLIP), PLAN, 0, key(seed.to_bytes(32, "little")), dtype=total.dtype).grads["a"].double().numpy()
+    )
 
 
 def known_top_bits(normal: np.ndarray, error: float | np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -4,22 +4,22 @@
 """
 
 import math
+import os
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from made import key, made_sum
 
 from dpvision import config
 from dpvision.adapt.select import select_head
 from dpvision.config import PrivacyConfig
-from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import grid_of, privatize
 from dpvision.dp.normals import Normals
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.sampling import derive_rng
-from dpvision.privacy.stream import new_key
 
 SRC = Path(config.__file__).parents[1]
 BATCH, CLIP = 64.0, 1.0
@@ -27,10 +27,9 @@ PLAN = make_plan(PrivacyConfig(dataset_size=64, expected_batch_size=64, sampling
 SIZE = 100_000
 
 
-def release(total: torch.Tensor, step: int = 0, key: bytes = bytes(32)) -> np.ndarray:
+def release(total: torch.Tensor, step: int = 0, raw: bytes = bytes(32)) -> np.ndarray:
     """The noisy sum as an attacker computes it from a float64 release: the divisor is a power of two, so nothing is lost."""
-    summed = ClippedSum({"a": total}, 1, torch.ones(1), torch.ones(1), CLIP)
-    return privatize(summed, PLAN, step, key, dtype=torch.float64).grads["a"].numpy() * BATCH
+    return privatize(made_sum({"a": total}, 1, CLIP), PLAN, step, key(raw), dtype=torch.float64).grads["a"].numpy() * BATCH
 
 
 def old_release(total: torch.Tensor) -> np.ndarray:
@@ -100,22 +99,21 @@ def test_the_largest_draw_reveals_no_sum() -> None:
 def test_nothing_is_repeated_but_by_the_same_key_step_and_parameter() -> None:
     """A difference of two releases with the same noise is the difference of two sums."""
     total = torch.zeros(4096, dtype=torch.float64)
-    key = new_key()
-    assert np.array_equal(release(total, 2, key), release(total, 2, key))
-    others = [release(total, step, k) for step, k in ((2, key), (3, key), (2, new_key()), (2, bytes(32)))]
-    names = ClippedSum({name: total for name in ("a", "b", "a.b")}, 1, torch.ones(1), torch.ones(1), CLIP)
-    others += [value.numpy() * BATCH for value in privatize(names, PLAN, 2, key, dtype=torch.float64).grads.values()][1:]
+    raw = os.urandom(32)
+    assert np.array_equal(release(total, 2, raw), release(total, 2, raw))
+    others = [release(total, step, k) for step, k in ((2, raw), (3, raw), (2, os.urandom(32)), (2, bytes(32)))]
+    names = made_sum({name: total for name in ("a", "b", "a.b")}, 1, CLIP)
+    others += [value.numpy() * BATCH for value in privatize(names, PLAN, 2, key(raw), dtype=torch.float64).grads.values()][1:]
     correlation = np.corrcoef(others)[~np.eye(len(others), dtype=bool)]
     assert np.abs(correlation).max() < 5 / math.sqrt(4096)
-    draws = [tuple(derive_rng(k, step).words(2)) for k in (key, bytes(32)) for step in range(50)]
+    draws = [tuple(derive_rng(key(k), step).words(2)) for k in (raw, bytes(32)) for step in range(50)]
     assert len(set(draws)) == 100
 
 
 GUARANTEED = ["privacy", "dp", "train", "adapt", "data/keys.py", "data/loader.py"]
 PUBLIC = {
     # file: what draws public numbers there, by a fixed or published seed, and why the guarantee does not rest on it.
-    "dp/support.py": "example batch of the gates",
-    "train/gates.py": "example weights of the gates",
+    "dp/separable.py": "example records and weights of the gates",
     "train/objectives.py": "the public example batch",
     "adapt/descent.py": "random features of a published seed",
     "adapt/select.py": "random records of the rehearsal",

@@ -12,7 +12,8 @@ from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp.clip import clipped_sum
-from dpvision.dp.support import check_at_sizes, check_exact, check_separable
+from dpvision.dp.separable import check_separable
+from dpvision.dp.support import check_at_sizes, check_exact
 from dpvision.errors import PrivacyError
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.train import start

@@ -17,6 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "oracles"))
 
+from made import made_sum
 from zoo import KEY, GradientIsImage, TokenSums, image_losses, make_batch, token_batch, token_sum_losses
 
 from dpvision.config import HardwareConfig, MAEConfig, PrivacyConfig, RunConfig, ViTConfig
@@ -25,7 +26,8 @@ from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp.buckets import block_error, blocks, num_buckets, passes
-from dpvision.dp.clip import ClippedSum, clipped_sum
+from dpvision.dp.clip import clipped_sum
+from dpvision.dp.clipped import ClippedSum
 from dpvision.dp.outer_products import OuterProducts
 from dpvision.dp.rounding import BUDGET, LOOSE, MARGIN_EPS, RESERVE, added_bound, gamma, proven_bound
 from dpvision.dp.sides import Dense
@@ -63,8 +65,7 @@ def test_totals_over_physical_batches_move_by_at_most_c() -> None:
 
     def total(value: np.ndarray) -> float:
         sums = torch.from_numpy(value).view(-1, 64).sum(1).float()
-        none = torch.zeros(0)
-        parts = [ClippedSum({"w": s[None]}, 64, none, none, 1.0) for s in sums]
+        parts = [made_sum({"w": s[None]}, 64) for s in sums]
         return sum(parts[1:], start=parts[0]).grads["w"].double().item()
 
     neighbour = np.append(value[1:], 0.0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_losses import SECRETS, small
+from golden_losses import secrets, small
 
 from dpvision.dp.noise import privatize
 from dpvision.optim.ema import update_average
@@ -38,11 +38,11 @@ def step_crossings(name: str, stores: tuple[Path, Path], root: Path, monkeypatch
             yield batch, rows
 
     with new_session(config, root) as s:
-        step.step_sum(0, s, SECRETS.draw)
+        step.step_sum(0, s, secrets().draw)
         monkeypatch.setattr(step, "on_device", counted)
         with crossings() as found:
-            total, _ = step.step_sum(1, s, SECRETS.draw)
-            s.optimizer.step(privatize(total, s.plan, 1, SECRETS.noise), 1e-3)
+            total, _ = step.step_sum(1, s, secrets().draw)
+            s.optimizer.step(privatize(total, s.plan, 1, secrets().noise), 1e-3)
             if s.ema is not None:
                 update_average(s.ema, s.model, config.optim, 1)
     (width,) = tensors

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from golden_losses import SECRETS, small
+from golden_losses import secrets, small
 from PIL import Image
 from torch import Tensor, nn
 
@@ -67,7 +67,7 @@ def run(config: RunConfig, root: Path, device: str, watch: Callable[[Session], A
 
 
 def train(session: Session) -> None:
-    fit(session, secrets=SECRETS, quiet=True)
+    fit(session, secrets=secrets(), quiet=True)
 
 
 @pytest.mark.parametrize("name", RECIPES_RUN)
@@ -151,7 +151,7 @@ def test_a_head_on_features_of_the_device_is_the_cpus(stores: tuple[Path, Path],
     config = small(next(make() for make in RECIPES.values() if isinstance(make().model, HeadConfig)), *stores)
     for device in ("cuda", "cpu"):
         with new_head_session(replace(config, hardware=replace(config.hardware, device=device)), tmp_path / device) as session:
-            adapt(session, secrets=SECRETS)
+            adapt(session, secrets=secrets())
     one, other = (load_checkpoint(tmp_path / device).model for device in ("cuda", "cpu"))
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 

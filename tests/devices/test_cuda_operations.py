@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden_losses import SECRETS, small
+from golden_losses import secrets, small
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -64,7 +64,7 @@ def operations(request: pytest.FixtureRequest, stores: tuple[Path, Path], tmp_pa
     config: RunConfig = small(RECIPES[request.param](), *stores)
     with new_session(config, tmp_path_factory.mktemp("run") / "run") as session:
         with Recorded() as recorded:
-            fit(session, secrets=SECRETS, quiet=True)
+            fit(session, secrets=secrets(), quiet=True)
         yield recorded.found
 
 

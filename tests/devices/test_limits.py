@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden_losses import SECRETS, small
+from golden_losses import secrets, small
 from torch import Tensor
 
 from dpvision.cli import main
@@ -207,7 +207,7 @@ def test_memory_lost_during_a_run_names_the_step_and_a_smaller_batch(
         with pytest.raises(
             ConfigError, match=r"physical_batch_size=30; out of memory .* step 0.*--resume --hardware.physical-batch-size 15\."
         ):
-            loop.fit(session, secrets=SECRETS, quiet=True)
+            loop.fit(session, secrets=secrets(), quiet=True)
         assert session.run is not None and session.run.ledger.steps == 1, "the step was charged before it ran"
 
 

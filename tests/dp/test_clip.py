@@ -153,7 +153,8 @@ def check_sensitivity(clip_by, model, loss_fn, dtype, slack):
         other = total_of(batch._replace(image_BVCHW=image))
         assert (other - without).norm() <= clip * (1 + slack)
         assert (other - whole).norm() <= 2 * clip * (1 + slack)
-    other = total_of(Batch._make(None if value is None else value[[0, 3, 2, 3]] for value in batch))
+    twin = Batch._make(None if value is None else value[[0, 3, 2, 3]] for value in batch)
+    other = total_of(twin._replace(record_id_B=batch.record_id_B))
     assert (other - without).norm() <= clip * (1 + slack)
 
 

@@ -2,23 +2,23 @@
 
 import math
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
+from made import changed, key, made_sum
 from mpmath import mp
 
 from dpvision.config import PrivacyConfig
 from dpvision.dp import noise as noise_module
-from dpvision.dp.clip import ClippedSum
+from dpvision.dp.clipped import ClippedSum
 from dpvision.dp.noise import DPGradient, grid_of, privatize
 from dpvision.dp.normals import box_muller, key_words, normals
 from dpvision.errors import PrivacyError
 from dpvision.privacy.plan import make_plan
-from dpvision.privacy.stream import Keystream, new_key, subkey
+from dpvision.privacy.stream import Keystream, subkey
 
 KEY = bytes(range(32))
 STD, BATCH, CLIP = 0.75, 40.0, 0.5
@@ -32,12 +32,12 @@ def plan(guarantee="simulated", batch=BATCH):
 
 
 def zeros(num_records=3, **sizes) -> ClippedSum:
-    return ClippedSum({name: torch.zeros(size) for name, size in sizes.items()}, num_records, torch.ones(3), torch.ones(3), CLIP)
+    return made_sum({name: torch.zeros(size) for name, size in sizes.items()}, num_records, CLIP)
 
 
-def noise(step=0, key=KEY, **sizes) -> dict[str, np.ndarray]:
+def noise(step=0, raw=KEY, **sizes) -> dict[str, np.ndarray]:
     """Noise in units of its standard deviation."""
-    gradient = privatize(zeros(**sizes), plan(), step, key, dtype=torch.float64)
+    gradient = privatize(zeros(**sizes), plan(), step, key(raw), dtype=torch.float64)
     return {name: value.numpy() * BATCH / STD for name, value in gradient.grads.items()}
 
 
@@ -52,7 +52,7 @@ def test_noise_is_normal_with_the_plans_scale():
 def test_streams_do_not_correlate():
     size = 2**18
     first = noise(step=5, a=2 * size, b=size)
-    later, restarted = noise(step=6, a=size), noise(step=5, key=bytes(32), a=size)
+    later, restarted = noise(step=6, a=size), noise(step=5, raw=bytes(32), a=size)
     streams = [first["a"][:size], first["a"][size:], first["b"], later["a"], restarted["a"]]
     for moved in (streams, [np.square(x) for x in streams]):
         off_diagonal = np.corrcoef(moved)[~np.eye(len(streams), dtype=bool)]
@@ -62,16 +62,16 @@ def test_streams_do_not_correlate():
 def test_noise_is_a_function_of_key_step_and_name():
     reference = noise(step=2, a=50, b=50)
     assert np.array_equal(noise(step=2, b=50)["b"], reference["b"]), "other parameters changed it"
-    for other in (noise(step=3, a=50)["a"], noise(step=2, key=new_key(), a=50)["a"], reference["b"]):
+    for other in (noise(step=3, a=50)["a"], noise(step=2, raw=bytes(32), a=50)["a"], reference["b"]):
         assert not np.isin(other, reference["a"]).any()
 
 
 def test_a_release_is_the_rounded_sum_of_the_streams_normals():
     """Every number of it, against exact arithmetic: sum + std x normal, to the nearest multiple of the grid, divided and rounded once."""
     value = torch.linspace(-30, 30, 999)
-    total = replace(zeros(), grads={"a.weight": value.view(27, 37)})
-    got = privatize(total, plan(), 4, KEY, dtype=torch.float64).grads["a.weight"].flatten().tolist()
-    normal, ties = normals(subkey(KEY, "noise", step=4, parameter="a.weight"), 0, 999), 0
+    total = changed(zeros(), grads={"a.weight": value.view(27, 37)})
+    got = privatize(total, plan(), 4, key(), dtype=torch.float64).grads["a.weight"].flatten().tolist()
+    normal, ties = normals(subkey(key(), "noise", step=4, parameter="a.weight"), 0, 999), 0
     with mp.workprec(150):
         for summed, drawn, released in zip(value.tolist(), normal.tolist(), got, strict=True):
             exact = (mp.mpf(summed) + STD * mp.mpf(drawn)) / grid_of(STD)
@@ -89,21 +89,21 @@ def test_the_grid_is_a_power_of_two_a_millionth_of_the_noise(std):
 
 
 def test_every_released_number_is_on_the_grid():
-    total = replace(zeros(), grads={"a": torch.randn(10_000, dtype=torch.float64)})
-    steps = privatize(total, plan(batch=64.0), 0, KEY, dtype=torch.float64).grads["a"].numpy() * 64 / grid_of(STD)
+    total = changed(zeros(), grads={"a": torch.randn(10_000, dtype=torch.float64)})
+    steps = privatize(total, plan(batch=64.0), 0, key(), dtype=torch.float64).grads["a"].numpy() * 64 / grid_of(STD)
     assert np.array_equal(steps, np.rint(steps)) and (steps % 2 == 1).mean() == pytest.approx(0.5, abs=0.03)
-    narrow = privatize(total, plan(batch=64.0), 0, KEY).grads["a"]
+    narrow = privatize(total, plan(batch=64.0), 0, key()).grads["a"]
     assert narrow.dtype == torch.float32 and np.array_equal(narrow.numpy(), (steps * grid_of(STD) / 64).astype(np.float32))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_change_nothing(threads, monkeypatch):
     """Also where a task is a small part of a parameter, and ends within a block of the cipher."""
-    total = replace(zeros(), grads={"a": torch.randn(70_001), "b": torch.randn(3, 5), "c": torch.tensor(2.0)})
-    expected = privatize(total, plan(), 1, KEY).grads
+    total = changed(zeros(), grads={"a": torch.randn(70_001), "b": torch.randn(3, 5), "c": torch.tensor(2.0)})
+    expected = privatize(total, plan(), 1, key()).grads
     monkeypatch.setattr(noise_module, "_CPU_TASK", 1003)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    torch.testing.assert_close(privatize(total, plan(), 1, KEY).grads, expected, rtol=0, atol=0)
+    torch.testing.assert_close(privatize(total, plan(), 1, key()).grads, expected, rtol=0, atol=0)
 
 
 class Rank:
@@ -122,12 +122,12 @@ class Rank:
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_shares_of_several_owners_are_the_whole_bit_for_bit(world_size):
-    total = replace(zeros(), grads={"a": torch.randn(123, 457), "b": torch.randn(5), "c": torch.tensor(2.0)})
-    expected, results = privatize(total, plan(), 1, KEY).grads, [None] * world_size
+    total = changed(zeros(), grads={"a": torch.randn(123, 457), "b": torch.randn(5), "c": torch.tensor(2.0)})
+    expected, results = privatize(total, plan(), 1, key()).grads, [None] * world_size
     slots, barrier = [None] * world_size, threading.Barrier(world_size, timeout=900)
 
     def work(rank):
-        results[rank] = privatize(total, plan(), 1, KEY, owners=Rank(rank, world_size, slots, barrier)).grads
+        results[rank] = privatize(total, plan(), 1, key(), owners=Rank(rank, world_size, slots, barrier)).grads
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
@@ -144,14 +144,14 @@ def test_what_a_gpu_computes_is_the_release_of_a_cpu(monkeypatch):
 
     def chacha_words(key_8, block, num_blocks):
         word_W = np.empty(8 * num_blocks, dtype="<i8")
-        Keystream(key_8.numpy().astype("<u4").tobytes(), block).fill(word_W)
+        Keystream(key(key_8.numpy().astype("<u4").tobytes()), block).fill(word_W)
         return torch.from_numpy(word_W)
 
     monkeypatch.setitem(__import__("sys").modules, "dpvision.dp.chacha_triton", SimpleNamespace(chacha_words=chacha_words))
     total = torch.randn(100_003)
     for way in ("_on_cpu", "_on_gpu"):
         made[way] = torch.empty(100_003, dtype=torch.float64)
-        share = noise_module._Share(total, made[way], subkey(KEY, "noise"), 3, 100_003)
+        share = noise_module._Share(total, made[way], subkey(key(), "noise"), 3, 100_003)
         release = noise_module._Release(STD, 64.0)
         for piece in share.pieces(9_999):
             release._on_cpu(noise_module.deque([piece])) if way == "_on_cpu" else release._on_gpu(piece, key_words([share.key])[0])
@@ -162,9 +162,9 @@ def test_what_a_gpu_computes_is_the_release_of_a_cpu(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_gpu_releases_what_a_cpu_releases():
-    total = replace(zeros(), grads={"a": torch.randn(1000, 1001), "b": torch.randn(7)})
-    moved = replace(total, grads={name: value.cuda() for name, value in total.grads.items()})
-    cpu, gpu = (privatize(of, plan(), 1, KEY, dtype=torch.float64).grads for of in (total, moved))
+    total = changed(zeros(), grads={"a": torch.randn(1000, 1001), "b": torch.randn(7)})
+    moved = changed(total, grads={name: value.cuda() for name, value in total.grads.items()})
+    cpu, gpu = (privatize(of, plan(), 1, key(), dtype=torch.float64).grads for of in (total, moved))
     for name, value in cpu.items():
         steps = (gpu[name].cpu() - value) * BATCH / grid_of(STD)
         assert gpu[name].is_cuda and steps.abs().max() < 1.01 and (steps.abs() > 0.5).double().mean() < 1e-4
@@ -172,55 +172,55 @@ def test_a_gpu_releases_what_a_cpu_releases():
 
 @pytest.mark.parametrize("num_records", [0, 1, 40, 63])
 def test_divisor_is_the_expected_batch_size_whatever_was_realised(num_records):
-    total = ClippedSum({"a": torch.full((1000,), 8.0)}, num_records, torch.ones(num_records), torch.ones(num_records), CLIP)
-    gradient = privatize(total, plan(), 0, KEY)
+    total = made_sum({"a": torch.full((1000,), 8.0)}, num_records, CLIP)
+    gradient = privatize(total, plan(), 0, key())
     torch.testing.assert_close(gradient.grads["a"], (8.0 + STD * torch.from_numpy(noise(a=1000)["a"])).float() / BATCH)
     assert isinstance(gradient, DPGradient) and gradient.grads["a"].dtype == torch.float32
 
 
 def test_noise_is_added_once_whatever_the_number_of_physical_batches():
     parts = zeros(a=1000) + zeros(a=1000) + zeros(a=1000)
-    assert torch.equal(privatize(parts, plan(), 4, KEY).grads["a"], privatize(zeros(a=1000), plan(), 4, KEY).grads["a"])
+    assert torch.equal(privatize(parts, plan(), 4, key()).grads["a"], privatize(zeros(a=1000), plan(), 4, key()).grads["a"])
 
 
 def test_without_guarantee_only_the_division_happens():
-    total = ClippedSum({"a": torch.tensor([8.0, 1.0]), "b": torch.tensor(3.0)}, 5, torch.zeros(0), torch.ones(5), None)
-    gradient = privatize(total, plan(guarantee="none"), 0, KEY)
+    total = made_sum({"a": torch.tensor([8.0, 1.0]), "b": torch.tensor(3.0)}, 5, None)
+    gradient = privatize(total, plan(guarantee="none"), 0, key())
     torch.testing.assert_close(gradient.grads, {"a": torch.tensor([0.2, 0.025]), "b": torch.tensor(0.075)})
 
 
 def test_secret_sum_is_not_written_to():
     total = zeros(a=10)
-    privatize(total, plan(), 0, KEY)
+    privatize(total, plan(), 0, key())
     assert not total.grads["a"].any()
 
 
-@pytest.mark.parametrize("key", [b"", b"short", bytes(64)])
-def test_key_of_another_length_is_refused(key):
+@pytest.mark.parametrize("wrong", [b"", b"short", bytes(32), bytes(64), None])
+def test_anything_but_a_key_is_refused(wrong):
     with pytest.raises(PrivacyError, match="new_key"):
-        privatize(zeros(a=3), plan(), 0, key)
+        privatize(zeros(a=3), plan(), 0, wrong)
 
 
 @pytest.mark.parametrize("std", [0.0, float("nan")])
 def test_guarantee_without_noise_is_refused(std):
     broken = SimpleNamespace(guarantee="dp", noise_std=std, expected_batch_size=BATCH, steps=1)
     with pytest.raises(PrivacyError, match="noise_std"):
-        privatize(zeros(a=3), broken, 0, KEY)
+        privatize(zeros(a=3), broken, 0, key())
 
 
 @pytest.mark.parametrize("step", [-1, 10, 1.0, None])
 def test_only_steps_of_the_plan_are_released(step):
     """A loop of full batches without a ledger makes no other check."""
-    privatize(zeros(a=3), plan(), 9, KEY)
+    privatize(zeros(a=3), plan(), 9, key())
     with pytest.raises(PrivacyError, match=r"step=.*; expected an integer from 0 to 9"):
-        privatize(zeros(a=3), plan(), step, KEY)
+        privatize(zeros(a=3), plan(), step, key())
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.4999, 0.5001, 5.0, None])
 def test_a_sum_of_another_clip_norm_than_the_plans_is_refused(max_grad_norm):
-    other = replace(zeros(a=3), max_grad_norm=max_grad_norm)
+    other = changed(zeros(a=3), max_grad_norm=max_grad_norm)
     with pytest.raises(PrivacyError, match=r"max_grad_norm=plan\.max_grad_norm"):
-        privatize(other, plan(), 0, KEY)
-    assert privatize(zeros(a=3), plan(), 0, KEY).grads["a"].any()
+        privatize(other, plan(), 0, key())
+    assert privatize(zeros(a=3), plan(), 0, key()).grads["a"].any()
     with pytest.raises(PrivacyError, match="plan with max_grad_norm=None"):
-        privatize(zeros(a=3), plan(guarantee="none"), 0, KEY)
+        privatize(zeros(a=3), plan(guarantee="none"), 0, key())

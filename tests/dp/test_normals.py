@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from made import key
 from mpmath import mp
 
 from dpvision.dp import normals as normals_module
 from dpvision.dp.normals import Normals, box_muller, key_words, normals
-from dpvision.privacy.stream import Keystream, subkey
+from dpvision.privacy.stream import Key, Keystream, subkey
 
-KEY = subkey(bytes(range(32)), "noise", step=3, parameter="a")
+KEY = subkey(key(), "noise", step=3, parameter="a")
 LARGEST = math.sqrt(130 * math.log(2))
 
 
-def words(count: int, key: bytes = KEY) -> np.ndarray:
+def words(count: int, key: Key = KEY) -> np.ndarray:
     word_W = np.empty(count, dtype="<i8")
     Keystream(key).fill(word_W)
     return word_W
@@ -135,13 +136,13 @@ INTERPRETED = """
 import numpy as np, torch
 from dpvision.dp.chacha_triton import chacha_words
 from dpvision.dp.normals import key_words
-from dpvision.privacy.stream import Keystream
+from dpvision.privacy.stream import Key, Keystream
 
 for block, num in ((0, 1), (5, 300), (2**31 - 3, 10), (2**32 - 130, 130)):
-    key = bytes(range(num % 7, num % 7 + 32))
+    key = Key.for_tests(bytes(range(num % 7, num % 7 + 32)))
     expected = np.empty(8 * num, dtype="<i8")
     Keystream(key, block).fill(expected)
-    assert torch.equal(chacha_words(key_words([bytes(32), key])[1], block, num), torch.from_numpy(expected)), (block, num)
+    assert torch.equal(chacha_words(key_words([Key.for_tests(bytes(32)), key])[1], block, num), torch.from_numpy(expected)), (block, num)
 print("equal")
 """
 

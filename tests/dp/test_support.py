@@ -9,7 +9,8 @@ import zoo_tokens
 from torch import nn
 from zoo import KEY, class_losses, mae_losses, make_batch
 
-from dpvision.dp.support import check_exact, check_separable
+from dpvision.dp.separable import check_separable
+from dpvision.dp.support import check_exact
 from dpvision.dp.weight_grads import Slot
 from dpvision.errors import PrivacyError
 

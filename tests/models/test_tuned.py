@@ -11,7 +11,8 @@ from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.route import make_route
-from dpvision.dp.support import check_exact, check_separable
+from dpvision.dp.separable import check_separable
+from dpvision.dp.support import check_exact
 from dpvision.errors import ConfigError
 from dpvision.models import count_parameters, make_model, make_model_on_meta
 from dpvision.models.classifier import Classifier, losses

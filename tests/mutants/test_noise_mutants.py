@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from made import changed, key, made_sum, released, secrets
 from zoo import GradientIsImage, image_losses
 
 from dpvision.checkpoint import state_tensors
@@ -16,8 +17,9 @@ from dpvision.config import RunConfig
 from dpvision.data.store import Store
 from dpvision.dp import noise as noise_module
 from dpvision.dp import normals
-from dpvision.dp.clip import ClippedSum, clipped_sum
-from dpvision.dp.noise import DPGradient, privatize
+from dpvision.dp.clip import clipped_sum
+from dpvision.dp.clipped import ClippedSum
+from dpvision.dp.noise import privatize
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.stream import Keystream, new_key, subkey
 from dpvision.runs.run import Secrets
@@ -29,26 +31,25 @@ from .conftest import NewRun
 from .planting import assert_refused, caught, planted
 from .ranks import Ranks
 
-KEY = bytes(range(32))
 ALONE = Group(0, 1, torch.device("cpu"))
 
 
 def as_sum(values: torch.Tensor, num_records: int = 40, clip: float = 0.5) -> ClippedSum:
     """A sum clipped to the norm of the plan of this folder."""
-    return ClippedSum({"a": values}, num_records, torch.ones(num_records), torch.ones(num_records), clip)
+    return made_sum({"a": values}, num_records, clip)
 
 
 def test_divide_by_realised_batch(plan: DPPlan) -> None:
     def check(privatize) -> None:
         values = torch.linspace(-3, 3, 1000)
-        noise = privatize(as_sum(torch.zeros(1000)), plan, 0, KEY).grads["a"] * plan.expected_batch_size
+        noise = privatize(as_sum(torch.zeros(1000)), plan, 0, key()).grads["a"] * plan.expected_batch_size
         for num_records in (1, 39, 40, 63):
-            released = privatize(as_sum(values, num_records), plan, 0, KEY).grads["a"]
+            released = privatize(as_sum(values, num_records), plan, 0, key()).grads["a"]
             torch.testing.assert_close(released * plan.expected_batch_size - noise, values, msg="the divisor follows the realised batch")
 
     def by_realised(total, plan, step, key):
         real = privatize(total, plan, step, key)
-        return DPGradient({name: value * plan.expected_batch_size / total.num_records for name, value in real.grads.items()})
+        return released({name: value * plan.expected_batch_size / total.num_records for name, value in real.grads.items()})
 
     check(privatize)
     with caught("divisor follows the realised batch"):
@@ -61,7 +62,7 @@ def test_noise_per_physical_batch(new_run: NewRun) -> None:
         with new_run() as session:
             for size in (5, 16, 40):
                 settings = replace(session.config, hardware=replace(session.config.hardware, physical_batch_size=size))
-                total, _ = step.step_sum(0, replace(session, config=settings), KEY)
+                total, _ = step.step_sum(0, replace(session, config=settings), key())
                 sums.append(torch.cat([value.flatten() for value in total.grads.values()]))
         for one, other in itertools.pairwise(sums):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg="the sum depends on the physical batches")
@@ -69,26 +70,26 @@ def test_noise_per_physical_batch(new_run: NewRun) -> None:
     def noisy(loss_fn, model, batch, key, *, max_grad_norm, **settings):
         total = clipped_sum(loss_fn, model, batch, key, max_grad_norm=max_grad_norm, **settings)
         grads = {name: value + 4.0 * max_grad_norm * torch.randn_like(value) for name, value in total.grads.items()}
-        return replace(total, grads=grads)
+        return changed(total, grads=grads)
 
     check()
     with planted(step, "clipped_sum", noisy, "depends on the physical batches"):
         check()
     # Nor does a released gradient fit where a sum is expected.
     with pytest.raises(AttributeError):
-        as_sum(torch.zeros(3)) + DPGradient({"a": torch.zeros(3)})
+        as_sum(torch.zeros(3)) + released({"a": torch.zeros(3)})
 
 
 def test_noise_per_rank(new_run: NewRun) -> None:
     """Two ranks must end with the weights that one process has, noise included; only rank 0 knows its keys."""
-    keys = [Secrets(b"d" * 32, b"n" * 32), Secrets(b"?" * 32, b"!" * 32)]
     with new_run() as session:
-        fit(session, secrets=keys[0], quiet=True)
+        fit(session, secrets=secrets(), quiet=True)
         expected = state_tensors(session.model)
 
     def check() -> None:
         with new_run() as first, new_run() as second:
             second.folder = second.ledger = None
+            keys = secrets(), secrets(b"?" * 32, b"!" * 32)
 
             def work(group: Group):
                 session = (first, second)[group.rank]
@@ -101,13 +102,14 @@ def test_noise_per_rank(new_run: NewRun) -> None:
                     torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=2e-5, msg="two ranks add other noise than one")
 
     def own_noise_key(secrets, group):
-        return Secrets(share(secrets, group).draw, secrets.noise)
+        own = secrets.noise.secret()
+        return replace(share(secrets, group), noise=key(own))
 
     def noise_then_sum(total, plan, step, key, owners):
         gradient = privatize(total, plan, step, new_key())
         for value in gradient.grads.values():
             dist.all_reduce(value)
-        return gradient
+        return released(gradient.grads)
 
     share = loop._share
     check()
@@ -130,13 +132,13 @@ def test_noise_wrong_norm(config: RunConfig, scenes: Store) -> None:
         for clip in (0.1, 2.0):
             plan = make_plan(replace(config.privacy, max_grad_norm=clip))
             model = GradientIsImage(3, 16, 16)
-            one, _ = step.step_sum(0, step.Training(config, plan, scenes, np.array([3]), None, model, huge_losses, ALONE), KEY)
-            noise = privatize(as_sum(torch.zeros(num), clip=clip), plan, 0, KEY).grads["a"].double() * plan.expected_batch_size
+            one, _ = step.step_sum(0, step.Training(config, plan, scenes, np.array([3]), None, model, huge_losses, ALONE), key())
+            noise = privatize(as_sum(torch.zeros(num), clip=clip), plan, 0, key()).grads["a"].double() * plan.expected_batch_size
             ratio = noise.std() / one.grads["weight"].double().norm()
             assert abs(ratio / config.privacy.noise_multiplier - 1) < 5 / (2 * num) ** 0.5, "noise has another norm than the clip's"
 
     def clip_at_one(loss_fn, model, batch, key, *, max_grad_norm, **settings):
-        return replace(clipped_sum(loss_fn, model, batch, key, max_grad_norm=1.0, **settings), max_grad_norm=max_grad_norm)
+        return changed(clipped_sum(loss_fn, model, batch, key, max_grad_norm=1.0, **settings), max_grad_norm=max_grad_norm)
 
     check()
     with planted(DPPlan, "noise_std", property(lambda plan: plan.noise_multiplier * plan.max_grad_norm**2), "another norm than the clip's"):
@@ -150,16 +152,16 @@ def test_sum_of_another_clip_norm(config: RunConfig, plan: DPPlan, scenes: Store
 
     def check(privatize=privatize) -> None:
         for clip in (0.4999, 5.0, None):
-            assert_refused(lambda clip=clip: privatize(as_sum(torch.zeros(3), clip=clip), plan, 0, KEY), "a sum of another clip norm")
+            assert_refused(lambda clip=clip: privatize(as_sum(torch.zeros(3), clip=clip), plan, 0, key()), "a sum of another clip norm")
 
     def trusting(total, plan, step, key):
-        return privatize(replace(total, max_grad_norm=plan.max_grad_norm), plan, step, key)
+        return privatize(changed(total, max_grad_norm=plan.max_grad_norm), plan, step, key)
 
     def clip_at_one(loss_fn, model, batch, key, *, max_grad_norm, **settings):
         return clipped_sum(loss_fn, model, batch, key, max_grad_norm=1.0, **settings)
 
     def one_step() -> None:
-        step.step_sum(0, step.Training(config, plan, scenes, np.array([3]), None, GradientIsImage(3, 16, 16), image_losses, ALONE), KEY)
+        step.step_sum(0, step.Training(config, plan, scenes, np.array([3]), None, GradientIsImage(3, 16, 16), image_losses, ALONE), key())
 
     check()
     with caught("a sum of another clip norm was accepted"):
@@ -191,22 +193,23 @@ def test_replayed_noise(new_run: NewRun) -> None:
         assert np.abs(correlation).max() < 5 / len(noises[0]) ** 0.5, "noise of one step comes again in another"
 
     check()
-    with planted(loop, "Secrets", lambda draw=KEY, noise=KEY: Secrets(draw, noise), "comes again"):
+    with planted(loop, "Secrets", lambda *keys: Secrets(*keys) if keys else secrets(), "comes again"):
         check()
-    with planted(loop, "privatize", lambda total, plan, step, key, owners: privatize(total, plan, 0, key, owners=owners), "comes again"):
+    at_zero = lambda total, plan, step, key, owners: privatize(total, plan, 0, key, owners=owners)  # noqa: E731
+    with planted(loop, "privatize", at_zero, "not drawn under this key before"):
         check()
 
 
 def test_predictable_generator(plan: DPPlan) -> None:
     """Noise against ChaCha20 called directly, and a formula of one line."""
     # With sum 0 the release is the noise on the grid; the grid is far below the tolerance.
-    key = subkey(KEY, "noise", step=0, parameter="a")
-    stream = Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor().update(bytes(8 * 1000))
+    secret = subkey(key(), "noise", step=0, parameter="a").secret()
+    stream = Cipher(algorithms.ChaCha20(secret, bytes(16)), None).encryptor().update(bytes(8 * 1000))
     word_H2 = np.frombuffer(stream, dtype="<u8").reshape(-1, 2).astype(float) * 2.0**-64
     expected = np.sqrt(-2 * np.log(word_H2[:, 0])) * np.exp(2j * np.pi * word_H2[:, 1])
 
     def check() -> None:
-        noise = privatize(as_sum(torch.zeros(1000)), plan, 0, KEY).grads["a"].double() * plan.expected_batch_size / plan.noise_std
+        noise = privatize(as_sum(torch.zeros(1000)), plan, 0, key()).grads["a"].double() * plan.expected_batch_size / plan.noise_std
         assert np.allclose(noise.numpy().view(complex), expected, atol=1e-5), "noise is not that of the cryptographic stream"
 
     class Mersenne(Keystream):
@@ -222,7 +225,7 @@ def test_low_bits(plan: DPPlan) -> None:
     """Every number is a multiple of the public grid, whatever the sum was (``tests/attacks`` has what it was good for)."""
 
     def check() -> None:
-        released = privatize(as_sum(torch.zeros(20_000)), plan, 0, KEY, dtype=torch.float64).grads["a"].numpy()
+        released = privatize(as_sum(torch.zeros(20_000)), plan, 0, key(), dtype=torch.float64).grads["a"].numpy()
         steps = released * plan.expected_batch_size / 2.0 ** (math.floor(math.log2(plan.noise_std)) - 20)
         assert np.abs(steps - np.rint(steps)).max() < 1e-6, "low bits tell of the sum"
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from made import changed
 from per_record_loop import flat
 from torch import nn
 from zoo import KEY, GradientIsImage, TokenSums, class_losses, image_losses, make_batch, rows, token_batch, token_sum_losses
@@ -96,7 +97,7 @@ def test_loss_scale_private_overflow() -> None:
             grads = {name: value / self.scale for name, value in total.grads.items()}
             if not total.norms_B.isfinite().all():
                 self.scale *= 0.3  # a power of two would hide it: such a scale only moves the exponent
-            return replace(total, grads=grads)
+            return changed(total, grads=grads)
 
     check_bad_record(clipped_sum, torch.nan)
     with caught("takes the others out of the step"):

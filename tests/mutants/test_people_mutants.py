@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from made import key
 
 from dpvision.adapt.person_rows import PersonImages
 from dpvision.adapt.prepare import prepare
@@ -27,7 +28,7 @@ from ..adapt.heads_of_people import moves, people_head_config, without_person
 from ..train.people_store import NUM_IMAGES, PEOPLE, people_config, people_store, sums, without
 from .planting import planted
 
-KEY = bytes(range(32))
+KEY = key()
 C = 0.5
 
 
@@ -83,7 +84,7 @@ def test_images_drawn_in_place_of_people(config: RunConfig, folders: Iterator[Pa
         return People(ids, np.arange(NUM_IMAGES), np.arange(NUM_IMAGES + 1), ids)
 
     check_contract(config, next(folders))
-    with planted(start.People, "of", staticmethod(each_image), "a person moves the sum by more than the clip norm"):
+    with planted(start.People, "of", staticmethod(each_image), "a record is twice in a sum"):
         check_contract(config, next(folders))
 
 
@@ -95,7 +96,7 @@ def test_images_clipped_then_added(config: RunConfig, folders: Iterator[Path]) -
         return real(store, rows.ravel(), *args, physical_batch_size=sizes, **kwargs)
 
     check_contract(config, next(folders))
-    with planted(step, "physical_batches", one_row_an_image, "a person moves the sum by more than the clip norm"):
+    with planted(step, "physical_batches", one_row_an_image, "a record is twice in a sum"):
         check_contract(config, next(folders))
 
 

@@ -17,9 +17,9 @@ from zoo import KEY, class_losses, make_batch
 from dpvision.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint, state_tensors
 from dpvision.config import RunConfig
 from dpvision.data.store import Store
-from dpvision.dp import clip, one_pass, support
+from dpvision.dp import clip, one_pass, separable
 from dpvision.dp.clip import clipped_sum
-from dpvision.dp.support import check_separable
+from dpvision.dp.separable import check_separable
 from dpvision.encoders import weights_file
 from dpvision.errors import DPVisionError, PrivacyError
 from dpvision.eval.score_file import read_scores
@@ -74,11 +74,11 @@ def test_buffers_updated() -> None:
     check_gate()
     # Not recognised by their class they are still measured ...
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(support, "check_module", lambda name, module: None)
+        patch.setattr(separable, "check_module", lambda name, module: None)
         check_gate()
         # ... and only without the measurement they would pass.
         with planted(torch, "equal", lambda a, b: True, "batch statistics was accepted"):
-            patch.setattr(support, "_ROW_TOLERANCE", float("inf"))
+            patch.setattr(separable, "_ROW_TOLERANCE", float("inf"))
             check_gate()
 
 

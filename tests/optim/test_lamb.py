@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from made import released
 from torch import Tensor, nn
 
 from dpvision.config import OptimConfig
@@ -18,7 +19,7 @@ def _model() -> nn.Module:
 
 def _gradients(model: nn.Module, steps: int) -> list[DPGradient]:
     g = torch.Generator().manual_seed(5)
-    return [DPGradient({n: 3 * torch.randn(p.shape, generator=g) for n, p in model.named_parameters()}) for _ in range(steps)]
+    return [released({n: 3 * torch.randn(p.shape, generator=g) for n, p in model.named_parameters()}) for _ in range(steps)]
 
 
 def _published(weight: Tensor, gradients: list[Tensor], rates: list[float], beta1: float, beta2: float, eps: float, decay: float) -> Tensor:

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from made import made_sum, released
 from torch import nn
 
 from dpvision.config import OptimConfig
-from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient
 from dpvision.errors import CheckpointError, PrivacyError
 from dpvision.optim.ema import make_ema, update_ema
@@ -24,9 +24,7 @@ def _model() -> nn.Module:
 
 def _gradients(model: nn.Module, steps: int) -> list[DPGradient]:
     g = torch.Generator().manual_seed(5)
-    return [
-        DPGradient({n: torch.randn(p.shape, generator=g) for n, p in model.named_parameters() if p.requires_grad}) for _ in range(steps)
-    ]
+    return [released({n: torch.randn(p.shape, generator=g) for n, p in model.named_parameters() if p.requires_grad}) for _ in range(steps)]
 
 
 def test_adamw_is_the_published_update() -> None:
@@ -86,7 +84,7 @@ def test_a_frozen_parameter_never_moves_and_foreign_state_is_refused() -> None:
 
 def test_a_clipped_sum_does_not_pass_the_wall() -> None:
     model = _model()
-    total = ClippedSum(_gradients(model, 1)[0].grads, 1, torch.ones(1), torch.ones(1), 1.0)
+    total = made_sum(_gradients(model, 1)[0].grads)
     with pytest.raises(PrivacyError, match="DPGradient"):
         Optimizer(OptimConfig(), model).step(total, 0.1)  # type: ignore[arg-type]
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from made import released
 from torch import nn
 
 from dpvision.config import OptimConfig
@@ -20,7 +21,7 @@ def _model() -> nn.Module:
 
 def _gradients(model: nn.Module, steps: int, scale: float = 1.0) -> list[DPGradient]:
     g = torch.Generator().manual_seed(5)
-    return [DPGradient({n: scale * torch.randn(p.shape, generator=g) for n, p in model.named_parameters()}) for _ in range(steps)]
+    return [released({n: scale * torch.randn(p.shape, generator=g) for n, p in model.named_parameters()}) for _ in range(steps)]
 
 
 def _run(config: OptimConfig, gradients: list[DPGradient], rates: list[float]) -> dict[str, torch.Tensor]:
@@ -87,9 +88,9 @@ def test_a_gradient_of_zeros_and_one_that_is_not_finite_pass_the_global_clip() -
     model = _model()
     optimizer = Optimizer(OptimConfig(name="sgd", momentum=0.0, weight_decay=0.0, global_clip=1.0), model)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer.step(DPGradient({n: torch.zeros_like(p) for n, p in model.named_parameters()}), 1.0)
+    optimizer.step(released({n: torch.zeros_like(p) for n, p in model.named_parameters()}), 1.0)
     assert all(torch.equal(p, start[name]) for name, p in model.named_parameters())
-    optimizer.step(DPGradient({n: torch.full_like(p, torch.nan) for n, p in model.named_parameters()}), 1.0)
+    optimizer.step(released({n: torch.full_like(p, torch.nan) for n, p in model.named_parameters()}), 1.0)
     assert all(p.isnan().all() for p in model.parameters())
 
 

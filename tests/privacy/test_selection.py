@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dp_accounting.rdp import rdp_privacy_accountant as published
+from made import key
 from scipy import integrate, stats
 
 from dpvision.config import PrivacyConfig
@@ -46,7 +47,7 @@ def pmf(mean: float, shape: float | None, count: int = 4000) -> np.ndarray:
 def test_the_number_of_runs_follows_its_law(shape: float | None) -> None:
     """Chi-square against the products of the definition, cells of at least 20 expected draws."""
     selection = Selection(6.0, shape, 1, 1.0)
-    rng = derive_rng(bytes(32), 0)
+    rng = derive_rng(key(bytes(32)), 0)
     drawn = np.array([selection.draw_runs(rng) for _ in range(8000)])
     expected = pmf(6.0, shape) * len(drawn)
     edges = [0]

@@ -1,7 +1,9 @@
 """The secret stream: RFC 8439's own vectors, a second ChaCha20 written from its text, seeking, subkeys, and the laws of the draws."""
 
+import copy
 import hashlib
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from scipy import stats
 
 from dpvision.errors import PrivacyError
 from dpvision.privacy import stream as stream_module
-from dpvision.privacy.stream import MAX_WORDS, Keystream, Stream, new_key, subkey, uniforms
+from dpvision.privacy.stream import MAX_WORDS, Key, Keystream, Stream, new_key, subkey, uniforms
 
 KEY = bytes(range(32))
 RARE = 1e-6
@@ -39,7 +41,7 @@ VECTORS = [
 
 def words(key: bytes, block: int, num_blocks: int) -> np.ndarray:
     word_W = np.empty(8 * num_blocks, dtype="<u8")
-    Keystream(key, block).fill(word_W)
+    Keystream(Key.for_tests(key), block).fill(word_W)
     return word_W
 
 
@@ -80,13 +82,13 @@ def test_any_block_can_be_read_alone(block: int) -> None:
 
 
 def test_reading_on_is_reading_at_once() -> None:
-    whole, keystream, parts = words(KEY, 0, 10_000), Keystream(KEY), []
+    whole, keystream, parts = words(KEY, 0, 10_000), Keystream(Key.for_tests(KEY)), []
     for num_blocks in (1, 4096, 4097, 1806):  # pieces on both sides of what the cipher takes at once
         part = np.empty(8 * num_blocks, dtype="<u8")
         keystream.fill(part)
         parts.append(part)
     assert np.array_equal(np.concatenate(parts), whole)
-    rng = Stream(KEY)
+    rng = Stream(Key.for_tests(KEY))
     assert np.array_equal(np.concatenate([rng.words(1), rng.words(8)]), whole[[0, *range(8, 16)]]), "a call starts at a new block"
 
 
@@ -99,29 +101,51 @@ def test_a_stream_ends_where_its_counter_does() -> None:
 
 def test_a_subkey_is_a_keyed_hash_of_what_it_is_for() -> None:
     expected = hashlib.blake2b(b'["noise", 2, 3, "a.weight"]', key=KEY, digest_size=32, person=b"dpvision.stream").digest()
-    assert subkey(KEY, "noise", run=2, step=3, parameter="a.weight") == expected
+    assert subkey(Key.for_tests(KEY), "noise", run=2, step=3, parameter="a.weight").secret() == expected
     uses = itertools.product((KEY, bytes(32)), ("noise", "draw"), (0, 1, 23), (0, 1, 3, 31), ("", "a", "b", 'a", "b', "1"))
-    keys = [subkey(key, use, run=run, step=step, parameter=name) for key, use, run, step, name in uses]
+    keys = [subkey(Key.for_tests(key), use, run=run, step=step, parameter=name).secret() for key, use, run, step, name in uses]
     assert len(set(keys)) == len(keys) == 2 * 2 * 3 * 4 * 5
 
 
-@pytest.mark.parametrize("key", [b"", b"short", bytes(31), bytes(64)])
-def test_a_key_of_another_length_is_refused(key: bytes) -> None:
+@pytest.mark.parametrize("secret", [b"", b"short", bytes(31), bytes(64)])
+def test_a_key_of_another_length_is_refused(secret: bytes) -> None:
     with pytest.raises(PrivacyError, match="new_key"):
-        subkey(key, "noise")
+        Key.for_tests(secret)
+
+
+def test_bytes_are_no_key() -> None:
+    for use in (lambda: subkey(KEY, "noise"), lambda: Keystream(KEY), lambda: Stream(KEY)):  # type: ignore[arg-type]
+        with pytest.raises(PrivacyError, match="key of type bytes"):
+            use()
+
+
+def test_a_key_is_not_shown_copied_or_pickled() -> None:
+    key = Key.for_tests(KEY)
+    assert KEY.hex() not in repr(key) and "x1f" not in repr(key) and not hasattr(key, "__dict__")
+    for leave in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(PrivacyError, match="copied or pickled"):
+            leave(key)
+
+
+def test_a_key_that_was_handed_over_is_dead_and_the_other_one_is_the_same() -> None:
+    key = Key.for_tests(KEY)
+    other = key.hand_over(lambda secret: secret)
+    assert other.secret() == KEY
+    with pytest.raises(PrivacyError, match="given to a run"):
+        key.secret()
 
 
 def test_keys_come_fresh_from_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {new_key() for _ in range(100)}
+    keys = {new_key().secret() for _ in range(100)}
     assert len(keys) == 100 and {len(key) for key in keys} == {32}
     monkeypatch.setattr(stream_module.os, "urandom", lambda size: b"s" * size)
-    assert new_key() == b"s" * 32
+    assert new_key().secret() == b"s" * 32
 
 
 def test_uniforms_keep_the_precision_of_small_ones() -> None:
     """Against exact rational numbers, within one unit in the last place: 2^-65 and not 0 at the lower end."""
     special = [0, 1, 2, 3, 2**11, 2**52 + 1, 2**53 + 1, 2**62 - 1, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2**11 - 1, 2**64 - 1]
-    word_W = np.array(special + Stream(KEY).words(2000).tolist(), dtype=np.uint64)
+    word_W = np.array(special + Stream(Key.for_tests(KEY)).words(2000).tolist(), dtype=np.uint64)
     got, spare = np.empty(len(word_W)), np.empty(len(word_W))
     uniforms(word_W.view(np.int64), got, spare)
     with mp.workprec(200):
@@ -134,7 +158,7 @@ def test_uniforms_keep_the_precision_of_small_ones() -> None:
 
 @pytest.mark.parametrize("bound", [1, 2, 3, 10, 2**63 + 1, 2**64])
 def test_bounded_integers_are_uniform(bound: int) -> None:
-    rng = Stream(KEY)
+    rng = Stream(Key.for_tests(KEY))
     drawn = [rng.integer(bound) for _ in range(3000)]
     assert min(drawn) >= 0 and max(drawn) < bound
     cells = min(bound, 10)
@@ -146,12 +170,12 @@ def test_bounded_integers_are_unbiased_by_rejection(monkeypatch: pytest.MonkeyPa
     """The words beyond the largest multiple of the bound would favour small numbers: they are drawn again."""
     given = iter([2**64 - 1, 2**64 - 2, 5])
     monkeypatch.setattr(Stream, "words", lambda self, count: np.array([next(given)], dtype=np.uint64))
-    assert Stream(KEY).integer(2**63 - 1) == 5
+    assert Stream(Key.for_tests(KEY)).integer(2**63 - 1) == 5
 
 
 @pytest.mark.parametrize(("num", "size"), [(1, 0), (1, 1), (6, 2), (5, 5), (5, 4)])
 def test_every_subset_of_a_size_is_equally_likely(num: int, size: int) -> None:
-    rng = Stream(KEY)
+    rng = Stream(Key.for_tests(KEY))
     subsets = list(itertools.combinations(range(num), size))
     drawn = [tuple(rng.subset(num, size).tolist()) for _ in range(300 * len(subsets))]
     seen = [drawn.count(subset) for subset in subsets]
@@ -162,7 +186,7 @@ def test_every_subset_of_a_size_is_equally_likely(num: int, size: int) -> None:
 def test_a_tie_at_the_border_of_a_subset_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     given = iter([[7, 7, 9], [9, 8, 7]])
     monkeypatch.setattr(Stream, "words", lambda self, count: np.array(next(given), dtype=np.uint64))
-    assert Stream(KEY).subset(3, 1).tolist() == [2]
+    assert Stream(Key.for_tests(KEY)).subset(3, 1).tolist() == [2]
 
 
 @pytest.mark.parametrize("rate", [1e-12, 0.3, 0.999])
@@ -172,7 +196,7 @@ def test_a_gap_is_the_inverse_of_its_law(monkeypatch: pytest.MonkeyPatch, rate: 
     given = [2.0**-65, 1e-15, 1e-3, 0.1, 0.29, 0.5, 0.7000001, 0.9, 1 - 2.0**-53, 1.0]
     with mp.workprec(400):
         exact = [int(mp.floor(mp.log(mp.mpf(u)) / mp.log1p(-mp.mpf(rate)))) + 1 for u in given]
-    got = Stream(KEY).gaps(rate, len(given), 2**52)
+    got = Stream(Key.for_tests(KEY)).gaps(rate, len(given), 2**52)
     # Of the huge gaps at a rate of 1e-12, one in 1e15 of each is lost to rounding.
     np.testing.assert_allclose(got, np.minimum(exact, 2**52), rtol=1e-15 if rate < 1e-6 else 0)
-    assert Stream(KEY).gaps(rate, len(given), 17).max() <= 17
+    assert Stream(Key.for_tests(KEY)).gaps(rate, len(given), 17).max() <= 17

@@ -13,6 +13,7 @@ from dpvision.data.importer import import_samples
 from dpvision.data.people import People
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
+from dpvision.privacy.stream import Key
 from dpvision.train.loop import Session
 from dpvision.train.step import step_sum
 
@@ -68,7 +69,7 @@ def without(people: People | None, place: int) -> People:
     )  # fmt: skip
 
 
-def sums(session: Session, number: int = 0, key: bytes = b"d" * 32) -> tuple[Tensor, Tensor]:
+def sums(session: Session, number: int = 0, draw_key: Key | None = None) -> tuple[Tensor, Tensor]:
     """The clipped sum of a step as one float64 vector, and the norms before the clip."""
-    total = step_sum(number, session, key)[0]
+    total = step_sum(number, session, draw_key or Key.for_tests(b"d" * 32))[0]
     return torch.cat([total.grads[name].double().flatten() for name in sorted(total.grads)]), total.norms_B

@@ -30,7 +30,8 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.data.tokenizer import CaptionTokenizer, train_tokenizer
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.route import _ROUTES
-from dpvision.dp.support import check_exact, check_separable
+from dpvision.dp.separable import check_separable
+from dpvision.dp.support import check_exact
 from dpvision.errors import CheckpointError, ConfigError, DataError
 from dpvision.models import make_model
 from dpvision.models.captioner import Captioner

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from made import secrets
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import RunConfig, to_dict
 from dpvision.privacy.ledger_format import read_ledger
-from dpvision.runs.run import Secrets
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session
 
@@ -21,6 +21,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from dpvision.config import RunConfig, from_dict
+from dpvision.privacy.stream import Key
 from dpvision.runs.run import Secrets
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session
@@ -28,7 +29,7 @@ from dpvision.train.start import new_session
 config = from_dict(RunConfig, json.loads(Path(sys.argv[1]).read_text()))
 with new_session(config, Path(sys.argv[2])) as session:
     # Only rank 0 has the keys; the others must get them from it.
-    secrets = Secrets(b"d" * 32, b"n" * 32) if session.group.is_main else Secrets(b"?" * 32, b"?" * 32)
+    secrets = Secrets(*(Key.for_tests(letter * 32) for letter in ((b"d", b"n") if session.group.is_main else (b"?", b"!"))))
     assert session.group.world_size == 2
     assert fit(session, secrets=secrets, quiet=True)
 """
@@ -49,7 +50,7 @@ def _two_processes(config: RunConfig, folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives(config: RunConfig, tmp_path: Path) -> None:
     with new_session(config, tmp_path / "one") as session:
-        fit(session, secrets=Secrets(b"d" * 32, b"n" * 32), quiet=True)
+        fit(session, secrets=secrets(), quiet=True)
     one, two = load_checkpoint(tmp_path / "one").model, _two_processes(config, tmp_path)
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=2e-5, msg=name)

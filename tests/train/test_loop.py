@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from made import secrets
 
 from dpvision import checkpoint
 from dpvision.checkpoint import load_checkpoint
@@ -27,12 +28,10 @@ from dpvision.train import loop
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session, resumed_session
 
-KEYS = Secrets(b"d" * 32, b"n" * 32)
 
-
-def _train(config: RunConfig, root: Path, secrets: Secrets | None = KEYS) -> dict[str, torch.Tensor]:
+def _train(config: RunConfig, root: Path, keys: Secrets | None = None) -> dict[str, torch.Tensor]:
     with new_session(config, root) as session:
-        assert fit(session, secrets=secrets, quiet=True)
+        assert fit(session, secrets=keys or secrets(), quiet=True)
     return load_checkpoint(root).model
 
 
@@ -86,7 +85,7 @@ def test_half_precision_moves_the_result_by_its_rounding_only(config: RunConfig,
 def test_the_seed_and_the_keys_do_change_the_result(config: RunConfig, tmp_path: Path) -> None:
     one = _train(config, tmp_path / "one")
     for i, (changed, keys) in enumerate(
-        [(replace(config, seed=1), KEYS), (config, Secrets(b"x" * 32, KEYS.noise)), (config, Secrets(KEYS.draw, b"x" * 32))]
+        [(replace(config, seed=1), secrets()), (config, secrets(draw=b"x" * 32)), (config, secrets(noise=b"x" * 32))]
     ):
         other = _train(changed, tmp_path / str(i), keys)
         assert not torch.allclose(other["encoder.blocks.0.mlp.0.weight"], one["encoder.blocks.0.mlp.0.weight"], atol=1e-3)

@@ -18,6 +18,7 @@ from dpvision.config import MAEConfig, OptimConfig, RunConfig, ViTConfig
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.noise import privatize
 from dpvision.models import make_model
+from dpvision.privacy.stream import Key
 from dpvision.train import loop, memory
 from dpvision.train.distributed import Group, all_reduce_sum
 from dpvision.train.loop import fit
@@ -84,9 +85,9 @@ def test_the_check_makes_room_for_a_whole_step(ranks: int, config: RunConfig, tm
         cpu, loss_fn = session.group.device, session.loss_fn
 
         def step(number: int) -> None:
-            total, _ = step_sum(number, session, b"k" * 32)
+            total, _ = step_sum(number, session, Key.for_tests(b"k" * 32))
             total = all_reduce_sum(total, Group(0, ranks, cpu))
-            session.optimizer.step(privatize(total, session.plan, number, b"n" * 32), 1e-2)
+            session.optimizer.step(privatize(total, session.plan, number, Key.for_tests(b"n" * 32)), 1e-2)
 
         step(0)
         needed = peak_bytes(lambda: step(1)) + held_bytes(config, session.model)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from made import secrets
 from PIL import Image
 from sklearn.metrics import average_precision_score
 
@@ -30,7 +31,6 @@ from dpvision.eval.probes.suite import evaluate
 from dpvision.models import make_model
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.sampling import derive_rng
-from dpvision.runs.run import Secrets
 from dpvision.runs.store_checks import check_labels
 from dpvision.synthetic.scenes import LABELS
 from dpvision.train import gates, start
@@ -38,7 +38,6 @@ from dpvision.train.loop import fit
 from dpvision.train.start import new_session, resumed_session
 from dpvision.train.step import step_sum
 
-KEYS = Secrets(b"d" * 32, b"n" * 32)
 RESNET = ResNetConfig(image_size=16, depths=(1,), widths=(16,), groups=4)
 NUM_CLASSES = len(LABELS)
 
@@ -111,8 +110,8 @@ def test_the_clipped_sum_of_a_step_is_that_of_the_vmap_oracle(config: RunConfig,
     config = replace(config, model=replace(config.model, head_init="xavier"), hardware=replace(config.hardware, physical_batch_size=8))
     with new_session(config, tmp_path / "run") as session:
         plan, store = session.plan, session.store
-        total, _ = step_sum(0, session, KEYS.draw)
-        drawn = session.rows[plan.draw(0, len(session.rows), derive_rng(KEYS.draw, 0))]
+        total, _ = step_sum(0, session, secrets().draw)
+        drawn = session.rows[plan.draw(0, len(session.rows), derive_rng(secrets().draw, 0))]
         (batch,) = physical_batches(
             store, drawn, StepKey(config.seed, 0), config.data, 16, physical_batch_size=99, workers=1, num_classes=NUM_CLASSES
         )
@@ -207,7 +206,7 @@ def test_scores_that_would_mean_nothing_are_refused(config: RunConfig, halves: t
     for name, asked in (("several", config), ("one", one_label(config, single))):
         asked = replace(asked, privacy=replace(asked.privacy, dataset_size=open_store(asked.data.store or "").num_records))
         with new_session(asked, tmp_path / name) as session:
-            fit(session, secrets=KEYS, quiet=True)
+            fit(session, secrets=secrets(), quiet=True)
     with pytest.raises(DataError, match="has one label per record; expected several"):
         score_own_head(tmp_path / "several", write_scenes(tmp_path / "single2", 40, 16, first=900))
     with pytest.raises(DataError, match="has several labels per record; expected one"):

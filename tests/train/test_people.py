@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from made import key
 
 from dpvision.cli import main
 from dpvision.config import ClassifierConfig, RunConfig, to_dict
@@ -38,7 +39,7 @@ from dpvision.train.step import step_sum
 from ..data.image_files import encode, png, spoil
 from .people_store import NUM_IMAGES, PEOPLE, SIZES, people_config, people_store, sums, without
 
-KEY = bytes(range(32))
+KEY = key()
 C = 0.5
 
 
@@ -115,7 +116,7 @@ def test_runs_that_drew_people_and_runs_that_drew_records_do_not_add_up_to_one_g
 
 
 def test_people_are_drawn_each_by_their_own_coin_at_the_accounted_rate(config: RunConfig) -> None:
-    plan = replace(draft_plan(config.privacy), steps=4000)
+    plan = draft_plan(replace(config.privacy, steps=4000))
     drawn = np.zeros((4000, PEOPLE))
     for step in range(4000):
         drawn[step, plan.draw(step, PEOPLE, derive_rng(KEY, step))] = 1
@@ -352,7 +353,7 @@ def test_after_sigkill_the_same_images_of_a_person_belong_to_a_step_and_people_a
         keys = []
         monkeypatch.setattr(loop, "step_sum", lambda number, t, key: keys.append(key) or step_sum(number, t, key))
         assert fit(session, quiet=True) and session.run.ledger.steps == 8
-        assert len(keys) == 5 and len(set(keys)) == 1 and KEY not in keys
+        assert len(keys) == 5 and len(set(keys)) == 1 and keys[0].secret() != KEY.secret()
 
 
 # What a store must be

@@ -13,8 +13,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import step as benchmark
+from made import secrets
 
-from dpvision.runs.run import Secrets
 from dpvision.train.distributed import Group
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session
@@ -27,7 +27,7 @@ def test_the_private_step_is_a_step_of_the_training_loop(tmp_path: Path) -> None
     config = replace(config, privacy=replace(config.privacy, steps=1), optim=replace(config.optim, warmup_steps=0))
     with new_session(config, tmp_path / "by_loop") as s:
         first = {name: p.detach().clone() for name, p in s.model.named_parameters()}
-        fit(s, secrets=Secrets(benchmark.DRAW_KEY, benchmark.NOISE_KEY), quiet=True)
+        fit(s, secrets=secrets(benchmark.DRAW_KEY, benchmark.NOISE_KEY), quiet=True)
         by_loop = dict(s.model.named_parameters())
     with new_session(config, tmp_path / "by_benchmark") as s:
         benchmark.private_step(s)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from made import secrets
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
@@ -33,14 +34,12 @@ from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.plan import draft_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.recipes import RECIPES
-from dpvision.runs.run import Secrets
 from dpvision.train import gates, loop, start
 from dpvision.train.loop import fit
 from dpvision.train.parent import start_from
 from dpvision.train.start import new_session, resumed_session
 from dpvision.train.step import step_sum
 
-KEYS = Secrets(b"d" * 32, b"n" * 32)
 NUM_RECORDS = 500
 RESNET = ResNetConfig(image_size=8, depths=(1, 1), widths=(16, 32), groups=4)
 VIT = ViTConfig(image_size=16, patch_size=4, depth=1, width=16, num_heads=2)
@@ -80,7 +79,7 @@ def supervised(digits: Store) -> RunConfig:
 
 def train(config: RunConfig, root: Path) -> Path:
     with new_session(config, root) as session:
-        assert fit(session, secrets=KEYS, quiet=True)
+        assert fit(session, secrets=secrets(), quiet=True)
     return root
 
 
@@ -130,8 +129,8 @@ def test_the_clipped_sum_of_a_step_is_that_of_the_vmap_oracle(supervised: RunCon
     config = replace(supervised, model=replace(supervised.model, head_init="xavier"))
     with new_session(config, tmp_path / "run") as session:
         plan, store = session.plan, session.store
-        total, _ = step_sum(0, session, KEYS.draw)
-        drawn = session.rows[plan.draw(0, len(session.rows), derive_rng(KEYS.draw, 0))]
+        total, _ = step_sum(0, session, secrets().draw)
+        drawn = session.rows[plan.draw(0, len(session.rows), derive_rng(secrets().draw, 0))]
         key = StepKey(config.seed, 0)
         (batch,) = physical_batches(store, drawn, key, config.data, 8, physical_batch_size=len(drawn), workers=1)
         assert batch.label_B is not None and batch.image_BVCHW.shape[1] == 2

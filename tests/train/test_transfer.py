@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from made import secrets
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import checkpoint_filter_fn
 
@@ -18,12 +19,10 @@ from dpvision.encoders.trained import run_encoder
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models import make_model
 from dpvision.recipes import RECIPES
-from dpvision.runs.run import Secrets
 from dpvision.train import loop
 from dpvision.train.loop import fit
 from dpvision.train.start import check_run, new_session, resumed_session
 
-KEYS = Secrets(b"d" * 32, b"n" * 32)
 NAME = "test_vit"  # timm's own for tests: 160 px, patches of 16, 6 blocks of width 64
 
 
@@ -57,7 +56,7 @@ def transfer(config: RunConfig, weights: Path) -> RunConfig:
 
 def train(config: RunConfig, root: Path) -> Path:
     with new_session(config, root, open_parent) as session:
-        assert fit(session, secrets=KEYS, quiet=True)
+        assert fit(session, secrets=secrets(), quiet=True)
     return root
 
 
@@ -89,7 +88,7 @@ def test_a_tuned_run_leaves_the_frozen_weights_as_they_were_and_loads_again(tran
     with new_session(config, tmp_path / "run", open_parent) as session:
         before = {name: p.detach().clone() for name, p in session.model.named_parameters()}
         moved = {name for name, p in session.model.named_parameters() if p.requires_grad}
-        assert fit(session, secrets=KEYS, quiet=True)
+        assert fit(session, secrets=secrets(), quiet=True)
         for name, p in session.model.named_parameters():
             assert torch.equal(p, before[name]) == (name not in moved), name
         model = session.model.eval()
@@ -113,7 +112,7 @@ def test_a_resumed_run_without_a_checkpoint_finds_its_start_again(transfer: RunC
         pass
     with resumed_session(tmp_path / "run", None, open_parent) as session:
         assert all(torch.equal(p, start[name]) for name, p in session.model.state_dict().items())
-        assert session.run.ledger.steps == 1 and fit(session, secrets=KEYS, quiet=True) and session.updates == 3
+        assert session.run.ledger.steps == 1 and fit(session, secrets=secrets(), quiet=True) and session.updates == 3
 
 
 def test_the_mean_of_the_iterates_is_kept_and_goes_on_after_a_stop(
@@ -144,9 +143,9 @@ def test_the_mean_of_the_iterates_is_kept_and_goes_on_after_a_stop(
     monkeypatch.setattr(dpvision.privacy.ledger.Ledger, "append", crash)
     with pytest.raises(KeyboardInterrupt), new_session(config, tmp_path / "run") as session:
         session.config = replace(config, hardware=replace(config.hardware, checkpoint_every_s=0.0))
-        fit(session, secrets=KEYS, quiet=True)
+        fit(session, secrets=secrets(), quiet=True)
     with resumed_session(tmp_path / "run") as session:
-        assert session.updates == 2 and fit(session, secrets=KEYS, quiet=True)
+        assert session.updates == 2 and fit(session, secrets=secrets(), quiet=True)
     checkpoint = load_checkpoint(tmp_path / "run")
     assert len(seen) == 4 and checkpoint.ema is not None
     torch.testing.assert_close(checkpoint.ema["head.weight"], torch.stack(seen).mean(0))

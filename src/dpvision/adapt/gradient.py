@@ -27,7 +27,7 @@ from dpvision.adapt.feature_stream import Block
 from dpvision.adapt.integer_products import DIGITS, largest, outer_products, products
 from dpvision.adapt.integer_rows import IntegerBlock
 from dpvision.adapt.release import Contributions
-from dpvision.dp.clip import ClippedSum
+from dpvision.dp.clipped import ClippedSum
 from dpvision.privacy.plan import DPPlan
 
 Loss = Literal["softmax", "sigmoid"]
@@ -51,7 +51,7 @@ def gradient_sum(blocks: Iterator[IntegerBlock], weight_KE: Tensor, bias_K: Tens
         else:
             residual_BK[torch.arange(len(block.label_B)), block.label_B] -= 1
         norm_B = torch.linalg.vector_norm(residual_BK, dim=1) * block.norm_B
-        residual_BK *= total.factors(norm_B).double()[:, None]
+        residual_BK *= total.factors(norm_B, block.row_B).double()[:, None]
         if not torch.isfinite(norm_B).all():  # the weights are not finite, and 0 x NaN is NaN
             residual_BK = residual_BK.masked_fill(~torch.isfinite(norm_B)[:, None], 0.0)
         total.add("weight", _outer(block, residual_BK, weight_KE.shape[1], plan.max_grad_norm))
@@ -129,7 +129,7 @@ def sum_at_zero(blocks: Iterator[Block], width: int, bias_K: Tensor, loss: Loss,
         else:
             own_B = (1 - 2 * p_K)[block.label_B]
         residual_B = (p_K.square().sum() + own_B).clamp(min=0).sqrt()
-        x_BE = block.x_BE * total.factors(residual_B * block.norm_B)[:, None]
+        x_BE = block.x_BE * total.factors(residual_B * block.norm_B, block.row_B)[:, None]
         class_KE = block.class_sum(x_BE, num_classes)
         # With one label per record, the sum over classes is the sum over records.
         sum_E = class_KE.sum(dim=0) if block.target_BK is None else x_BE.sum(dim=0, dtype=torch.float64)

@@ -46,6 +46,8 @@ class IntegerBlock:
     target_BK: Tensor | None
     constant: float
     """Last entry of every row, not stored as an integer; 0 if there is none."""
+    row_B: np.ndarray
+    """As in ``Block``."""
 
 
 class IntegerStream:
@@ -97,7 +99,7 @@ class IntegerStream:
     def _integers(self, block: Block) -> IntegerBlock:
         digit_BE, scale_B, square_B = to_digits(block.x_BE, self._digits)
         norm_B = (square_B * scale_B.square() + self._constant**2).sqrt()
-        return IntegerBlock(digit_BE, scale_B, norm_B, block.label_B, block.target_BK, self._constant)
+        return IntegerBlock(digit_BE, scale_B, norm_B, block.label_B, block.target_BK, self._constant, block.row_B)
 
     def _whole(self) -> tuple[IntegerBlock, np.ndarray]:
         """Return all valid records as one block, and each record's position in it, -1 for invalid records."""
@@ -112,6 +114,7 @@ class IntegerStream:
                 None if several else torch.empty(most, dtype=torch.int64),
                 torch.empty(most, classes) if several else None,
                 self._constant,
+                np.empty(most, dtype=np.int64),
             )
             place_N, count = np.full(most, -1), 0
             for block in self._stream.blocks(num_bytes=_READ_BYTES):
@@ -119,6 +122,7 @@ class IntegerStream:
                 for kept, new in zip(_columns(_taken(whole, here)), _columns(self._integers(block)), strict=True):
                     kept.copy_(new)
                 place_N[block.row_B] = np.arange(here.start, here.stop)
+                whole.row_B[here] = block.row_B
                 count = here.stop
             self._kept = _taken(whole, slice(count)), place_N
         return self._kept
@@ -151,6 +155,7 @@ def _taken(whole: IntegerBlock, index: slice | Tensor) -> IntegerBlock:
         norm_B=whole.norm_B[index],
         label_B=None if whole.label_B is None else whole.label_B[index],
         target_BK=None if whole.target_BK is None else whole.target_BK[index],
+        row_B=whole.row_B[index if isinstance(index, slice) else index.numpy()],
     )
 
 
@@ -169,4 +174,5 @@ def _joined(parts: list[IntegerBlock]) -> IntegerBlock:
         norm_B=torch.cat([part.norm_B for part in parts]),
         label_B=torch.cat(labels) if labels else None,
         target_BK=torch.cat(targets) if targets else None,
+        row_B=np.concatenate([part.row_B for part in parts]),
     )

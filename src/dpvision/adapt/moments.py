@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpvision.adapt.feature_stream import Block, FeatureStream
 from dpvision.adapt.release import Contributions
-from dpvision.dp.clip import ClippedSum
+from dpvision.dp.clipped import ClippedSum
 from dpvision.errors import ConfigError
 from dpvision.privacy.plan import DPPlan
 
@@ -64,7 +64,7 @@ def moment_sum(blocks: Iterator[Block], width: int, num_classes: int, bound: flo
             # At most R up to the rounding of the length and of the product, 7 eps, which the clip's margin covers.
             norm_B = norm_B.clamp(max=bound)
         length_B = (own**2 * norm_B**4 + cross**2 * norm_B**2 * block.target_square_B()).sqrt()
-        factor_B = total.factors(length_B)
+        factor_B = total.factors(length_B, block.row_B)
         if own:
             y_BE = x_BE * (own * factor_B.double()).sqrt().float()[:, None]
             y_BE = y_BE.double()

@@ -20,7 +20,7 @@ from torch import Tensor
 from dpvision.adapt.feature_stream import Block, FeatureStream, Head
 from dpvision.adapt.moments import row_bound
 from dpvision.adapt.release import Contributions, Releases
-from dpvision.dp.clip import ClippedSum
+from dpvision.dp.clipped import ClippedSum
 from dpvision.errors import ConfigError
 from dpvision.privacy.plan import DPPlan
 
@@ -92,7 +92,7 @@ def prototype_sum(blocks: Iterator[Block], width: int, num_classes: int, bound: 
     for block in blocks:
         shorten_B = torch.where(block.norm_B > bound, bound / block.norm_B, 1.0) * (unit / bound)
         length_B = ((shorten_B * block.norm_B).square() + (unit * count_length) ** 2) * block.target_square_B()
-        factor_B = total.factors(length_B.sqrt())
+        factor_B = total.factors(length_B.sqrt(), block.row_B)
         total.add("sum", block.class_sum(block.x_BE * (shorten_B * factor_B).float()[:, None], num_classes))
         total.add("count", block.class_sum((unit * count_length * factor_B)[:, None], num_classes)[:, 0])
     return total.sum()

@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 
 from dpvision.config import PrivacyConfig
-from dpvision.dp.clip import ClippedSum
+from dpvision.dp.clipped import ClippedSum, no_records, once
 from dpvision.dp.noise import DPGradient, privatize
 from dpvision.dp.rounding import clip_factors, margin, require_exact_products
+from dpvision.dp.seal import seal
 from dpvision.errors import PrivacyError
 from dpvision.privacy import gaussian
 from dpvision.privacy.plan import DPPlan, default_delta, make_plan
 from dpvision.privacy.sampling import derive_rng
+from dpvision.privacy.stream import Key
 from dpvision.train.distributed import Group, all_reduce_sum
 
 _ALONE = Group(0, 1, torch.device("cpu"))
@@ -52,13 +54,16 @@ class Contributions:
         self._plan = plan
         self._totals = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
         self._norms: list[Tensor] = []
+        self._rows = [no_records()]
 
-    def factors(self, norm_B: Tensor) -> Tensor:
+    def factors(self, norm_B: Tensor, row_B: np.ndarray) -> Tensor:
         """Return min(1, C (1 - margin) / norm), or C (1 - margin) / (norm + gamma): float32 (B,), for float64 norms ``norm_B``.
 
-        Call it once for every record. A non-finite norm gives the factor 0; the caller must drop that record's values too.
+        Call it once for every record, with its position in the stream: ``sum`` refuses one that comes twice. A non-finite norm gives the
+        factor 0; the caller must drop that record's values too.
         """
         self._norms.append(norm_B.float())
+        self._rows.append(row_B)
         clip_norm, finite_B = self._plan.max_grad_norm, torch.isfinite(norm_B)
         if clip_norm is None:
             return finite_B.float()
@@ -70,9 +75,14 @@ class Contributions:
         self._totals[name] += value
 
     def sum(self) -> ClippedSum:
-        """Return the accumulated sum, which is secret."""
+        """Return the accumulated sum, which is secret.
+
+        Raises:
+            PrivacyError: a record was added twice.
+        """
         norms_B = torch.cat(self._norms) if self._norms else torch.zeros(0)
-        return ClippedSum(self._totals, len(norms_B), norms_B, torch.zeros(0), self._plan.max_grad_norm)
+        rows_B = once(np.concatenate(self._rows))
+        return seal(ClippedSum(self._totals, len(norms_B), norms_B, torch.zeros(0), self._plan.max_grad_norm, rows_B))
 
 
 BlockT = TypeVar("BlockT", covariant=True)
@@ -104,8 +114,8 @@ class Releases:
 
     plan: DPPlan
     charge: Callable[[], int]
-    draw_key: bytes = field(repr=False)
-    noise_key: bytes = field(repr=False)
+    draw_key: Key = field(repr=False)
+    noise_key: Key = field(repr=False)
     group: Group = _ALONE
     stop: Callable[[], bool] = lambda: False
     """Returns whether the operator asked to stop; heads of many steps then end with the step in progress."""
@@ -138,7 +148,7 @@ class Releases:
                 total = self._sum(stream, sum_of, step)
             for name, value in self._privatize(total, step).grads.items():
                 totals[name] = totals.get(name, 0) + value / count
-        return DPGradient(totals)
+        return seal(DPGradient(totals))
 
     def entry_std(self, count: int = 1) -> float:
         """Return the standard deviation of the noise in each entry of ``average(..., count)``; public."""

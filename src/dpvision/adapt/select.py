@@ -18,10 +18,10 @@ import torch
 
 from dpvision.adapt.feature_stream import Block, FeatureStream, Head
 from dpvision.adapt.release import Contributions, Releases
-from dpvision.dp.clip import ClippedSum
+from dpvision.dp.clipped import ClippedSum
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.stream import Stream, new_key, subkey
+from dpvision.privacy.stream import Key, Stream, new_key, subkey
 
 _REHEARSAL_RECORDS = 64
 
@@ -54,7 +54,7 @@ def select_head(
     plan: DPPlan,
     charge: Callable[[], int],
     *,
-    key: bytes | None = None,
+    key: Key | None = None,
 ) -> Selected | None:
     """Return the head of the best run, or None if the number of runs drawn is 0 (Poisson only).
 
@@ -64,7 +64,7 @@ def select_head(
         candidates: two or more with different names, fixed without looking at these records.
         plan: from ``make_plan(config, ask_selection(config, ...))``.
         charge: ``ledger.append``.
-        key: 32 secret bytes for the number of runs, the candidates, and the draws and noise of every run; if None, new ones.
+        key: secret key for the number of runs, the candidates, and the draws and noise of every run; if None, new ones.
 
     Raises:
         ConfigError: fewer than two candidates, a duplicate name, or a candidate that cannot be trained with these releases.
@@ -79,6 +79,7 @@ def select_head(
             "spends its own epsilon."
         )
     key = new_key() if key is None else key
+    key.spend(0)  # the one step of this selection
     rng = Stream(subkey(key, "selection"))
     assert plan.selection is not None
     best: Selected | None = None
@@ -99,10 +100,10 @@ def check_candidates(candidates: Sequence[Candidate]) -> None:
         )
 
 
-def _run(stream: FeatureStream, candidate: Candidate, run_plan: DPPlan, score_plan: DPPlan, key: bytes, run: int) -> Selected:
+def _run(stream: FeatureStream, candidate: Candidate, run_plan: DPPlan, score_plan: DPPlan, key: Key, run: int) -> Selected:
     """Train and score one candidate: the base mechanism of theorems 2 and 6."""
 
-    def keys(part: str) -> tuple[bytes, bytes]:
+    def keys(part: str) -> tuple[Key, Key]:
         """Return the keys of draws and of noise."""
         return subkey(key, f"selection, draws of {part}", run=run), subkey(key, f"selection, noise of {part}", run=run)
 
@@ -128,7 +129,7 @@ def hits(blocks: Iterator[Block], head: Head, plan: DPPlan) -> ClippedSum:
         else:
             assert block.target_BK is not None
             hit_B = block.target_BK[torch.arange(len(predicted_B)), predicted_B] > 0
-        total.add("hits", (total.factors(hit_B.double()) * hit_B).sum(dtype=torch.float64))
+        total.add("hits", (total.factors(hit_B.double(), block.row_B) * hit_B).sum(dtype=torch.float64))
     return total.sum()
 
 

@@ -17,7 +17,7 @@ from dpvision.cli.doctor_model import Built
 from dpvision.data.keys import StepKey
 from dpvision.dp.per_record import LossModule, copied_buffers, prefixed
 from dpvision.dp.route import make_route, trained
-from dpvision.dp.support import check_module
+from dpvision.dp.separable import check_module
 from dpvision.errors import ConfigError, PrivacyError
 
 KEY = StepKey(0, 0)

@@ -10,8 +10,7 @@ Legend: B records (rows).
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -23,74 +22,20 @@ from dpvision.data.batch import Batch, HostRows
 from dpvision.data.keys import StepKey
 from dpvision.devices import send
 from dpvision.dp.buckets import hashes
+from dpvision.dp.clipped import ClippedSum as ClippedSum
+from dpvision.dp.clipped import once
 from dpvision.dp.compiled import CompiledBlocks
 from dpvision.dp.one_pass import one_pass
+from dpvision.dp.per_record import LossFn as LossFn
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
 from dpvision.dp.rounding import MOST_ROUNDED, clip_factors, require_exact_products, reserve
+from dpvision.dp.seal import seal
+from dpvision.dp.separable import require_separable
 from dpvision.dp.weight_grads import sum_of_squares, summed
-from dpvision.errors import ConfigError, PrivacyError
-
-LossFn = Callable[[nn.Module, Batch, StepKey], Tensor]
-"""(model, batch, key) -> losses_B: one loss per record, each a function of that record alone (``support.check_separable``)."""
+from dpvision.errors import ConfigError
 
 RULES = ("hard", "automatic")
 METHODS = ("one_pass", "vmap")
-
-
-@dataclass(frozen=True, eq=False)
-class ClippedSum:
-    """Sum of clipped gradients of some records: secret, and the only thing that ``noise.privatize`` accepts."""
-
-    grads: dict[str, Tensor]
-    """Sum by parameter name, float32 for one physical batch, float64 for several; a tied parameter appears once, under its first name."""
-    num_records: int
-    """Valid records in the sum (secret)."""
-    norms_B: Tensor
-    """Gradient norms of the valid records before the clip, float32; not finite for a record that was left out; empty without clipping."""
-    losses_B: Tensor
-    """Losses of the valid records, float32."""
-    max_grad_norm: float | None
-    """The clipping norm C, which must be the plan's; None if not clipped."""
-
-    def __add__(self, other: "ClippedSum") -> "ClippedSum":
-        return _added(
-            {name: value.to(torch.float64, copy=True) for name, value in self.grads.items()}, self.max_grad_norm, [self, other], first=1
-        )
-
-    @staticmethod
-    def zeros(model: nn.Module, max_grad_norm: float | None) -> "ClippedSum":
-        """Return the empty sum for the trained parameters of ``model``, in float64."""
-        return ClippedSum.add_up(model, max_grad_norm, [])
-
-    @staticmethod
-    def add_up(model: nn.Module, max_grad_norm: float | None, parts: Iterable["ClippedSum"]) -> "ClippedSum":
-        """Add up the sums of several physical batches in float64, in place, one at a time, so that each may be freed.
-
-        In float32 the rounding of a large batch's total would exceed a record's contribution.
-        """
-        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        grads = {name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False) for name, p in params.items()}
-        return _added(grads, max_grad_norm, parts)
-
-
-def _added(grads: dict[str, Tensor], max_grad_norm: float | None, parts: Iterable[ClippedSum], *, first: int = 0) -> ClippedSum:
-    """Add the gradients of ``parts[first:]`` to ``grads`` in place; counts, norms and losses are those of all parts."""
-    count, norms, losses = 0, [], []
-    for i, part in enumerate(parts):
-        if part.max_grad_norm != max_grad_norm:
-            raise PrivacyError(
-                f"clip: a sum clipped to {max_grad_norm} and one clipped to {part.max_grad_norm}; expected the same. "
-                "Use the plan's max_grad_norm for all."
-            )
-        if i >= first:
-            for name, value in grads.items():
-                value.add_(part.grads[name])
-        count += part.num_records
-        norms.append(part.norms_B)
-        losses.append(part.losses_B)
-    device = next(iter(grads.values())).device if grads else torch.device("cpu")
-    empty = torch.zeros(0, device=device)
-    return ClippedSum(grads, count, torch.cat(norms) if norms else empty, torch.cat(losses) if losses else empty, max_grad_norm)
 
 
 def clipped_sum(
@@ -106,6 +51,7 @@ def clipped_sum(
     chunk_size: int | None = None,
     blocks: CompiledBlocks | None = None,
     host: HostRows | None = None,
+    check_separability: bool = True,
 ) -> ClippedSum:
     """Return the sum of the clipped gradients of the valid records of one physical batch; runs the forward pass.
 
@@ -125,13 +71,16 @@ def clipped_sum(
             as many as fit 256 MiB. Changes the order of float sums only.
         blocks: compiled programs of the model's blocks (``compiled.compile_blocks``), for "one_pass".
         host: the ids and validity of this batch on the CPU. If None, they are copied from it, and the host waits for a GPU.
+        check_separability: whether to run ``check_separable`` on random records, once for each model and loss. False where it was run, on
+            public records, before.
 
     Returns:
         The sum, in the parameters' precision (float32).
 
     Raises:
         ConfigError: a setting is unknown or out of range, or no parameter is trained.
-        PrivacyError: the model cannot be clipped exactly, or float32 matrix products are set to run in reduced precision.
+        PrivacyError: the model cannot be clipped exactly, or mixes records; a record is in two valid rows; or float32 matrix products are
+            set to run in reduced precision.
     """
     _check(rule, method, max_grad_norm, loss_scale, chunk_size)
     params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
@@ -145,6 +94,7 @@ def clipped_sum(
     whole = len(rows) == len(host.valid_B)
     if max_grad_norm is None:
         return _plain_sum(loss_fn, model, params, batch if whole else take(batch, send(rows, device)), key)
+    ids = once(host.record_id_B[rows].numpy())
     dtype = next(iter(params.values())).dtype
     factors = partial(_factors, max_grad_norm=max_grad_norm, rule=rule, dtype=dtype)
     if method == "vmap":
@@ -157,7 +107,9 @@ def clipped_sum(
         grads, norms, losses = one_pass(loss_fn, model, batch, bits, key, factors, max_grad_norm, loss_scale, chunk_size, blocks)
         place_B = send(torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))[rows], device)
         norms_B, losses_B = norms[place_B], losses[place_B]
-    return ClippedSum(grads, len(losses_B), norms_B.float(), losses_B.float(), max_grad_norm)
+    if check_separability:  # after the pass, whose refusals are more specific
+        require_separable(loss_fn, model, batch, key)
+    return seal(ClippedSum(grads, len(losses_B), norms_B.float(), losses_B.float(), max_grad_norm, ids))
 
 
 def _by_hash(host: HostRows, key: StepKey) -> tuple[Tensor, Tensor, np.ndarray]:
@@ -214,7 +166,7 @@ def _plain_sum(loss_fn: LossFn, model: nn.Module, params: dict[str, Tensor], bat
     losses_B = functional_call(LossModule(loss_fn, model), prefixed({**copied_buffers(model), **leaves}), (batch, key))
     grads = torch.autograd.grad(losses_B.sum(), list(leaves.values()), materialize_grads=True, allow_unused=True)
     empty = torch.zeros(0, device=losses_B.device)
-    return ClippedSum(dict(zip(leaves, grads, strict=True)), len(losses_B), empty, losses_B.detach().float(), None)
+    return seal(ClippedSum(dict(zip(leaves, grads, strict=True)), len(losses_B), empty, losses_B.detach().float(), None))
 
 
 def _check(rule: str, method: str, max_grad_norm: float | None, loss_scale: float, chunk_size: int | None) -> None:

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from dpvision.devices import send
-from dpvision.dp.clip import ClippedSum
+from dpvision.dp.clipped import ClippedSum
 from dpvision.dp.normals import Normals, box_muller, key_words
+from dpvision.dp.seal import require_seal, seal
 from dpvision.errors import PrivacyError
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.stream import WORDS_PER_BLOCK, subkey
+from dpvision.privacy.stream import WORDS_PER_BLOCK, Key, secret_of, subkey
 
 _GRID_BITS = 20
 _CPU_TASK = 2**19
@@ -34,7 +35,10 @@ _GPU_PIECE = 2**23
 
 @dataclass(frozen=True, eq=False)
 class DPGradient:
-    """Releasable gradient: noisy, divided by the expected batch size; the only input of an optimizer."""
+    """Releasable gradient: noisy, divided by the expected batch size; the only input of an optimizer.
+
+    Made by ``privatize`` only: one that is made, replaced or edited by hand is refused (``seal``).
+    """
 
     grads: dict[str, Tensor]
     """Gradient by parameter name; float32, or float64 for heads."""
@@ -55,7 +59,7 @@ def privatize(
     total: ClippedSum,
     plan: DPPlan,
     step: int,
-    noise_key: bytes,
+    noise_key: Key,
     *,
     owners: Owners | None = None,
     dtype: torch.dtype = torch.float32,
@@ -66,8 +70,8 @@ def privatize(
 
     Args:
         total: the whole step's clipped sum, the same on all processes.
-        step: the ledger's number of this step; the same (key, step) gives the same noise, so a step is released once.
-        noise_key: 32 secret bytes from ``stream.new_key``, the same on all processes.
+        step: the ledger's number of this step, whose batch ``plan.draw`` drew; released once under a key.
+        noise_key: from ``stream.new_key``, the same on all processes.
         owners: the processes, each of which draws the noise of its share of every parameter; all get the whole gradient.
         dtype: dtype of the gradient, float32 or float64.
 
@@ -75,10 +79,10 @@ def privatize(
         The gradient, same names, shapes and devices as ``total.grads``. Without a guarantee: no noise, only the division.
 
     Raises:
-        PrivacyError: the sum was clipped to another norm than the plan's, the key is not 32 bytes, the plan has no such step,
-            or it has a guarantee and no noise.
+        PrivacyError: the sum was clipped to another norm than the plan's, or was made or edited by hand; the plan has no such step, did not
+            draw its batch, was changed, or has a guarantee and no noise; the key is not one of this process, or released this step before.
     """
-    subkey(noise_key, "noise")  # refuses a key of another length, even without noise
+    secret_of(noise_key)  # refuses anything but a key of this process, even without noise
     if not (isinstance(step, int) and 0 <= step < plan.steps):
         raise PrivacyError(f"noise: step={step}; expected an integer from 0 to {plan.steps - 1}, a step of the plan. Plan more steps.")
     if plan.guarantee == "dp" and not plan.noise_std > 0:
@@ -88,8 +92,12 @@ def privatize(
             f"noise: a sum clipped to {total.max_grad_norm} under a plan with max_grad_norm={plan.max_grad_norm}; expected the plan's. "
             "Call clipped_sum with max_grad_norm=plan.max_grad_norm."
         )
+    require_seal(total, "noise", "Give privatize the sum of clipped_sum or ClippedSum.add_up.")
+    plan.require_true()
+    plan.require_drawn(step, total.num_records)
     if not plan.noise_std > 0:
-        return DPGradient({name: (value.double() / plan.expected_batch_size).to(dtype) for name, value in total.grads.items()})
+        return seal(DPGradient({name: (value.double() / plan.expected_batch_size).to(dtype) for name, value in total.grads.items()}))
+    noise_key.spend(step)
     rank, world_size = (owners.rank, owners.world_size) if owners else (0, 1)
     grads, shares = {}, []
     for name, value in total.grads.items():
@@ -102,7 +110,7 @@ def privatize(
     if owners and world_size > 1:
         for gradient in grads.values():
             owners.add_up(gradient)
-    return DPGradient(grads)
+    return seal(DPGradient(grads))
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,7 @@ class _Share:
 
     summed: Tensor
     out: Tensor
-    key: bytes
+    key: Key
     first: int
     stop: int
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpvision.privacy.stream import WORDS_PER_BLOCK, Keystream, uniforms
+from dpvision.privacy.stream import WORDS_PER_BLOCK, Key, Keystream, uniforms
 
 _ANGLE = 2 * math.pi * 2.0**-64
 _BLOCK = 2**17
@@ -34,13 +34,13 @@ class Normals:
         self._spare_3H = np.empty((3, _BLOCK // 2))
         self._full = _Views.of(self._word_W, self._spare_3H, _BLOCK)
 
-    def blocks(self, key: bytes, first: int, stop: int, std: float = 1.0) -> Iterator[tuple[int, np.ndarray]]:
+    def blocks(self, key: Key, first: int, stop: int, std: float = 1.0) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the normals of coordinates ``first`` to ``stop`` - 1 in order, as (number of the first one, float64 array).
 
         An array is valid until the next one is requested; the caller may write to it.
 
         Args:
-            key: 32 bytes, from ``stream.subkey``.
+            key: from ``stream.subkey``.
             first: 0 or more; ``stop`` at most ``stream.MAX_WORDS``.
             std: standard deviation.
         """
@@ -97,14 +97,14 @@ class _Views(NamedTuple):
         return cls(word_W[0::2], word_W[1::2], radius_H, angle_H, part_H, *tensors, normal_W, normal_W[0::2], normal_W[1::2])
 
 
-def normals(key: bytes, first: int, stop: int) -> np.ndarray:
+def normals(key: Key, first: int, stop: int) -> np.ndarray:
     """Return the normals of coordinates ``first`` to ``stop`` - 1: float64 of shape (stop - first,)."""
     return np.concatenate([np.empty(0), *(block.copy() for _, block in Normals().blocks(key, first, stop))])
 
 
-def key_words(keys: Sequence[bytes]) -> Tensor:
-    """Keys of 32 bytes for ``chacha_triton.chacha_words``: int64 (number of keys, 8) on the CPU, the 32-bit words of each."""
-    return torch.from_numpy(np.frombuffer(b"".join(keys), dtype="<u4").astype(np.int64)).view(-1, 8)
+def key_words(keys: Sequence[Key]) -> Tensor:
+    """Keys for ``chacha_triton.chacha_words``: int64 (number of keys, 8) on the CPU, the 32-bit words of each."""
+    return torch.from_numpy(np.frombuffer(b"".join(key.secret() for key in keys), dtype="<u4").astype(np.int64)).view(-1, 8)
 
 
 def box_muller(word_W: Tensor, std: float = 1.0) -> Tensor:

@@ -4,6 +4,7 @@ Holds records x parameters numbers, so it runs in chunks. It is the oracle of ``
 rule there.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,9 @@ from torch.func import functional_call, grad_and_value, vmap
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.errors import PrivacyError
+
+LossFn = Callable[[nn.Module, Batch, StepKey], Tensor]
+"""(model, batch, key) -> losses_B: one loss per record, each a function of that record alone (``separable.check_separable``)."""
 
 _CHUNK_BYTES = 256 * 2**20
 """Memory for one chunk's per-record gradients. On a CPU larger chunks are slower: each tensor then needs new pages."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dpvision.config import OptimConfig
 from dpvision.dp.noise import DPGradient
+from dpvision.dp.seal import require_seal
 from dpvision.errors import CheckpointError, ConfigError, PrivacyError
 
 
@@ -56,12 +57,13 @@ class Optimizer:
             learning_rate: rate of this step.
 
         Raises:
-            PrivacyError: ``gradient`` is not a DPGradient.
+            PrivacyError: ``gradient`` is not a DPGradient as ``privatize`` returned it.
         """
         if not isinstance(gradient, DPGradient):
             raise PrivacyError(
                 f"optimizer: {type(gradient).__name__}; expected a DPGradient, the only releasable gradient. Use noise.privatize."
             )
+        require_seal(gradient, "optimizer", "Give the optimizer what privatize returns.")
         for group in self._torch.param_groups:
             group["lr"] = learning_rate * self._factor[group["params"][0]]
         grads = [gradient.grads[name] for name in self._params]

@@ -6,13 +6,13 @@ No other object holds a sample rate, a noise scale, a divisor or a number of ste
 import math
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from dpvision.config import PrivacyConfig, from_dict
 from dpvision.errors import ConfigError, PrivacyError
-from dpvision.privacy import accountant, mechanism, sampling
+from dpvision.privacy import accountant, mechanism, sampling, stated
 from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.calibrate import calibrate
 from dpvision.privacy.events import Event, NonPrivate
@@ -57,6 +57,10 @@ class DPPlan:
     selection: Selection | None = None
     """If None, the run executes ``steps`` steps. Otherwise its one step is a private selection among runs, and all other fields are those
     of each of these; ``run_plans`` gives their plans."""
+    _true: ClassVar[bool] = False
+    """Of this object, and of no ``dataclasses.replace`` of it: whether its epsilons are known to be those of its own numbers."""
+    _drawn: ClassVar[dict[int, int]]
+    """Number of records (people) that this object drew, by step; secret."""
 
     def __post_init__(self) -> None:
         ok = self.sample_rate == self.expected_batch_size / self.sampled_from and 0 < self.sample_rate <= 1
@@ -67,6 +71,7 @@ class DPPlan:
                 f"plan: sample_rate={self.sample_rate}, epsilon={self.epsilon}; expected expected_batch_size / {self.sampled_from}, and an "
                 "epsilon exactly with guarantee=dp. Make plans with make_plan; restore an altered file."
             )
+        object.__setattr__(self, "_drawn", {})
 
     @property
     def population(self) -> int:
@@ -93,6 +98,30 @@ class DPPlan:
         """float: standard deviation of the noise on the sum of clipped gradients, noise_multiplier x max_grad_norm; 0 without noise."""
         return self.noise_multiplier * (self.max_grad_norm or 0.0)
 
+    def require_true(self) -> None:
+        """Refuse to execute a plan whose stated epsilons are not those of its own numbers: changed by ``dataclasses.replace``, say.
+
+        ``make_plan`` computed them; for any other object they are computed here, once (``stated.require_true``).
+        """
+        if not self._true:
+            stated.require_true(self)
+            object.__setattr__(self, "_true", True)
+
+    def require_drawn(self, step: int, num_records: int) -> None:
+        """Refuse a release of ``step`` under a guarantee if this plan did not draw its batch: the accounting is for its own sample rate.
+
+        Args:
+            num_records: records (people) in the step's sum.
+
+        Raises:
+            PrivacyError: the batch was drawn by another plan or by none, or has more records than were drawn. Full batches need no draw.
+        """
+        if self.guarantee == "dp" and self.sampling != "full_batch" and not num_records <= self._drawn.get(step, -1):
+            raise PrivacyError(
+                f"noise: step={step}; expected a sum of the records that the plan of the noise drew, at sample rate {self.sample_rate}. "
+                "Call draw(step, num_records, derive_rng(key, step)) of this plan, and sum those records and no others."
+            )
+
     def draw(self, step: int, num_records: int, rng: Stream) -> np.ndarray:
         """Draw the logical batch of ``step``, of records or with sampling_unit="person" of people: sorted int64 indices of shape (batch,),
         possibly empty; secret.
@@ -103,8 +132,10 @@ class DPPlan:
             rng: secret stream of this step (``sampling.derive_rng``).
 
         Raises:
-            PrivacyError: the step is not in the plan, or a truncated draw is made from more records than were accounted for.
+            PrivacyError: the step is not in the plan, a truncated draw is made from more records than were accounted for, or the plan was
+                changed (``require_true``).
         """
+        self.require_true()
         if not 0 <= step < self.steps:
             raise PrivacyError(f"plan.draw: step={step}; expected 0 to {self.steps - 1}. The plan is used up: stop.")
         if self.sampling == "full_batch":
@@ -115,7 +146,10 @@ class DPPlan:
                 "cost depends on it. Make a plan for the larger store."
             )
         index = sampling.draw_poisson(num_records, self.sample_rate, rng)
-        return index if self.max_batch_size is None else sampling.truncate(index, self.max_batch_size, rng)
+        if self.max_batch_size is not None:
+            index = sampling.truncate(index, self.max_batch_size, rng)
+        self._drawn[step] = len(index)
+        return index
 
     def event(self, steps: int, view: View = "record") -> Event:
         """Event of the first ``steps`` steps; the non-private event without a guarantee.
@@ -154,7 +188,7 @@ class DPPlan:
             delta=self.delta,
             steps=steps,
             epsilon_unamplified=unamplified,
-            unit_epsilon=_unit_epsilon(self, self.num_units, self.selection, steps, self.noise_multiplier, self.delta, epsilon),
+            unit_epsilon=stated.unit_epsilon(self, self.num_units, self.selection, steps, self.noise_multiplier, self.delta, epsilon),
         )
 
     def attack_tpr(self, steps: int, fpr: float) -> float:
@@ -312,8 +346,8 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
         eps, eps_rdp = accountant.epsilon(event, delta, interval), accountant.epsilon_rdp(event, delta)
         if not eps < math.inf:
             raise PrivacyError(f"privacy: noise_multiplier={noise}; expected enough for a finite epsilon. Use 0.5 to 5.")
-        unit_eps = _unit_epsilon(cfg, cfg.num_units, selection, steps, noise, delta, eps)
-    return DPPlan(
+        unit_eps = stated.unit_epsilon(cfg, cfg.num_units, selection, steps, noise, delta, eps)
+    plan = DPPlan(
         guarantee=cfg.guarantee,
         sampling=cfg.sampling,
         dataset_size=cfg.dataset_size,
@@ -334,14 +368,5 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
         sampling_unit=cfg.sampling_unit,
         selection=selection,
     )
-
-
-def _unit_epsilon(
-    of: PrivacyConfig | DPPlan, num_units: int | None, selection: Selection | None, steps: int, noise: float, delta: float, epsilon: float
-) -> float | None:
-    """Epsilon of a unit, given the record's; None if no units are declared, or if there is no accounting for them (refused)."""
-    if num_units is None or of.clipped_per_unit == 1:
-        return None if num_units is None else epsilon
-    if of.sampling == "truncated_poisson" or (selection is not None and of.sampling != "full_batch"):
-        return None
-    return accountant.unit_epsilon(mechanism.whole_event(of, selection, steps, noise, records=of.clipped_per_unit), delta)
+    object.__setattr__(plan, "_true", True)
+    return plan

@@ -5,18 +5,18 @@ Every draw is sorted, takes time and memory proportional to the batch (not to th
 
 import numpy as np
 
-from dpvision.privacy.stream import Stream, subkey
+from dpvision.privacy.stream import Key, Stream, subkey
 
 
-def derive_rng(key: bytes, step: int) -> Stream:
+def derive_rng(key: Key, step: int) -> Stream:
     """Return the stream of one step's draw.
 
     Args:
-        key: 32 secret bytes of this start of the run, from ``stream.new_key``.
+        key: secret key of this start of the run, from ``stream.new_key``.
         step: number of the step in the ledger, 0 or more.
 
     Raises:
-        PrivacyError: the key is not 32 bytes.
+        PrivacyError: not a key, or not of this process.
     """
     return Stream(subkey(key, "draw", step=step))
 

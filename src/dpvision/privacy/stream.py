@@ -5,11 +5,15 @@ its own subkey, a keyed hash of what it is for, so no two uses share a word. A w
 be read alone.
 
     word i of a subkey = bytes 8 i to 8 i + 7 of ChaCha20(subkey, counter from 0, nonce 0), little-endian     (RFC 8439, section 2.4)
+
+Keys are opaque objects (decision 0039): not printed, copied or pickled; dead in a forked child; and the noise of a step is drawn once.
 """
 
 import hashlib
 import json
 import os
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
@@ -24,29 +28,116 @@ _ZEROS = bytes(2**18)
 """Plaintext, so that the ciphertext is the stream; larger pieces leave the cache."""
 
 
-def new_key() -> bytes:
-    """Return a fresh secret key from the operating system: 32 bytes, one per start of a run, never written, logged or restored."""
-    return os.urandom(KEY_BYTES)
+_forks = 0
+"""How often this process and those before it were forked, counted in the child."""
 
 
-def subkey(key: bytes, purpose: str, *, run: int = 0, step: int = 0, parameter: str = "") -> bytes:
-    """Return the key of one use: keyed BLAKE2b of (purpose, run, step, parameter), 32 bytes.
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
+
+class Key:
+    """A secret key of 32 bytes from the operating system, for one start of a run; ``new_key`` makes one.
+
+    It refuses to work in a process that was forked after it was made, where it would give the noise and the draws of the parent again, and
+    refuses to draw the noise of a step twice. Forked processes that use no key, such as workers that decode images, are not concerned.
+    """
+
+    __slots__ = ("_forks", "_noised", "_secret")
+
+    def __init__(self) -> None:
+        self._hold(os.urandom(KEY_BYTES))
+
+    @classmethod
+    def for_tests(cls, secret: bytes) -> "Key":
+        """Return the key of these 32 bytes, for tests and benchmarks only: whoever knows them can take off the noise.
+
+        Raises:
+            PrivacyError: they are not 32 bytes.
+        """
+        if len(secret) != KEY_BYTES:
+            raise PrivacyError(f"stream: key of {len(secret)} bytes; expected {KEY_BYTES}. Use new_key().")
+        key = cls.__new__(cls)
+        key._hold(secret)
+        return key
+
+    def _hold(self, secret: bytes | None) -> None:
+        self._secret, self._forks, self._noised = secret, _forks, set[int]()
+
+    def secret(self) -> bytes:
+        """Return the bytes, for the ciphers of this package.
+
+        Raises:
+            PrivacyError: this process was forked after the key was made, or the key was handed over.
+        """
+        if self._forks != _forks:
+            raise PrivacyError(
+                "stream: a key made before this process was forked; expected one of this process, since both would draw the same noise. "
+                "Draw and privatize in the process that called new_key(); start several ranks with torchrun."
+            )
+        if self._secret is None:
+            raise PrivacyError("stream: a key that was given to a run; expected a new one for each start. Use new_key().")
+        return self._secret
+
+    def hand_over(self, exchange: Callable[[bytes], bytes]) -> "Key":
+        """Return the key of the bytes that ``exchange`` makes of this one's, and disable this one: ranks share rank 0's key this way."""
+        key = Key.for_tests(exchange(self.secret()))
+        self._secret = None
+        return key
+
+    def spend(self, step: int) -> None:
+        """Note that the noise of ``step`` is about to be drawn under this key.
+
+        Raises:
+            PrivacyError: it was drawn before: the difference of two releases with the same noise is that of the sums.
+        """
+        if step in self._noised:
+            raise PrivacyError(
+                f"noise: step={step}; expected a step whose noise was not drawn under this key before, for any model: the same noise twice "
+                "cancels in a difference. Release a step once, with all parameters in one sum; use new_key() for another run."
+            )
+        self._noised.add(step)
+
+    def __repr__(self) -> str:
+        return "<secret key>"
+
+    def __reduce__(self) -> NoReturn:
+        raise PrivacyError("stream: a key that is copied or pickled; expected to stay in its process. Share it as train.loop does.")
+
+
+def new_key() -> Key:
+    """Return a fresh secret key from the operating system, one per start of a run: never written, logged or restored."""
+    return Key()
+
+
+def subkey(key: Key, purpose: str, *, run: int = 0, step: int = 0, parameter: str = "") -> Key:
+    """Return the key of one use: keyed BLAKE2b of (purpose, run, step, parameter).
 
     Args:
-        key: 32 secret bytes from ``new_key``, new at every start of a run.
+        key: from ``new_key``, new at every start of a run.
         purpose: what the stream is for, such as "noise".
         run: number of the run inside a private selection, whose runs share a key; 0 elsewhere.
         step: number of the step in the ledger.
         parameter: name of the parameter, for noise.
 
     Raises:
-        PrivacyError: the key is not 32 bytes.
+        PrivacyError: not a key, or not of this process.
     """
-    if len(key) != KEY_BYTES:
-        raise PrivacyError(f"stream: key of {len(key)} bytes; expected {KEY_BYTES}. Use new_key().")
     # JSON can be parsed back, so no two uses give the same text.
     use = json.dumps([purpose, run, step, parameter]).encode()
-    return hashlib.blake2b(use, key=key, digest_size=KEY_BYTES, person=b"dpvision.stream").digest()
+    return Key.for_tests(hashlib.blake2b(use, key=secret_of(key), digest_size=KEY_BYTES, person=b"dpvision.stream").digest())
+
+
+def secret_of(key: Any) -> bytes:
+    """Return ``key.secret()``; raises PrivacyError for anything but a ``Key``, such as bytes."""
+    if not isinstance(key, Key):
+        raise PrivacyError(f"stream: key of type {type(key).__name__}; expected a secret key. Use new_key().")
+    return key.secret()
 
 
 def uniforms(word_W: np.ndarray, out_W: np.ndarray, spare_W: np.ndarray) -> None:
@@ -71,20 +162,21 @@ class Keystream:
     """Words of one subkey, in order from any block on.
 
     Args:
-        key: 32 bytes, from ``subkey``.
+        key: from ``subkey``.
         block: number of the first block of 8 words.
     """
 
-    def __init__(self, key: bytes, block: int = 0) -> None:
-        self._next = block
-        self._cipher = Cipher(algorithms.ChaCha20(key, block.to_bytes(4, "little") + bytes(12)), None).encryptor()
+    def __init__(self, key: Key, block: int = 0) -> None:
+        self._key, self._next = key, block
+        self._cipher = Cipher(algorithms.ChaCha20(secret_of(key), block.to_bytes(4, "little") + bytes(12)), None).encryptor()
 
     def fill(self, out_W: np.ndarray) -> None:
         """Overwrite a contiguous array of 64-bit words, a multiple of 8 of them, with the next words.
 
         Raises:
-            PrivacyError: the stream has no more words.
+            PrivacyError: the stream has no more words, or this process was forked after the key was made.
         """
+        self._key.secret()
         num_blocks = len(out_W) // WORDS_PER_BLOCK
         assert out_W.itemsize == 8 and len(out_W) == WORDS_PER_BLOCK * num_blocks
         self._next += num_blocks
@@ -100,10 +192,10 @@ class Stream:
     """Reads one subkey's words and makes the guarantee's random draws other than noise. Each call continues where the last one ended.
 
     Args:
-        key: 32 bytes, from ``subkey``.
+        key: from ``subkey``.
     """
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: Key) -> None:
         self._keystream = Keystream(key)
 
     def words(self, count: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from dpvision.files import write_json
 from dpvision.privacy.composition import Part
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.stream import new_key
+from dpvision.privacy.stream import Key, new_key
 from dpvision.runs.folder import RunFolder, create_run, discard_run, open_run, read_run, require_space
 from dpvision.runs.lineage import own_entry, runs_on
 from dpvision.runs.unprotected import remember_weights
@@ -29,10 +29,10 @@ _PLAN = "plan.json"
 
 @dataclass(frozen=True)
 class Secrets:
-    """Keys of one start, from the operating system's entropy: never written, logged or restored. Tests inject them."""
+    """Keys of one start, from the operating system's entropy: never written, logged, restored or used for another. Tests inject them."""
 
-    draw: bytes = field(default_factory=new_key, repr=False)
-    noise: bytes = field(default_factory=new_key, repr=False)
+    draw: Key = field(default_factory=new_key, repr=False)
+    noise: Key = field(default_factory=new_key, repr=False)
 
 
 @dataclass

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpvision.devices import require_cuda
-from dpvision.dp.clip import ClippedSum
+from dpvision.dp.clipped import ClippedSum
+from dpvision.dp.seal import require_seal, seal
 from dpvision.errors import ConfigError, DPVisionError, PrivacyError
 
 
@@ -93,16 +94,21 @@ def leave() -> None:
 
 
 def all_reduce_sum(total: ClippedSum, group: Group) -> ClippedSum:
-    """Add up the ranks' clipped sums, on every rank, in float64. Norms and losses remain those of this rank."""
+    """Add up the ranks' clipped sums, on every rank, in float64. Norms, losses and ids remain those of this rank: buckets are disjoint.
+
+    Raises:
+        PrivacyError: a sum made or edited by hand.
+    """
     if group.world_size == 1:
         return total
+    require_seal(total, "clip", "Give the sum of ClippedSum.add_up.")
     names = sorted(total.grads)
     flat = torch.cat([total.grads[name].flatten().double() for name in names] or [torch.zeros(0, dtype=torch.float64)]).to(group.device)
     dist.all_reduce(flat)
     pieces = flat.split([total.grads[name].numel() for name in names])
     grads = {name: piece.view_as(total.grads[name]) for name, piece in zip(names, pieces, strict=True)}
     count = all_reduce_vector(torch.tensor([float(total.num_records)], dtype=torch.float64), group)
-    return ClippedSum(grads, int(count.item()), total.norms_B, total.losses_B, total.max_grad_norm)
+    return seal(ClippedSum(grads, int(count.item()), total.norms_B, total.losses_B, total.max_grad_norm, total.record_id_B))
 
 
 def all_reduce_vector(values: Tensor, group: Group) -> Tensor:

@@ -5,10 +5,8 @@ records at some batch sizes only is code, which does not depend on widths and de
 of CPU and more memory than the run has.
 """
 
-import copy
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from dpvision.config import (
@@ -24,7 +22,8 @@ from dpvision.config import (
 )
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import LossFn
-from dpvision.dp.support import check_at_sizes, check_exact, check_separable
+from dpvision.dp.separable import check_separable, perturb_zeros
+from dpvision.dp.support import check_at_sizes, check_exact
 from dpvision.models import make_model
 from dpvision.train.objectives import example_batch
 
@@ -43,12 +42,12 @@ def check_gates(config: RunConfig, model: nn.Module, loss_fn: LossFn) -> None:
         PrivacyError: as ``check_separable``, ``check_exact`` and ``check_at_sizes``.
     """
     key = StepKey(config.seed, 0)
-    perturbed = _perturb_zeros(model)
+    perturbed = perturb_zeros(model)
     check_separable(loss_fn, perturbed, example_batch(config), key)
     check_exact(loss_fn, perturbed, example_batch(config), key)
     small = replace(config, model=small_model(config.model))
     if small.model != config.model:
-        perturbed = _perturb_zeros(make_model(small.model, config.seed))
+        perturbed = perturb_zeros(make_model(small.model, config.seed))
     check_at_sizes(loss_fn, perturbed, example_batch(small, config.hardware.physical_batch_size), key)
 
 
@@ -88,14 +87,3 @@ def _small_resnet(cfg: ResNetConfig) -> ResNetConfig:
     # The first stage has a shortcut of its own if it changes the number of channels.
     stem = _WIDTH if cfg.stem_width == cfg.widths[0] else _WIDTH // 2
     return replace(cfg, image_size=size, depths=depths, widths=(_WIDTH,) * len(depths), stem_width=stem, groups=_SIDE)
-
-
-def _perturb_zeros(model: nn.Module) -> nn.Module:
-    """Copy a model with small values in parameters that are all zero: behind a zero head all gradients vanish, and any sum is exact."""
-    copied = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            if not parameter.any():
-                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return copied

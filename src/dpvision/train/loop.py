@@ -18,6 +18,7 @@ from dpvision.errors import CheckpointError, ConfigError
 from dpvision.optim.ema import update_average
 from dpvision.optim.optimizer import Optimizer
 from dpvision.optim.schedule import learning_rate
+from dpvision.privacy.stream import KEY_BYTES
 from dpvision.runs.run import Run, Secrets
 from dpvision.runs.stop import StopRequest
 from dpvision.train.distributed import Group, all_reduce_vector, broadcast_bytes, broadcast_int, together
@@ -127,8 +128,12 @@ def _log(run: Run, *, quiet: bool, show_confidential: bool) -> RunLog:
 
 
 def _share(secrets: Secrets, group: Group) -> Secrets:
-    both = broadcast_bytes(secrets.draw + secrets.noise, 64, group)
-    return Secrets(both[:32], both[32:])
+    """Return rank 0's keys on every rank. Those given are then dead: keys are for one start."""
+
+    def exchange(secret: bytes) -> bytes:
+        return broadcast_bytes(secret, KEY_BYTES, group)
+
+    return Secrets(secrets.draw.hand_over(exchange), secrets.noise.hand_over(exchange))
 
 
 def _charge(session: Session) -> int | None:

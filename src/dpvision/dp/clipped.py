@@ -1,0 +1,100 @@
+"""``ClippedSum``: the secret sum of clipped gradients, and the rule that a record is in it at most once."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpvision.dp.seal import require_seal, seal
+from dpvision.errors import PrivacyError
+
+_REMEDY = "Use clipped_sum, and + or ClippedSum.add_up for several physical batches."
+
+
+def no_records() -> np.ndarray:
+    """Return no ids."""
+    return np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class ClippedSum:
+    """Sum of clipped gradients of some records: secret, and the only thing that ``noise.privatize`` accepts.
+
+    Made by ``clipped_sum``, ``+`` and ``add_up`` only: one that is made, replaced or edited by hand is refused (``seal``).
+    """
+
+    grads: dict[str, Tensor]
+    """Sum by parameter name, float32 for one physical batch, float64 for several; a tied parameter appears once, under its first name."""
+    num_records: int
+    """Valid records in the sum (secret)."""
+    norms_B: Tensor
+    """Gradient norms of the valid records before the clip, float32; not finite for a record that was left out; empty without clipping."""
+    losses_B: Tensor
+    """Losses of the valid records, float32."""
+    max_grad_norm: float | None
+    """The clipping norm C, which must be the plan's; None if not clipped."""
+    record_id_B: np.ndarray = field(default_factory=no_records, repr=False)
+    """Ids of the valid records of this process, ascending and all different, int64 on the CPU (secret); empty without clipping."""
+
+    def __add__(self, other: "ClippedSum") -> "ClippedSum":
+        return _added(
+            {name: value.to(torch.float64, copy=True) for name, value in self.grads.items()}, self.max_grad_norm, [self, other], first=1
+        )
+
+    @staticmethod
+    def zeros(model: nn.Module, max_grad_norm: float | None) -> "ClippedSum":
+        """Return the empty sum for the trained parameters of ``model``, in float64."""
+        return ClippedSum.add_up(model, max_grad_norm, [])
+
+    @staticmethod
+    def add_up(model: nn.Module, max_grad_norm: float | None, parts: Iterable["ClippedSum"]) -> "ClippedSum":
+        """Add up the sums of several physical batches in float64, in place, one at a time, so that each may be freed.
+
+        In float32 the rounding of a large batch's total would exceed a record's contribution.
+
+        Raises:
+            PrivacyError: the sums have different clipping norms, a record is in two of them, or one was made or edited by hand.
+        """
+        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        grads = {name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False) for name, p in params.items()}
+        return _added(grads, max_grad_norm, parts)
+
+
+def once(record_id_B: np.ndarray) -> np.ndarray:
+    """Return ids in ascending order.
+
+    Raises:
+        PrivacyError: one occurs twice.
+    """
+    ids = np.sort(record_id_B)
+    if (ids[1:] == ids[:-1]).any():
+        raise PrivacyError(
+            "clip: a record is twice in a sum, and would move it by twice the clipping norm; expected another record in each valid row of "
+            "a step. Give each record its own id, add each batch once, and put several images of one record into one row, as its views."
+        )
+    return ids
+
+
+def _added(grads: dict[str, Tensor], max_grad_norm: float | None, parts: Iterable[ClippedSum], *, first: int = 0) -> ClippedSum:
+    """Add the gradients of ``parts[first:]`` to ``grads`` in place; counts, norms, losses and ids are those of all parts."""
+    count, norms, losses, ids = 0, [], [], [no_records()]
+    for i, part in enumerate(parts):
+        if part.max_grad_norm != max_grad_norm:
+            raise PrivacyError(
+                f"clip: a sum clipped to {max_grad_norm} and one clipped to {part.max_grad_norm}; expected the same. "
+                "Use the plan's max_grad_norm for all."
+            )
+        require_seal(part, "clip", _REMEDY)
+        if i >= first:
+            for name, value in grads.items():
+                value.add_(part.grads[name])
+        count += part.num_records
+        norms.append(part.norms_B)
+        losses.append(part.losses_B)
+        ids.append(part.record_id_B)
+    device = next(iter(grads.values())).device if grads else torch.device("cpu")
+    empty = torch.zeros(0, device=device)
+    id_B = once(np.concatenate(ids))
+    return seal(ClippedSum(grads, count, torch.cat(norms) if norms else empty, torch.cat(losses) if losses else empty, max_grad_norm, id_B))

@@ -1,0 +1,271 @@
+"""Whether a record's gradient is a function of that record alone: measured on three records, on every model before it sees private data.
+
+Modules that are known to mix records are refused first. Then measurements also find hand-written batch statistics and losses that compare
+records. Per-record gradients by ``vmap`` isolate the records by construction, which would silently redefine a loss that mixes them, so the
+*batched* loss is measured.
+
+Legend: B records.
+"""
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from dpvision.data.batch import Batch
+from dpvision.data.keys import StepKey
+from dpvision.dp.per_record import LossFn, checked_losses
+from dpvision.errors import PrivacyError
+
+MAX_RECORDS = 3
+_ROW_TOLERANCE = 1e-6
+"""Relative change allowed when a record changes its row, where kernels round differently. A mask keyed by row changes far more."""
+_CHECKED: "weakref.WeakKeyDictionary[nn.Module, set[Any]]" = weakref.WeakKeyDictionary()
+
+
+def require_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> None:
+    """Run ``check_separable`` on three random records of the shapes of ``batch``, once for each model and loss; ``clipped_sum`` calls it.
+
+    The records are random because ``batch`` may be private: whether the check passes must not depend on it. Zero parameters are perturbed.
+
+    Raises:
+        PrivacyError: as ``check_separable``; or the model or loss raises on random records.
+    """
+    passed, case = _CHECKED.setdefault(model, set()), _case(loss_fn, model, batch)
+    if case in passed:
+        return
+    try:
+        with contextlib.ExitStack() as stack:
+            for device in {"cpu", batch.record_id_B.device.type}:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(torch.enable_grad())
+            check_separable(loss_fn, perturb_zeros(model), _random_records(batch), key)
+    except PrivacyError:
+        raise
+    except Exception as error:
+        raise PrivacyError(
+            f"separability: the model or loss raises on random records, in float64 on the CPU ({type(error).__name__}: "
+            f"{(str(error).splitlines() or [''])[0]}); expected losses of the model that the loss is given. Run check_separable on "
+            "public records once, then pass clipped_sum(check_separability=False)."
+        ) from error
+    passed.add(case)
+
+
+def _case(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Any:
+    """What the check is remembered for: the loss's code, the shapes of records, which parameters are trained, the layers' modes."""
+    shapes = tuple(None if value is None else (value.shape[1:], value.dtype) for value in batch)
+    weights = tuple((id(p), p.requires_grad) for p in model.parameters())
+    return _code_of(loss_fn), shapes, tuple(module.training for module in model.modules()), weights
+
+
+def _code_of(function: Any, depth: int = 0) -> Any:
+    """A function's code and that of the functions it captures: a lambda written in a loop is one loss, whatever numbers it captures."""
+    captured: list[Any] = []
+    if isinstance(function, partial):
+        function, captured = function.func, [*function.args, *function.keywords.values()]
+    function = getattr(function, "__func__", function)
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            captured.append(cell.cell_contents)
+    inner = tuple(_code_of(value, depth + 1) for value in captured if callable(value)) if depth < 3 else ()
+    return getattr(function, "__code__", type(function)), inner
+
+
+def _random_records(batch: Batch) -> Batch:
+    """Three valid records of the shapes and types of ``batch``: normal pixels; tokens and labels are 0 or 1, which any model knows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(value: Tensor) -> Tensor:
+        shape = (MAX_RECORDS, *value.shape[1:])
+        if value.is_floating_point():
+            return torch.randn(shape, generator=generator).to(value.dtype)
+        return torch.randint(0, 2, shape, generator=generator).to(value.dtype)
+
+    chosen = Batch._make(None if value is None else made(value) for value in batch)
+    return chosen._replace(record_id_B=torch.arange(1, MAX_RECORDS + 1), valid_B=torch.ones(MAX_RECORDS, dtype=torch.bool))
+
+
+def perturb_zeros(model: nn.Module) -> nn.Module:
+    """Copy a model with small values in parameters that are all zero: behind a zero head all gradients vanish, and any sum is exact."""
+    copied = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            if not parameter.any():
+                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return copied
+
+
+def check_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> None:
+    """Refuse a model and loss in which one record can change another record's gradient.
+
+    On a float64 copy, at fixed shapes: all other records are perturbed, then removed (``valid_B`` False); the gradient of record
+    i's loss must not change by a bit, for the first and the last i. Then the rows are reversed: it may change by rounding only.
+
+    Args:
+        batch: two or more valid public records in the run's shapes; the first three are used (a cost of seven backward passes).
+
+    Raises:
+        PrivacyError: records are mixed; the message names the layer and the remedy.
+    """
+    for name, module in model.named_modules():
+        check_module(name, module)
+    copied = copy.deepcopy(model).cpu().double()
+    batch = examples(batch)
+    others = perturbed(batch), removed(batch)
+    num = len(batch.record_id_B)
+    probes = (0, num - 1)
+    reference = _gradients(loss_fn, copied, batch, key, probes)
+    for i in probes:
+        if not torch.isfinite(reference[i]).all():
+            raise PrivacyError("separability: a gradient of the example batch is not finite; expected numbers. Check the model and loss.")
+        for changed in others:
+            mixed = _with_row(changed, batch, i)
+            moved = _gradients(loss_fn, copied, mixed, key, (i,))[i]
+            if not torch.equal(moved, reference[i]):
+                raise PrivacyError(blame(loss_fn, copied, batch, mixed, key, i))
+    turned = Batch._make(None if value is None else value.flip(0) for value in batch)
+    moved = _gradients(loss_fn, copied, turned, key, (num - 1,))[num - 1]
+    if not (moved - reference[0]).norm() <= _ROW_TOLERANCE * reference[0].norm():
+        raise PrivacyError(
+            "separability: a record's gradient depends on its row in the batch; expected on the record, the weights and the key only. "
+            "Key masks, augmentation and dropout by StepKey and record_id_B."
+        )
+
+
+def check_module(name: str, module: nn.Module) -> None:
+    """Raise PrivacyError for a layer that is known to mix records or to draw from the global random state."""
+    kind = type(module).__name__
+    if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+        raise PrivacyError(
+            f"separability: layer {name!r} ({kind}) uses statistics of the batch; expected every record for itself. "
+            "Replace it by GroupNorm or LayerNorm, or put it in eval mode with public running statistics."
+        )
+    if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+        raise PrivacyError(
+            f"separability: layer {name!r} ({kind}) draws from the global random state; expected draws keyed by record. "
+            "Set p=0, put it in eval mode, or draw the mask from StepKey and record_id_B."
+        )
+
+
+def examples(batch: Batch) -> Batch:
+    rows = batch.valid_B.nonzero()[:MAX_RECORDS, 0]
+    if len(rows) < 2:
+        raise PrivacyError(f"separability: {len(rows)} valid records in the example batch; expected at least 2. Give a larger one.")
+    chosen = Batch._make(None if value is None else value[rows].cpu() for value in batch)
+    return chosen._replace(image_BVCHW=chosen.image_BVCHW.double())
+
+
+def perturbed(batch: Batch) -> Batch:
+    """Replace every record by another: other pixels, other ids, and its neighbour's tokens and labels."""
+    generator = torch.Generator().manual_seed(0)
+    image = batch.image_BVCHW
+    return batch._replace(
+        record_id_B=batch.record_id_B + 10**6,
+        image_BVCHW=image + torch.randn(image.shape, generator=generator, dtype=image.dtype),
+        token_BVL=None if batch.token_BVL is None else batch.token_BVL.roll(1, 0),
+        label_B=None if batch.label_B is None else batch.label_B.roll(1, 0),
+        label_BV=None if batch.label_BV is None else batch.label_BV.roll(1, 0),
+    )
+
+
+def removed(batch: Batch) -> Batch:
+    """Replace every record by padding."""
+    return batch._replace(valid_B=torch.zeros_like(batch.valid_B), image_BVCHW=torch.zeros_like(batch.image_BVCHW))
+
+
+def _with_row(changed: Batch, original: Batch, i: int) -> Batch:
+    """Return ``changed`` with row i of ``original``."""
+    values = []
+    for new, old in zip(changed, original, strict=True):
+        if new is not None and old is not None:
+            new = new.clone()
+            new[i] = old[i]
+        values.append(new)
+    return Batch._make(values)
+
+
+def _gradients(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, rows: tuple[int, ...]) -> dict[int, Tensor]:
+    """Flat gradient of the loss of each of ``rows`` within the whole batch, by row; restores the buffers."""
+    with buffers_kept(model):
+        losses_B = checked_losses(loss_fn, model, batch, key)
+        return {i: _flat_gradient(losses_B[i], model) for i in rows}
+
+
+def gradient_of_sum(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, rows: tuple[int, ...]) -> Tensor:
+    """Flat gradient of the sum of the losses of ``rows`` within the whole batch; restores the buffers."""
+    with buffers_kept(model):
+        return _flat_gradient(checked_losses(loss_fn, model, batch, key)[list(rows)].sum(), model)
+
+
+def _flat_gradient(loss: Tensor, model: nn.Module) -> Tensor:
+    params = [p for p in model.parameters() if p.requires_grad]
+    parts = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True, materialize_grads=True)
+    return torch.cat([part.flatten() for part in parts])
+
+
+@contextlib.contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers afterwards."""
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    yield
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def blame(loss_fn: LossFn, model: nn.Module, batch: Batch, mixed: Batch, key: StepKey, i: int) -> str:
+    """Explain why record i's gradient changed: random numbers without a key, the first layer that mixes records, or the loss."""
+    first, again = _row_outputs(loss_fn, model, batch, key, i), _row_outputs(loss_fn, model, batch, key, i)
+    if not _same(first, again) or not torch.equal(*(_gradients(loss_fn, model, batch, key, (i,))[i] for _ in range(2))):
+        return (
+            "separability: the same batch gives different gradients; expected keyed random numbers only. "
+            "Draw them from StepKey and record_id_B."
+        )
+    other = _row_outputs(loss_fn, model, mixed, key, i)
+    for (name, kind, output), (_, _, changed) in zip(first, other, strict=True):
+        if not torch.equal(output, changed):
+            return (
+                f"separability: layer {name!r} ({kind}) mixes records: another record changes this one's gradient; expected a function of "
+                "each record alone. Normalise over a record's own values: GroupNorm or LayerNorm."
+            )
+    return (
+        "separability: the loss function mixes records (no layer does); expected a loss of each record alone. "
+        "Contrastive terms and means over the batch cannot be trained privately: use a loss per record."
+    )
+
+
+def _row_outputs(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, i: int) -> list[tuple[str, str, Tensor]]:
+    """(name, class, rows of record i) of every layer that returns equally many rows per record, in the order of calls, innermost first.
+
+    The views of a record are adjacent rows.
+    """
+    outputs: list[tuple[str, str, Tensor]] = []
+    num = len(batch.record_id_B)
+
+    def recorder(name: str, kind: str) -> Callable[[nn.Module, tuple[Tensor, ...], object], None]:
+        def record(_module: nn.Module, _inputs: tuple[Tensor, ...], output: object) -> None:
+            if isinstance(output, Tensor) and output.ndim and len(output) and len(output) % num == 0:
+                outputs.append((name or "model", kind, output.unflatten(0, (num, -1))[i].detach().clone()))
+
+        return record
+
+    handles = [module.register_forward_hook(recorder(name, type(module).__name__)) for name, module in model.named_modules()]
+    try:
+        with torch.no_grad():
+            loss_fn(model, batch, key)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs
+
+
+def _same(first: list[tuple[str, str, Tensor]], second: list[tuple[str, str, Tensor]]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(first, second, strict=True))
