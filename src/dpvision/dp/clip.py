@@ -26,7 +26,7 @@ from dpvision.dp.buckets import hashes
 from dpvision.dp.compiled import CompiledBlocks
 from dpvision.dp.one_pass import one_pass
 from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
-from dpvision.dp.rounding import MOST_ROUNDED, clip_factors, require_exact_products, reserve
+from dpvision.dp.rounding import MOST_ROUNDED, UNIT, clip_factors, require_exact_products, reserve
 from dpvision.dp.weight_grads import sum_of_squares, summed
 from dpvision.errors import ConfigError, PrivacyError
 
@@ -131,12 +131,15 @@ def clipped_sum(
 
     Raises:
         ConfigError: a setting is unknown or out of range, or no parameter is trained.
-        PrivacyError: the model cannot be clipped exactly, or float32 matrix products are set to run in reduced precision.
+        PrivacyError: the model cannot be clipped exactly, trained parameters are in half precision or of both other precisions, or float32
+            matrix products are set to run in reduced precision.
     """
     _check(rule, method, max_grad_norm, loss_scale, chunk_size)
     params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     if not params:
         raise ConfigError("clip: model has no parameter with requires_grad; expected at least one. Unfreeze the parameters to train.")
+    if max_grad_norm is not None:
+        _require_wide(params)
     host = host or HostRows(batch.record_id_B.cpu(), batch.valid_B.cpu())
     device = batch.record_id_B.device
     rows = host.valid_B.nonzero()[:, 0]
@@ -215,6 +218,19 @@ def _plain_sum(loss_fn: LossFn, model: nn.Module, params: dict[str, Tensor], bat
     grads = torch.autograd.grad(losses_B.sum(), list(leaves.values()), materialize_grads=True, allow_unused=True)
     empty = torch.zeros(0, device=losses_B.device)
     return ClippedSum(dict(zip(leaves, grads, strict=True)), len(losses_B), empty, losses_B.detach().float(), None)
+
+
+def _require_wide(params: dict[str, Tensor]) -> None:
+    """Refuse trained parameters whose sums would be rounded to half precision, or whose reserve is another's (``rounding.reserve``)."""
+    kinds: dict[torch.dtype, str] = {}
+    for name, p in params.items():
+        kinds.setdefault(p.dtype, name)
+    if len(kinds) > 1 or not kinds.keys() <= UNIT.keys():
+        found = ", ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in kinds.items())
+        raise PrivacyError(
+            f"clip: trained parameters are {found}; expected all float32 or all float64: rounding in half precision moves a sum by more "
+            "than the clip norm. Keep trained weights in float32 (p.data = p.data.float()) and run the forward pass under torch.autocast."
+        )
 
 
 def _check(rule: str, method: str, max_grad_norm: float | None, loss_scale: float, chunk_size: int | None) -> None:
