@@ -75,8 +75,8 @@ def privatize(
         The gradient, same names, shapes and devices as ``total.grads``. Without a guarantee: no noise, only the division.
 
     Raises:
-        PrivacyError: the sum was clipped to another norm than the plan's, the key is not 32 bytes, the plan has no such step,
-            or it has a guarantee and no noise.
+        PrivacyError: the sum was clipped to another norm than the plan's, or made by ``clipped_sum`` without ``rows``; the key is not 32
+            bytes; the plan has no such step, or it has a guarantee and no noise.
     """
     subkey(noise_key, "noise")  # refuses a key of another length, even without noise
     if not (isinstance(step, int) and 0 <= step < plan.steps):
@@ -87,6 +87,11 @@ def privatize(
         raise PrivacyError(
             f"noise: a sum clipped to {total.max_grad_norm} under a plan with max_grad_norm={plan.max_grad_norm}; expected the plan's. "
             "Call clipped_sum with max_grad_norm=plan.max_grad_norm."
+        )
+    if plan.guarantee == "dp" and total.rows is None:
+        raise PrivacyError(
+            "noise: a sum of clipped_sum without rows=; expected the rows of a pass, at which a record's bits were checked. Call "
+            "clipped_sum(..., rows=64), with the same number in all steps."
         )
     if not plan.noise_std > 0:
         return DPGradient({name: (value.double() / plan.expected_batch_size).to(dtype) for name, value in total.grads.items()})
