@@ -10,7 +10,7 @@ SRC = Path(__file__).parent.parent / "src" / "dpvision"
 
 # Packages on one line do not import each other; each may import the lines above it.
 ORDER = [
-    {"errors", "mixing", "openmp", "precision", "threads"},
+    {"errors", "environment", "mixing", "precision", "threads"},
     {"config", "weights", "files", "devices"},
     {"privacy", "models", "synthetic", "checkpoint"},
     {"data", "plan"},

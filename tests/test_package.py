@@ -40,6 +40,15 @@ def test_threads_wait_without_work_unless_the_user_chose(given: dict[str, str], 
     assert done.stdout.strip() == str(dict.fromkeys(WAITING) | given | {"OMP_WAIT_POLICY": policy})
 
 
+def test_bits_of_products_depend_on_operands_alone_unless_the_user_chose() -> None:
+    names = ("MKL_DYNAMIC", "MKL_CBWR", "CUBLAS_WORKSPACE_CONFIG")
+    for given, expected in (({}, ["FALSE", "AUTO", ":4096:8"]), ({"MKL_CBWR": "AVX2"}, ["FALSE", "AVX2", ":4096:8"])):
+        environment = {name: value for name, value in os.environ.items() if name not in names} | given
+        code = f"import os, dpvision; print([os.environ.get(name) for name in {names}])"
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == str(expected)
+
+
 def test_the_version_is_that_of_the_distribution() -> None:
     from importlib.metadata import version
 

@@ -9,7 +9,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dpvision.openmp import set_wait_policy
+from dpvision.environment import set_defaults
 
 if TYPE_CHECKING:
     from dpvision.adapt.session import adapt as fit_head
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dpvision.train.loop import fit as fit
     from dpvision.train.start import new_session as new_session
 
-set_wait_policy()
+set_defaults()
 
 _HOME = {
     "PrivacyConfig": "dpvision.config",

@@ -1,11 +1,13 @@
 """What a processor can do for a run, and sending tensors to a GPU without waiting."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from dpvision.errors import ConfigError
+from dpvision.errors import ConfigError, PrivacyError
 
 
 def send(value: Tensor, device: torch.device) -> Tensor:
@@ -16,6 +18,32 @@ def send(value: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and value.device.type == "cpu":
         value = value.pin_memory()
     return value.to(device, non_blocking=True)
+
+
+@contextlib.contextmanager
+def fixed_kernels() -> Iterator[None]:
+    """Within the context, the settings and the shapes alone choose the kernels: neither time, nor load, nor an order of atomic additions.
+
+    Raises:
+        PrivacyError: the model uses an operation that has no deterministic form on this device.
+    """
+    deterministic, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled, timed = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    torch.set_num_threads(torch.get_num_threads())  # from here on MKL does not use fewer
+    torch.utils.deterministic.fill_uninitialized_memory = False  # by default every new tensor is filled
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise PrivacyError(
+            f"bits: {str(error).splitlines()[0]} Expected an operation whose bits depend on its inputs only. Use another one in the model."
+        ) from None
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark = filled, timed
 
 
 def require_cuda() -> None:

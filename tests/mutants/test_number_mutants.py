@@ -16,6 +16,7 @@ from dpvision.data.batch import Batch
 from dpvision.dp import clip, gram, one_pass, weight_grads
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.rounding import LOOSE, RESERVE
+from dpvision.errors import PrivacyError
 
 from .planting import MORE, OTHER, C, ClippedSumFn, caught, check_clip, planted, seeded
 
@@ -152,6 +153,28 @@ def test_half_precision_norm(method: str) -> None:
                 check_written()
             with planted(gram, "product", product_in(dtype), "a contribution is"):
                 check_outer()
+
+
+def test_half_precision_weights() -> None:
+    """256 records of one direction, three of them shorter: a bfloat16 sum near the middle of two numbers."""
+
+    def check() -> None:
+        model, worst = GradientIsImage(1, 1, 15).bfloat16(), 0.0
+        for seed in range(20):
+            batch = make_batch(256)._replace(image_BVCHW=torch.full((256, 1, 1, 1, 15), 8.0))
+            batch.image_BVCHW[1:4] = 0.3 * torch.rand(3, 1, 1, 1, 1, generator=torch.Generator().manual_seed(seed))
+            try:
+                sums = [
+                    flat(clipped_sum(image_losses, model, b, KEY, max_grad_norm=C).grads) for b in (batch, rows(batch, [*range(1, 256)]))
+                ]
+            except PrivacyError:
+                return
+            worst = max(worst, float((sums[0].double() - sums[1].double()).norm()))
+        assert worst <= C, "one record moves the sum by more than the clip norm"
+
+    check()
+    with planted(clip, "_require_wide", lambda params: None, "one record moves the sum"):
+        check()
 
 
 def test_cancelling_outer_products() -> None:

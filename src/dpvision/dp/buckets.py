@@ -41,6 +41,20 @@ def num_buckets(expected_batch_size: float, physical_batch_size: int, world_size
     return min(int(count[(count * (1 + too_large)).argmin()]), 2**_TOP)
 
 
+def pass_sizes(expected_batch_size: float, physical_batch_size: int, steps: int, world_size: int = 1) -> list[int]:
+    """Numbers of rows at which it pays to check a record's bits (``clip.check_bits``), ascending, from public numbers.
+
+    A bucket's size is about Poisson, of mean m. Every g-th number within four standard deviations of m is checked, in two passes, and a
+    pass is padded by (g - 1) / 2 rows on average; g makes the sum of the two costs least.
+    """
+    count = num_buckets(expected_batch_size, physical_batch_size, world_size)
+    mean = expected_batch_size / count
+    room = 4 * math.sqrt(mean)
+    low, high = max(1, math.floor(mean - room)), min(physical_batch_size, math.ceil(mean + room))
+    step = max(1, round(math.sqrt(4 * mean * (high - low) * world_size / (steps * count))))
+    return [*range(high, low - 1, -step)][::-1]
+
+
 def passes(
     key: StepKey, record_id: np.ndarray, buckets: int, physical_batch_size: int, rank: int = 0, world_size: int = 1
 ) -> list[np.ndarray]:

@@ -10,29 +10,31 @@ Legend: B records (rows).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpvision.data.batch import Batch, HostRows
 from dpvision.data.keys import StepKey
-from dpvision.devices import send
-from dpvision.dp.buckets import hashes
+from dpvision.devices import fixed_kernels, send
+from dpvision.dp.buckets import hashes, passes
 from dpvision.dp.clipped import ClippedSum as ClippedSum
 from dpvision.dp.clipped import once
 from dpvision.dp.compiled import CompiledBlocks
-from dpvision.dp.one_pass import one_pass
+from dpvision.dp.one_pass import How, one_pass
 from dpvision.dp.per_record import LossFn as LossFn
-from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
-from dpvision.dp.rounding import MOST_ROUNDED, clip_factors, require_exact_products, reserve
+from dpvision.dp.per_record import LossModule, copied_buffers, prefixed, take
+from dpvision.dp.reference_bits import admit, admitted, next_size, vmap_chunks, written_norms
+from dpvision.dp.rounding import MOST_ROUNDED, UNIT, clip_factors, require_exact_products, reserve
+from dpvision.dp.route import trained
 from dpvision.dp.seal import seal
 from dpvision.dp.separable import require_separable
-from dpvision.dp.weight_grads import sum_of_squares, summed
-from dpvision.errors import ConfigError
+from dpvision.dp.weight_grads import summed
+from dpvision.errors import ConfigError, PrivacyError
 
 RULES = ("hard", "automatic")
 METHODS = ("one_pass", "vmap")
@@ -52,6 +54,7 @@ def clipped_sum(
     blocks: CompiledBlocks | None = None,
     host: HostRows | None = None,
     check_separability: bool = True,
+    rows: int | None = None,
 ) -> ClippedSum:
     """Return the sum of the clipped gradients of the valid records of one physical batch; runs the forward pass.
 
@@ -73,87 +76,150 @@ def clipped_sum(
         host: the ids and validity of this batch on the CPU. If None, they are copied from it, and the host waits for a GPU.
         check_separability: whether to run ``check_separable`` on random records, once for each model and loss. False where it was run, on
             public records, before.
+        rows: rows of a pass; public, and the same for a whole run. A larger batch is split by the records' hashes, and passes are padded.
+            At the first use for a model, loss, precision, device and number of threads, ``check_bits`` runs. If None, nothing is checked,
+            and ``privatize`` refuses the sum under a guarantee.
 
     Returns:
         The sum, in the parameters' precision (float32).
 
     Raises:
         ConfigError: a setting is unknown or out of range, or no parameter is trained.
-        PrivacyError: the model cannot be clipped exactly, or mixes records; a record is in two valid rows; or float32 matrix products are
-            set to run in reduced precision.
+        PrivacyError: the model cannot be clipped exactly, or mixes records; a record is in two valid rows; a record's bits depend on the
+            other rows of its pass; trained parameters are in half precision or in several precisions; or float32 matrix products are set
+            to run in reduced precision.
     """
-    _check(rule, method, max_grad_norm, loss_scale, chunk_size)
+    _check(rule, method, max_grad_norm, loss_scale, chunk_size, rows)
     params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     if not params:
         raise ConfigError("clip: model has no parameter with requires_grad; expected at least one. Unfreeze the parameters to train.")
+    if max_grad_norm is not None:
+        _require_wide(params)
     host = host or HostRows(batch.record_id_B.cpu(), batch.valid_B.cpu())
     device = batch.record_id_B.device
-    rows = host.valid_B.nonzero()[:, 0]
-    if len(rows) == 0:
+    valid = host.valid_B.nonzero()[:, 0]
+    if len(valid) == 0:
         return ClippedSum.zeros(model, max_grad_norm)
-    whole = len(rows) == len(host.valid_B)
     if max_grad_norm is None:
-        return _plain_sum(loss_fn, model, params, batch if whole else take(batch, send(rows, device)), key)
-    ids = once(host.record_id_B[rows].numpy())
-    dtype = next(iter(params.values())).dtype
-    factors = partial(_factors, max_grad_norm=max_grad_norm, rule=rule, dtype=dtype)
-    if method == "vmap":
-        batch = batch if whole else take(batch, send(rows, device))
-        grads, norms_B, losses_B = _by_vmap(loss_fn, model, params, batch, key, factors, loss_scale, chunk_size)
-    else:
-        order, source, bits = _by_hash(host, key)
-        valid_B = host.valid_B[order]
-        batch = take(batch, send(source, device))._replace(valid_B=send(valid_B, device))
-        grads, norms, losses = one_pass(loss_fn, model, batch, bits, key, factors, max_grad_norm, loss_scale, chunk_size, blocks)
-        place_B = send(torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))[rows], device)
-        norms_B, losses_B = norms[place_B], losses[place_B]
+        return _plain_sum(loss_fn, model, params, batch if len(valid) == len(host.valid_B) else take(batch, send(valid, device)), key)
+    once(host.record_id_B[valid].numpy())
+    how = _how(params, max_grad_norm, rule, loss_scale, chunk_size, blocks)
+    total = _sum_of_passes(loss_fn, model, batch, key, method, how, host, valid, rows)
     if check_separability:  # after the pass, whose refusals are more specific
         require_separable(loss_fn, model, batch, key)
-    return seal(ClippedSum(grads, len(losses_B), norms_B.float(), losses_B.float(), max_grad_norm, ids))
+    return total
 
 
-def _by_hash(host: HostRows, key: StepKey) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Order of the rows by the records' hashes, with invalid rows last; the row to take at each place; the valid records' hashes.
+def _sum_of_passes(
+    loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, method: str, how: How, host: HostRows, valid: Tensor, rows: int | None
+) -> ClippedSum:
+    if rows is None:
+        return _sum_of_pass(loss_fn, model, batch, key, method, how, host, valid, len(host.valid_B), None)
+    with fixed_kernels():
+        sizes = admitted(loss_fn, model, batch, key, rows, method, how)
+        places = [valid[part] for part in passes(key, host.record_id_B[valid].numpy(), 1, rows)]
+        sums = (_sum_of_pass(loss_fn, model, batch, key, method, how, host, part, next_size(sizes, len(part)), rows) for part in places)
+        total = next(sums) if len(places) == 1 else ClippedSum.add_up(model, how.max_grad_norm, sums)
+        back_B = send(torch.cat(places).argsort(), batch.record_id_B.device)
+        return seal(replace(total, norms_B=total.norms_B[back_B], losses_B=total.losses_B[back_B]))
 
-    In the place of invalid rows a valid one is taken: it keeps the shape of the forward pass independent of the records, and gets the
-    factor zero. All three are on the CPU.
+
+def check_bits(
+    loss_fn: LossFn,
+    model: nn.Module,
+    public: Batch,
+    key: StepKey,
+    sizes: Sequence[int] = (),
+    *,
+    max_grad_norm: float,
+    rule: str = "hard",
+    method: str = "one_pass",
+    loss_scale: float = 1.0,
+    chunk_size: int | None = None,
+    blocks: CompiledBlocks | None = None,
+) -> tuple[int, ...]:
+    """Check that a record's bits do not depend on the other rows of its pass, for later ``clipped_sum(..., rows=len(public.valid_B))``.
+
+    ``clipped_sum`` does this itself, on random images, when it first needs it; then all passes are padded to ``rows``. Runs under the
+    caller's autocast.
+
+    Args:
+        public: as many valid public records as a pass has rows, in the shapes to come.
+        sizes: smaller numbers of rows to check too; passes are padded to the next of those admitted.
+
+    Returns:
+        The numbers of rows admitted, ascending.
+
+    Raises:
+        PrivacyError: a record's bits differ within passes of that many rows.
     """
-    hash_B = hashes(key, host.record_id_B).where(host.valid_B, torch.iinfo(torch.int64).max)
+    _check(rule, method, max_grad_norm, loss_scale, chunk_size)
+    how = _how(trained(model), max_grad_norm, rule, loss_scale, chunk_size, blocks)
+    with fixed_kernels():
+        return admit(loss_fn, model, public, key, sizes, method, how)
+
+
+def _how(
+    params: dict[str, Tensor],
+    max_grad_norm: float,
+    rule: str,
+    loss_scale: float,
+    chunk_size: int | None,
+    blocks: CompiledBlocks | None,
+) -> How:
+    dtype = next(iter(params.values())).dtype
+    return How(partial(_factors, max_grad_norm=max_grad_norm, rule=rule, dtype=dtype), max_grad_norm, loss_scale, chunk_size, blocks)
+
+
+def _sum_of_pass(
+    loss_fn: LossFn,
+    model: nn.Module,
+    batch: Batch,
+    key: StepKey,
+    method: str,
+    how: How,
+    host: HostRows,
+    valid: Tensor,
+    num_rows: int,
+    rows: int | None,
+) -> ClippedSum:
+    """The sum of the records at ``valid`` from a pass of ``num_rows`` rows; its norms and losses are in the order of ``valid``.
+
+    Records are ordered by their hashes. The other rows hold the first record again and get the factor zero.
+    """
+    device, num = batch.record_id_B.device, len(valid)
+    hash_B = hashes(key, host.record_id_B[valid])
     order = hash_B.argsort(stable=True)
-    valid_B = host.valid_B[order]
-    return order, order.where(valid_B, order[0]), hash_B[order][valid_B].numpy()
+    source = torch.cat([valid[order], valid[order[:1]].expand(num_rows - num)])
+    batch = take(batch, send(source, device))._replace(valid_B=send(torch.arange(num_rows) < num, device))
+    if method == "vmap":
+        grads, norms, losses = _by_vmap(loss_fn, model, batch, num, key, how)
+    else:
+        grads, norms, losses = one_pass(loss_fn, model, batch, hash_B[order].numpy(), key, how)
+    place_B = send(torch.empty_like(order).index_copy_(0, order, torch.arange(num)), device)
+    ids = once(host.record_id_B[valid].numpy())
+    return seal(ClippedSum(grads, num, norms[place_B].float(), losses[place_B].float(), how.max_grad_norm, ids, rows))
 
 
 def _by_vmap(
-    loss_fn: LossFn,
-    model: nn.Module,
-    params: dict[str, Tensor],
-    batch: Batch,
-    key: StepKey,
-    factors: Callable[[Tensor, Tensor], Tensor],
-    loss_scale: float,
-    chunk_size: int | None,
+    loss_fn: LossFn, model: nn.Module, batch: Batch, num_records: int, key: StepKey, how: How
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
+    """As ``one_pass``; the valid records are the first ``num_records``."""
+    params = trained(model)
+    total = {name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False) for name, p in params.items()}
     norms, losses = [], []
-    for rows in even_chunks(len(batch.record_id_B), chunk_size or default_chunk(params)):
-        grads, losses_B = per_record_gradients(loss_fn, model, params, take(batch, rows), key, loss_scale)
+    for part, grads, losses_B in vmap_chunks(loss_fn, model, batch, key, how):
         with torch.autocast(losses_B.device.type, enabled=False):
-            norms_B = _norms(grads) / loss_scale
+            norms_B = written_norms(grads) / how.loss_scale
             finite_B = torch.isfinite(norms_B)
-            factor_B = factors(norms_B, finite_B) / loss_scale
+            factor_B = how.factors(norms_B, finite_B) / how.loss_scale
             for name, value in grads.items():
-                total[name] += summed(value, factor_B, finite_B)
+                total[name] += summed(value, factor_B, finite_B & batch.valid_B[part])
         norms.append(norms_B)
         losses.append(losses_B.detach())
-    if len(batch.record_id_B) <= MOST_ROUNDED:
+    if num_records <= MOST_ROUNDED:
         total = {name: value.to(params[name].dtype) for name, value in total.items()}
     return total, torch.cat(norms), torch.cat(losses)
-
-
-def _norms(grads: dict[str, Tensor]) -> Tensor:
-    """Norm of each record's whole gradient, float64; ``weight_grads.sum_of_squares`` bounds its error."""
-    return torch.stack([sum_of_squares(value) for value in grads.values()]).sum(0).sqrt()
 
 
 def _factors(norms_B: Tensor, finite_B: Tensor, *, max_grad_norm: float, rule: str, dtype: torch.dtype) -> Tensor:
@@ -169,7 +235,20 @@ def _plain_sum(loss_fn: LossFn, model: nn.Module, params: dict[str, Tensor], bat
     return seal(ClippedSum(dict(zip(leaves, grads, strict=True)), len(losses_B), empty, losses_B.detach().float(), None))
 
 
-def _check(rule: str, method: str, max_grad_norm: float | None, loss_scale: float, chunk_size: int | None) -> None:
+def _require_wide(params: dict[str, Tensor]) -> None:
+    """Refuse trained parameters whose sums would be rounded to half precision, or whose reserve is another's (``rounding.reserve``)."""
+    kinds: dict[torch.dtype, str] = {}
+    for name, p in params.items():
+        kinds.setdefault(p.dtype, name)
+    if len(kinds) > 1 or not kinds.keys() <= UNIT.keys():
+        found = ", ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in kinds.items())
+        raise PrivacyError(
+            f"clip: trained parameters are {found}; expected all float32 or all float64: rounding in half precision moves a sum by more "
+            "than the clip norm. Keep trained weights in float32 (p.data = p.data.float()) and run the forward pass under torch.autocast."
+        )
+
+
+def _check(rule: str, method: str, max_grad_norm: float | None, loss_scale: float, chunk_size: int | None, rows: int | None = None) -> None:
     for name, value, choices in (("rule", rule, RULES), ("method", method, METHODS)):
         if value not in choices:
             raise ConfigError(f"clip: {name}={value!r}; expected one of {', '.join(map(repr, choices))}. Choose one of them.")
@@ -180,5 +259,7 @@ def _check(rule: str, method: str, max_grad_norm: float | None, loss_scale: floa
         raise ConfigError(f"clip: loss_scale={loss_scale!r}; expected a power of two, which scales without rounding. Use 65536.")
     if chunk_size is not None and not chunk_size >= 1:
         raise ConfigError(f"clip: chunk_size={chunk_size!r}; expected at least 1. Leave it out for as many as fit 256 MiB.")
+    if rows is not None and not rows >= 1:
+        raise ConfigError(f"clip: rows={rows!r}; expected at least 1. Use 64.")
     if max_grad_norm is not None:
         require_exact_products("clip")

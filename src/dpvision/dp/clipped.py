@@ -37,6 +37,8 @@ class ClippedSum:
     """The clipping norm C, which must be the plan's; None if not clipped."""
     record_id_B: np.ndarray = field(default_factory=no_records, repr=False)
     """Ids of the valid records of this process, ascending and all different, int64 on the CPU (secret); empty without clipping."""
+    rows: int | None = 0
+    """Rows of the passes at which a record's bits were checked (``clip.check_bits``); None if they were not, 0 without passes."""
 
     def __add__(self, other: "ClippedSum") -> "ClippedSum":
         return _added(
@@ -80,13 +82,20 @@ def once(record_id_B: np.ndarray) -> np.ndarray:
 def _added(grads: dict[str, Tensor], max_grad_norm: float | None, parts: Iterable[ClippedSum], *, first: int = 0) -> ClippedSum:
     """Add the gradients of ``parts[first:]`` to ``grads`` in place; counts, norms, losses and ids are those of all parts."""
     count, norms, losses, ids = 0, [], [], [no_records()]
+    rows: int | None = 0
     for i, part in enumerate(parts):
         if part.max_grad_norm != max_grad_norm:
             raise PrivacyError(
                 f"clip: a sum clipped to {max_grad_norm} and one clipped to {part.max_grad_norm}; expected the same. "
                 "Use the plan's max_grad_norm for all."
             )
+        if rows and part.rows and rows != part.rows:
+            raise PrivacyError(
+                f"clip: sums of passes of {rows} and of {part.rows} rows; expected the same: a record's bits depend on it. Give one rows="
+                " to every clipped_sum of a run."
+            )
         require_seal(part, "clip", _REMEDY)
+        rows = None if rows is None or part.rows is None else rows or part.rows
         if i >= first:
             for name, value in grads.items():
                 value.add_(part.grads[name])
@@ -96,5 +105,5 @@ def _added(grads: dict[str, Tensor], max_grad_norm: float | None, parts: Iterabl
         ids.append(part.record_id_B)
     device = next(iter(grads.values())).device if grads else torch.device("cpu")
     empty = torch.zeros(0, device=device)
-    id_B = once(np.concatenate(ids))
-    return seal(ClippedSum(grads, count, torch.cat(norms) if norms else empty, torch.cat(losses) if losses else empty, max_grad_norm, id_B))
+    joined = torch.cat(norms) if norms else empty, torch.cat(losses) if losses else empty
+    return seal(ClippedSum(grads, count, *joined, max_grad_norm, once(np.concatenate(ids)), rows))

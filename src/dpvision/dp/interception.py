@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpvision.dp import broadcast
 from dpvision.dp.batch_dims import MIXED, OPENED, BatchDim, Call, block_call, tensors_in
+from dpvision.dp.rounding import UNIT
 from dpvision.dp.rule import NoRule
 from dpvision.dp.rules import ELEMENTWISE, EXPANDING, RULES
 from dpvision.dp.weight_grads import Slot
@@ -125,6 +126,9 @@ class InterceptedPass(TorchFunctionMode):
         self._enter(func, args, kwargs)
         if any(batch_dim is not None for batch_dim in (*self._calls[self._at].inputs, *self._calls[self._at].outputs)):
             raise NoRule(known, f"used by {func.__name__}")
+        if not all(t.dtype in UNIT for t in made):
+            # The sum's gradient would be rounded to half precision on its way back to the parameter.
+            raise NoRule(known, f"computed in {str(made[0].dtype).removeprefix('torch.')}")
         names = frozenset().union(*(self._known[id(t)][1] for t in known))
         for tensor in made:
             self._known[id(tensor)] = tensor, names

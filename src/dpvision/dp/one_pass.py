@@ -11,6 +11,7 @@ the calls that it made for two and three records is refused.
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,31 +50,77 @@ _LOWERED = 0.95
 """Where the proven error of a norm would lower the clip factor beyond this, the record's gradient is written out instead."""
 
 
+@dataclass(frozen=True)
+class How:
+    """How a pass is computed: all but the model, the loss and the records."""
+
+    factors: Callable[[Tensor, Tensor], Tensor]
+    """(norms_B float64, finite_B bool) -> factor_B."""
+    max_grad_norm: float
+    loss_scale: float = 1.0
+    """Factor of the losses in the backward pass, undone before the norm."""
+    chunk_size: int | None = None
+    """Most records of a chunk, for parameters without a rule."""
+    compiled: CompiledBlocks | None = None
+    """Programs of the model's blocks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Passed:
+    """What the forward and the backward pass leave for the norms and the sum."""
+
+    params: dict[str, Tensor]
+    losses_B: Tensor
+    groups: list[list[Slot]]
+    slow: dict[str, Tensor]
+    """Detached parameters without a rule."""
+    slow_gradients: Callable[[slice], dict[str, Tensor]]
+    """Gradients of a chunk's records for ``slow``."""
+    chunks: list[slice]
+    """Records whose ``slow_gradients`` are computed together; empty if all parameters have rules."""
+
+
+@dataclass(frozen=True, eq=False)
+class Weighed:
+    """Norms and factors of a pass, and how its sum is cut."""
+
+    norms_B: Tensor
+    factor_B: Tensor
+    """Zero for rows that are not valid."""
+    finite_B: Tensor
+    apart: list[int]
+    """Records that are added one by one, in float64."""
+    kept: Tensor | None
+    """bool (B,), False for records that the products leave out; None if none is left out."""
+    parts: list[list[list[Slot]]]
+    cuts: list[list[slice]]
+    """Blocks of valid records for each of ``parts``."""
+    cost_KB: Tensor
+    """By which the blocks are cut, on the CPU."""
+
+
 def one_pass(
-    loss_fn: Any,
-    model: nn.Module,
-    batch: Batch,
-    bits: np.ndarray,
-    key: StepKey,
-    factors: Callable[[Tensor, Tensor], Tensor],
-    max_grad_norm: float,
-    loss_scale: float,
-    chunk_size: int | None,
-    compiled: CompiledBlocks | None,
+    loss_fn: Any, model: nn.Module, batch: Batch, bits: np.ndarray, key: StepKey, how: How
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Sum of the records' gradients, each times its factor.
 
     Args:
         batch: one record or more in the order of their hashes, rows that are not valid after all others.
         bits: hashes of the valid records.
-        factors: (norms_B float64, finite_B bool) -> factor_B.
-        max_grad_norm: C.
-        loss_scale: factor of the losses in the backward pass, undone before the norm.
-        chunk_size: for parameters without a rule.
-        compiled: programs of the model's blocks.
 
     Returns:
         ({name: sum}, in the parameters' precision or float64; norms_B float64, losses_B).
+    """
+    passed = forward_backward(loss_fn, model, batch, key, how)
+    weighed = weigh(passed, batch, bits, how)
+    return _add_up(passed, weighed, len(bits), how), weighed.norms_B, passed.losses_B
+
+
+def forward_backward(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey, how: How) -> Passed:
+    """Run the forward and the backward pass.
+
+    Raises:
+        PrivacyError: the pass makes other calls than for two and three records.
     """
     params = trained(model)
     fresh = False
@@ -81,7 +128,7 @@ def one_pass(
         route = route_of(loss_fn, model, batch, key)
         pending: list[Pending] = []  # compiled blocks that wait for their backward pass
         try:
-            run, losses_B = _forward(loss_fn, model, params, route, batch, key, compiled, pending)
+            run, losses_B = _forward(loss_fn, model, params, route, batch, key, how.compiled, pending)
         except (GraphChanged, NoRule) as error:
             if not fresh:  # another loss or setting than when the route was found
                 forget(loss_fn, model, batch)
@@ -91,12 +138,21 @@ def one_pass(
                 f"clip: the forward pass came to {error}, where it did otherwise for two and three records; expected the same "
                 "calls for any records. Use method='vmap'."
             ) from None
-        leaked = backward(params, route.slow, run, pending, losses_B, loss_scale)
+        leaked = backward(params, route.slow, run, pending, losses_B, how.loss_scale)
         if not leaked:
             break
         add_slow(route, leaked, loss_fn, model, batch, key)
-    total, norms_B = _gather(loss_fn, model, params, route, run, batch, bits, key, factors, max_grad_norm, loss_scale, chunk_size)
-    return total, norms_B, losses_B.detach()
+    slow = {name: params[name].detach() for name in route.slow}
+    chunks = even_chunks(len(batch.record_id_B), how.chunk_size or default_chunk(slow)) if slow else []
+    held: list[dict[str, Tensor]] = []
+
+    def slow_gradients(rows: slice) -> dict[str, Tensor]:
+        grads = held or [per_record_gradients(loss_fn, model, slow, take(batch, rows), key, how.loss_scale)[0]]
+        if len(chunks) == 1:
+            held[:] = grads
+        return grads[0]
+
+    return Passed(params, losses_B.detach(), groups_of(slot for slot in run.slots if slot.used), slow, slow_gradients, chunks)
 
 
 def _forward(
@@ -117,35 +173,15 @@ def _forward(
     return run, losses_B
 
 
-def _gather(
-    loss_fn: Any,
-    model: nn.Module,
-    params: dict[str, Tensor],
-    route: Route,
-    run: InterceptedPass,
-    batch: Batch,
-    bits: np.ndarray,
-    key: StepKey,
-    factors: Callable[[Tensor, Tensor], Tensor],
-    max_grad_norm: float,
-    loss_scale: float,
-    chunk_size: int | None,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Norms, factors and the sum, from what the backward pass left in the slots."""
-    num, device = len(batch.record_id_B), batch.record_id_B.device
-    rounded = _rounding(params)
-    groups = groups_of(slot for slot in run.slots if slot.used)
+def weigh(passed: Passed, batch: Batch, bits: np.ndarray, how: How) -> Weighed:
+    """Norms, factors and cuts, from what the backward pass left in the slots."""
+    num, device, params, groups = len(batch.record_id_B), batch.record_id_B.device, passed.params, passed.groups
+    rounded, factors, loss_scale = _rounding(params), how.factors, how.loss_scale
     parts = by_places(groups)
-    slow = {name: params[name].detach() for name in route.slow}
-    chunks = even_chunks(num, chunk_size or default_chunk(slow)) if slow else []
-    slow_grads: dict[int, dict[str, Tensor]] = {}
     with torch.autocast(device.type, enabled=False), torch.no_grad():
         slow_B = torch.zeros(num, dtype=torch.float64, device=device)
-        for i, rows in enumerate(chunks):
-            grads, _ = per_record_gradients(loss_fn, model, slow, take(batch, rows), key, loss_scale)
-            slow_B[rows] += sum(map(sum_of_squares, grads.values()))
-            if len(chunks) == 1:
-                slow_grads[i] = grads
+        for rows in passed.chunks:
+            slow_B[rows] += sum(map(sum_of_squares, passed.slow_gradients(rows).values()))
         squares = [total_square_norms(members, params, num, device) for members in parts]
         squares[0] = squares[0] + SquareNorms.certain(slow_B)
         square = sum(squares[1:], start=squares[0])
@@ -162,7 +198,7 @@ def _gather(
         terms = [most_terms(members) for members in parts]
         low_B = factor_B < _LOWERED * factors(norms_B + slack_B, finite_B)
         errors_KB = torch.stack([block_error(1, num) * factor_B * own_B for num, own_B in zip(terms, lengths_KB, strict=True)])
-        heavy_B = (errors_KB > BUDGET * max_grad_norm).any(0)
+        heavy_B = (errors_KB > BUDGET * how.max_grad_norm).any(0)
         unknown_B = ~finite_B & torch.isfinite(norms_B)
         wanted_B = (low_B | heavy_B | unknown_B) & batch.valid_B
         cost_KB = _cost(factor_B, lengths_KB, finite_B, batch)
@@ -179,45 +215,49 @@ def _gather(
             finite, *costs = torch.cat([finite_B[None].double(), _cost(factor_B, lengths_KB, finite_B, batch)]).cpu()
         factor_B = factor_B.where(batch.valid_B, 0.0)
         # In half precision on a GPU the bound is not proven (docs/clipping.md), and blocks would double the price of the products.
-        cuts = [[slice(0, num)] if rounded else _blocks(bits, *part, max_grad_norm) for part in zip(costs, terms, strict=True)]
-        factor_B = factor_B / loss_scale
+        # Rows that are not valid are in no block: the sum's bits do not depend on how many there are.
+        cuts = [
+            [slice(0, len(bits))] if rounded else blocks(bits, cost[: len(bits)].numpy(), count, how.max_grad_norm)
+            for cost, count in zip(costs, terms, strict=True)
+        ]
         apart = [i for i in cancelling if finite[i]]
         finite[cancelling] = 0
-        kept = None if bool(finite.all()) else send(finite.bool(), device)
+        kept = None if bool(finite[: len(bits)].all()) else send(finite.bool(), device)
+    return Weighed(norms_B, factor_B, finite_B, apart, kept, parts, cuts, torch.stack(costs))
 
-        @torch.no_grad()
-        def add_up(piece: tuple[list[Slot], list[slice]]) -> dict[str, Tensor]:
-            group, cut = piece
-            sums = [slot.weighted_sum(factor_B, kept, cut) for slot in group]
-            part = pull_back(group, sums, params, batched=False)
-            for i in apart:
-                for name, grad in written_out(group, params, slice(i, i + 1)).items():
-                    part[name] = part[name].double().add_(grad[0].double() * factor_B[i].double())
-            for slot in group:
-                slot.release()
-            return {name: _rounded(value, params[name], num) for name, value in part.items()}
 
-        total: dict[str, Tensor] = {}
-        for part in map_pieces(add_up, [(group, cut) for members, cut in zip(parts, cuts, strict=True) for group in members], device):
+def _add_up(passed: Passed, weighed: Weighed, num_records: int, how: How) -> dict[str, Tensor]:
+    """The sum of ``num_records`` valid records' gradients times their factors; frees the slots."""
+    params, factor_B = passed.params, weighed.factor_B / how.loss_scale
+
+    @torch.no_grad()
+    def add_up(piece: tuple[list[Slot], list[slice]]) -> dict[str, Tensor]:
+        group, cut = piece
+        sums = [slot.weighted_sum(factor_B, weighed.kept, cut) for slot in group]
+        part = pull_back(group, sums, params, batched=False)
+        for i in weighed.apart:
+            for name, grad in written_out(group, params, slice(i, i + 1)).items():
+                part[name] = part[name].double().add_(grad[0].double() * factor_B[i].double())
+        for slot in group:
+            slot.release()
+        return {name: _rounded(value, params[name], num_records) for name, value in part.items()}
+
+    pieces = [(group, cut) for members, cut in zip(weighed.parts, weighed.cuts, strict=True) for group in members]
+    total: dict[str, Tensor] = {}
+    with torch.autocast(factor_B.device.type, enabled=False), torch.no_grad():
+        for part in map_pieces(add_up, pieces, factor_B.device):
             total |= part  # a parameter is in one group only
-        for i, rows in enumerate(chunks):
-            grads = slow_grads.get(i) or per_record_gradients(loss_fn, model, slow, take(batch, rows), key, loss_scale)[0]
-            for name, value in grads.items():
-                added = summed(value, factor_B[rows], finite_B[rows])
+        for rows in passed.chunks:
+            for name, value in passed.slow_gradients(rows).items():
+                added = summed(value, factor_B[rows], weighed.finite_B[rows])
                 total[name] = added.add_(total[name]) if name in total else added
         either = total | {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items() if name not in total}
-    return {name: _rounded(either[name], p, num) for name, p in params.items()}, norms_B
+    return {name: _rounded(either[name], p, num_records) for name, p in params.items()}
 
 
 def _cost(factor_B: Tensor, lengths_KB: Tensor, finite_B: Tensor, batch: Batch) -> Tensor:
     """``buckets.blocks``'s cost of every record in each part of the weights, float64 (K, B)."""
     return (factor_B.where(batch.valid_B, 0.0) * lengths_KB).where(finite_B, 0.0).double()
-
-
-def _blocks(bits: np.ndarray, cost: Tensor, terms: int, max_grad_norm: float) -> list[slice]:
-    """``buckets.blocks`` of the valid rows; those after them have the factor zero and belong to the last block."""
-    found = blocks(bits, cost[: len(bits)].numpy(), terms, max_grad_norm)
-    return [*found[:-1], slice(found[-1].start, len(cost))]
 
 
 def _rounded(value: Tensor, param: Tensor, num_records: int) -> Tensor:

@@ -148,7 +148,8 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 _ROUTES: "weakref.WeakKeyDictionary[nn.Module, dict[Any, Route]]" = weakref.WeakKeyDictionary()
 
 
-def _route_key(loss_fn: Any, model: nn.Module, batch: Batch) -> Any:
+def route_key(loss_fn: Any, model: nn.Module, batch: Batch) -> Any:
+    """What a route depends on: loss, shapes of a record, precision, modes of the modules, and which parameters are trained."""
     shapes = tuple(None if value is None else (value.shape[1:], value.dtype, value.device) for value in batch)
     autocast = autocast_dtype(batch.record_id_B.device)
     modes = tuple(module.training for module in model.modules())
@@ -161,7 +162,7 @@ def _route_key(loss_fn: Any, model: nn.Module, batch: Batch) -> Any:
 def route_of(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Route:
     """The route of this loss, model and shape of records; found once and remembered as long as the model lives."""
     routes = _ROUTES.setdefault(model, {})
-    name = _route_key(loss_fn, model, batch)
+    name = route_key(loss_fn, model, batch)
     if name not in routes:
         routes[name] = make_route(loss_fn, model, batch, key)
     return routes[name]
@@ -169,14 +170,14 @@ def route_of(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Rout
 
 def forget(loss_fn: Any, model: nn.Module, batch: Batch) -> None:
     """Forget a route, so that ``route_of`` finds it again."""
-    del _ROUTES[model][_route_key(loss_fn, model, batch)]
+    del _ROUTES[model][route_key(loss_fn, model, batch)]
 
 
 def add_slow(route: Route, leaked: list[str], loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> None:
     """Remember that the parameters ``leaked`` have no rule in this route. Raises PrivacyError as ``make_route``."""
     slow = {**route.slow, **dict.fromkeys(leaked, _UNSEEN)}
     _check_slow(loss_fn, model, trained(model), slow, batch, key)
-    _ROUTES[model][_route_key(loss_fn, model, batch)] = replace(route, slow=slow)
+    _ROUTES[model][route_key(loss_fn, model, batch)] = replace(route, slow=slow)
 
 
 def backward(

@@ -146,7 +146,10 @@ class Patches:
 
 @dataclass(frozen=True, eq=False)
 class Recomputed:
-    """Rows too large to keep, recomputed when needed, with their Gram matrix, which is small."""
+    """Rows too large to keep, recomputed when needed, with their Gram matrix, which is small.
+
+    One record at a time: a record's bits must not depend on which others are recomputed with it.
+    """
 
     make: Callable[[slice], Tensor]
     gram_BTT: Tensor
@@ -175,4 +178,4 @@ class Recomputed:
         return self.gram_BTT.dtype
 
     def rows(self, rows: slice) -> Tensor:
-        return self.make(rows)
+        return torch.cat([self.make(slice(i, i + 1)) for i in range(*rows.indices(self.num_records))])

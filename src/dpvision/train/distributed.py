@@ -108,7 +108,7 @@ def all_reduce_sum(total: ClippedSum, group: Group) -> ClippedSum:
     pieces = flat.split([total.grads[name].numel() for name in names])
     grads = {name: piece.view_as(total.grads[name]) for name, piece in zip(names, pieces, strict=True)}
     count = all_reduce_vector(torch.tensor([float(total.num_records)], dtype=torch.float64), group)
-    return seal(ClippedSum(grads, int(count.item()), total.norms_B, total.losses_B, total.max_grad_norm, total.record_id_B))
+    return seal(ClippedSum(grads, int(count.item()), total.norms_B, total.losses_B, total.max_grad_norm, total.record_id_B, total.rows))
 
 
 def all_reduce_vector(values: Tensor, group: Group) -> Tensor:

@@ -1,4 +1,4 @@
-"""Physical batches on their way to the device: padded, copied as uint8 while the batch before is computed, normalised there.
+"""Physical batches on their way to the device: copied as uint8 while the batch before is computed, normalised there.
 
 Legend: B records (rows).
 """
@@ -14,15 +14,14 @@ from dpvision.data.transform import normalise_tensor
 from dpvision.devices import send
 
 
-def on_device(batches: Iterable[Batch], device: torch.device, data: DataConfig, least: int) -> Iterator[tuple[Batch, HostRows]]:
+def on_device(batches: Iterable[Batch], device: torch.device, data: DataConfig) -> Iterator[tuple[Batch, HostRows]]:
     """Yield batches on ``device``, with what the host keeps of their rows.
 
     Args:
         batches: from ``loader.physical_batches``, float32 or uint8; ids and validity are on the CPU.
         data: mean and standard deviation, for uint8 images.
-        least: smaller batches are padded to this number of rows.
     """
-    for batch, rows in _copied((padded(batch, least) for batch in batches), device):
+    for batch, rows in _copied(batches, device):
         if batch.image_BVCHW.dtype == torch.uint8:
             image = normalise_tensor(batch.image_BVCHW, data.mean, data.std)
             image = image.masked_fill_(~batch.valid_B[:, None, None, None, None], 0.0)  # as the loader has it
@@ -62,17 +61,6 @@ def _arrived(batch: Batch, rows: HostRows, copied: torch.cuda.Event, device: tor
         if value is not None:
             value.record_stream(current)
     return batch, rows
-
-
-def padded(batch: Batch, num_rows: int) -> Batch:
-    """Pad a batch to ``num_rows`` rows with invalid copies of its first record, which take part in the forward pass only."""
-    num = len(batch.record_id_B)
-    if num >= num_rows:
-        return batch
-    row = torch.arange(num_rows)
-    source = row.where(row < num, 0)
-    filled = Batch._make(None if value is None else value[send(source, value.device)] for value in batch)
-    return filled._replace(valid_B=filled.valid_B & send(row < num, filled.valid_B.device))
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

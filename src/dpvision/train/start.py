@@ -38,7 +38,7 @@ from dpvision.train.memory import require_fit
 from dpvision.train.objectives import example_batch, loss_function
 from dpvision.train.parent import check_constants, load_weights, start_from
 from dpvision.train.same import check_same_everywhere, facts_of_start
-from dpvision.train.step import autocast
+from dpvision.train.step import Training, autocast, check_reference_bits
 from dpvision.train.words import open_tokenizer, open_words
 from dpvision.weights import Lineage, contents
 
@@ -189,6 +189,8 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
     if group.device.type != "cpu":
         require_fit(config, model, loss_fn, group.device, group.world_size)
     blocks = _compile(config, model, loss_fn, group) if config.hardware.compile else None
+    training = Training(config, plan, store, rows, words, model, loss_fn, group, blocks, People.of(store) if by_person else None)
+    check_reference_bits(training)
     optimizer = Optimizer(config.optim, model)
     ema = make_ema(model) if config.optim.averages else None
     if checkpoint is not None:
@@ -197,8 +199,7 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
             ema = {name: value.to(group.device) for name, value in checkpoint.ema.items()}
     updates, saved = (0, None) if checkpoint is None else (checkpoint.manifest["updates"], checkpoint.manifest["ledger_steps"])
     return Session(
-        config, plan, store, rows, words, model, loss_fn, group, blocks, People.of(store) if by_person else None,
-        optimizer=optimizer, ema=ema, lineage=lineage, updates=updates, saved_steps=saved, start=start,
+        **vars(training), optimizer=optimizer, ema=ema, lineage=lineage, updates=updates, saved_steps=saved, start=start,
     )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ from dpvision.data.loader import physical_batches
 from dpvision.data.people import People
 from dpvision.data.store import Store
 from dpvision.devices import loader_threads
-from dpvision.dp.buckets import num_buckets, passes
-from dpvision.dp.clip import ClippedSum, LossFn, clipped_sum
+from dpvision.dp.buckets import num_buckets, pass_sizes, passes
+from dpvision.dp.clip import ClippedSum, LossFn, check_bits, clipped_sum
 from dpvision.dp.compiled import CompiledBlocks
 from dpvision.dp.scale import public_loss_scale
 from dpvision.privacy.plan import DPPlan
@@ -33,9 +33,6 @@ from dpvision.train.distributed import Group, all_reduce_sum, all_reduce_vector
 from dpvision.train.feed import on_device, to_device
 from dpvision.train.log import StepMetrics
 from dpvision.train.objectives import example_batch
-
-_LEAST_ROWS = 8
-"""Smallest number of rows in a pass: kernels treat fewer rows differently, and a record's gradient must not depend on other records."""
 
 
 @dataclass
@@ -77,6 +74,7 @@ def step_sum(step: int, t: Training, draw_key: Key) -> tuple[ClippedSum, StepMet
                 t.loss_fn, t.model, batch, key,
                 max_grad_norm=plan.max_grad_norm, rule=plan.clipping, loss_scale=scale, blocks=t.blocks, host=host,
                 check_separability=False,  # start.py made every check
+                rows=t.config.hardware.physical_batch_size,
             )
             for batch, host in _batches(t, drawn_B, key)
         ))  # fmt: skip
@@ -102,7 +100,28 @@ def _batches(t: Training, drawn_B: np.ndarray, key: StepKey) -> Iterator[tuple[B
         labels=isinstance(model, ClassifierConfig), num_classes=model.num_classes if isinstance(model, ClassifierConfig) else None,
         normalised=group.device.type == "cpu",
     )  # fmt: skip
-    yield from on_device(batches, group.device, t.config.data, most if hardware.compile else min(most, _LEAST_ROWS))
+    yield from on_device(batches, group.device, t.config.data)
+
+
+def check_reference_bits(t: Training) -> None:
+    """Check, on public images, that a record's bits do not depend on the other rows of a pass, before any step; none without clipping.
+
+    Compiled blocks are for full passes only, so others are padded to full ones.
+
+    Raises:
+        PrivacyError: as ``clip.check_bits``.
+    """
+    plan, hardware, key = t.plan, t.config.hardware, StepKey(t.config.seed, 0)
+    if plan.max_grad_norm is None:
+        return
+    most = hardware.physical_batch_size
+    sizes = [] if hardware.compile else pass_sizes(plan.expected_batch_size, most, plan.steps, t.group.world_size)
+    public = to_device(example_batch(t.config, most), t.group.device)
+    with autocast(hardware.precision, t.group.device):
+        check_bits(
+            t.loss_fn, t.model, public, key, sizes,
+            max_grad_norm=plan.max_grad_norm, rule=plan.clipping, loss_scale=_loss_scale(t, key), blocks=t.blocks,
+        )  # fmt: skip
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager:
