@@ -95,6 +95,8 @@ def clipped_sum(
     if max_grad_norm is None:
         return _plain_sum(loss_fn, model, params, batch if whole else take(batch, send(rows, device)), key)
     ids = once(host.record_id_B[rows].numpy())
+    if check_separability:
+        require_separable(loss_fn, model, batch, key)
     dtype = next(iter(params.values())).dtype
     factors = partial(_factors, max_grad_norm=max_grad_norm, rule=rule, dtype=dtype)
     if method == "vmap":
@@ -107,8 +109,6 @@ def clipped_sum(
         grads, norms, losses = one_pass(loss_fn, model, batch, bits, key, factors, max_grad_norm, loss_scale, chunk_size, blocks)
         place_B = send(torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))[rows], device)
         norms_B, losses_B = norms[place_B], losses[place_B]
-    if check_separability:  # after the pass, whose refusals are more specific
-        require_separable(loss_fn, model, batch, key)
     return seal(ClippedSum(grads, len(losses_B), norms_B.float(), losses_B.float(), max_grad_norm, ids))
 
 
