@@ -1,33 +1,31 @@
 """For other people's loops: an unmodified timm transformer and torch's own DataLoader, trained with dpvision's guarantee."""
 
+import os
 from pathlib import Path
-from secrets import token_hex
 
 import timm
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpvision.config import PrivacyConfig
+from dpvision import PrivacyConfig, make_plan, privatize
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import ClippedSum, clipped_sum
-from dpvision.dp.noise import privatize
 from dpvision.privacy.ledger import Ledger
-from dpvision.privacy.plan import make_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.stream import new_key
 
 if not (store := Path(__file__).parent / "stores/digits").exists():  # a random id names the data set to the ledger
     store.mkdir(parents=True)
-    (store / "store.json").write_text(f'{{"store_id": "{token_hex(16)}"}}')
+    (store / "store.json").write_text(f'{{"store_id": "{os.urandom(16).hex()}"}}')
 x, y = (torch.from_numpy(a) for a in load_digits(return_X_y=True))
 x, order = x.float().view(-1, 1, 8, 8) / 8 - 1, torch.randperm(len(x), generator=torch.Generator().manual_seed(0))  # B C H W
 loader, test = DataLoader(TensorDataset(x[order[:1500]], y[order[:1500]], order[:1500]), batch_sampler=(batches := [])), order[1500:]
 net = timm.models.VisionTransformer(8, patch_size=4, in_chans=1, num_classes=10, embed_dim=64, depth=2, num_heads=4)
 optimizer, ce, secret = torch.optim.Adam(net.parameters(), lr=0.002), torch.nn.CrossEntropyLoss(reduction="none"), new_key()
 plan = make_plan(PrivacyConfig(dataset_size=1500, expected_batch_size=500, steps=80, target_epsilon=8.0, max_grad_norm=1.0))
-with Ledger.open(store, token_hex(4), plan, resume=False) as ledger:  # the secret key is new at every start and never stored
+with Ledger.open(store, os.urandom(4).hex(), plan, resume=False) as ledger:  # the secret key is new at every start and never stored
     while ledger.steps < plan.steps:
         key, total = StepKey(0, ledger.append()), ClippedSum.zeros(net, plan.max_grad_norm)  # charged before the deed
         batches[:] = filter(len, torch.from_numpy(plan.draw(key.step, len(loader.dataset), derive_rng(secret, key.step))).split(128))

@@ -1,8 +1,7 @@
 """Your own model and loop with dpvision's guarantee: scikit-learn's handwritten digits, on a CPU, in under a minute."""
 
-import json
+import os
 from pathlib import Path
-from secrets import token_hex
 
 import torch
 from sklearn.datasets import load_digits
@@ -20,7 +19,7 @@ from dpvision.privacy.stream import new_key
 store = Path(__file__).parent / "stores/digits"  # its random id names the data set to the ledger; `dpvision data import` gives one, too
 if not store.exists():
     store.mkdir(parents=True)
-    (store / "store.json").write_text(json.dumps({"store_id": token_hex(16)}))
+    (store / "store.json").write_text(f'{{"store_id": "{os.urandom(16).hex()}"}}')
 x, y = (torch.from_numpy(a) for a in load_digits(return_X_y=True))
 x, order = x.float().view(-1, 1, 1, 8, 8) / 16, torch.randperm(len(x), generator=torch.Generator().manual_seed(0))  # B V C H W
 train, test = order[:1500], order[1500:]
@@ -28,7 +27,7 @@ net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.
 optimizer, ce = torch.optim.Adam(net.parameters(), lr=0.02), torch.nn.CrossEntropyLoss(reduction="none")
 plan = make_plan(PrivacyConfig(dataset_size=1500, expected_batch_size=500, steps=150, target_epsilon=3.0, max_grad_norm=1.0))
 secret = new_key()  # new at every start and never stored
-with Ledger.open(store, token_hex(4), plan, resume=False) as ledger:
+with Ledger.open(store, os.urandom(4).hex(), plan, resume=False) as ledger:
     while ledger.steps < plan.steps:
         step = ledger.append()  # charged before the deed
         i = train[plan.draw(step, len(train), derive_rng(secret, step))]

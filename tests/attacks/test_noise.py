@@ -12,14 +12,19 @@ import numpy as np
 import pytest
 import torch
 from made import key, made_sum
+from scipy import stats
 
 from dpvision import config
 from dpvision.adapt.select import select_head
 from dpvision.config import PrivacyConfig
+from dpvision.data.synthetic_store import write_scenes
+from dpvision.dp.clipped import ClippedSum
 from dpvision.dp.noise import grid_of, privatize
 from dpvision.dp.normals import Normals
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.sampling import derive_rng
+from dpvision.train import loop
+from dpvision.train.start import new_session
 
 SRC = Path(config.__file__).parents[1]
 BATCH, CLIP = 64.0, 1.0
@@ -139,3 +144,43 @@ def test_no_setting_chooses_another_generator() -> None:
     fields = {*PrivacyConfig.__dataclass_fields__, *DPPlan.__dataclass_fields__}
     assert not [name for name in fields if "generator" in name or "seed" in name]
     assert "key" in select_head.__kwdefaults__ and select_head.__kwdefaults__["key"] is None
+
+
+def test_the_noise_that_a_whole_run_leaves_in_its_weights_has_the_plans_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End to end: what someone who knows every record finds in the weights of a run is a normal of the plan's scale, on its grid, once.
+
+    Plain SGD at a rate that is a power of two; from the movement of the weights the clipped sum is taken off.
+    """
+    known: list[dict[str, torch.Tensor]] = []
+
+    def watched(total: ClippedSum, *args: object, **kwargs: object) -> object:
+        known.append({name: value.clone() for name, value in total.grads.items()})
+        return real(total, *args, **kwargs)  # type: ignore[arg-type]
+
+    real = loop.privatize
+    monkeypatch.setattr(loop, "privatize", watched)
+    settings = config.RunConfig(
+        recipe="vip.micro",
+        privacy=PrivacyConfig(
+            dataset_size=32, expected_batch_size=32, sampling="full_batch", steps=2, max_grad_norm=0.5, noise_multiplier=64.0
+        ),
+        model=config.MAEConfig(
+            encoder=config.ViTConfig(image_size=16, patch_size=4, depth=1, width=64, num_heads=2),
+            decoder_depth=1, decoder_width=32, decoder_num_heads=2,
+        ),
+        data=config.DataConfig(store=str(tmp_path / "scenes")),
+        optim=config.OptimConfig(name="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0, schedule="constant", warmup_steps=0),
+        hardware=config.HardwareConfig(device="cpu", physical_batch_size=8, workers=1),
+    )  # fmt: skip
+    write_scenes(tmp_path / "scenes", 32, 16, public=False)
+    with new_session(settings, tmp_path / "run") as session:
+        before = {name: p.detach().clone().double() for name, p in session.model.named_parameters() if p.requires_grad}
+        loop.fit(session, quiet=True)
+        after, plan = dict(session.model.named_parameters()), session.plan
+        rate = settings.optim.rate
+    moved = {name: (before[name] - after[name].detach().double()) / rate * plan.expected_batch_size for name in before}
+    noise = torch.cat([(moved[name] - sum(step[name].double() for step in known)).flatten() for name in before]).numpy()
+    assert len(known) == 2 and len(noise) > 30_000
+    x = noise / (plan.noise_std * math.sqrt(2))  # two steps, independent of each other
+    assert stats.kstest(x, "norm").pvalue > 1e-6
+    assert abs(x.var() - 1) < 6 * math.sqrt(2 / len(x)) and abs(x.mean()) < 6 / math.sqrt(len(x))

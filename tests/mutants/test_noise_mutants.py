@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from dpvision.dp.clip import clipped_sum
 from dpvision.dp.clipped import ClippedSum
 from dpvision.dp.noise import privatize
 from dpvision.privacy.plan import DPPlan, make_plan
-from dpvision.privacy.stream import Keystream, new_key, subkey
+from dpvision.privacy.stream import Key, Keystream, new_key, subkey
 from dpvision.runs.run import Secrets
 from dpvision.train import loop, step
 from dpvision.train.distributed import Group
@@ -231,4 +232,39 @@ def test_low_bits(plan: DPPlan) -> None:
 
     check()
     with planted(noise_module, "grid_of", lambda noise_std: 2.0**-60, "low bits tell"):
+        check()
+
+
+def test_noise_of_a_step_twice(plan: DPPlan) -> None:
+    """One key, one step, two models of one size: the difference of the releases is that of the sums."""
+
+    def check() -> None:
+        once = key()
+        first = privatize(as_sum(torch.zeros(9)), plan, 0, once).grads["a"]
+        assert_refused(lambda: privatize(as_sum(torch.ones(9)), plan, 0, once).grads["a"] - first, "noise drawn before")
+
+    check()
+    with planted(Key, "spend", lambda self, step: None, "noise drawn before was accepted"):
+        check()
+
+
+def test_key_across_a_fork(plan: DPPlan) -> None:
+    """A child that was forked with the parent's key would add the parent's noise."""
+    total = as_sum(torch.zeros(9))
+
+    def check() -> None:
+        secret, (read, write) = key(), os.pipe()
+        if (child := os.fork()) == 0:
+            try:
+                privatize(total, plan, 0, secret)
+                os.write(write, b"released")
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        os.close(write)
+        assert os.read(read, 100) == b"", "a forked child adds its parent's noise"
+        os.close(read)
+
+    check()
+    with planted(Key, "secret", lambda self: self._secret, "a forked child adds its parent's noise"):
         check()

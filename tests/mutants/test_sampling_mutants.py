@@ -6,11 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from made import key, released, secrets
+from made import key, made_sum, released, secrets
+from zoo import KEY as STEP_KEY
+from zoo import GradientIsImage, image_losses, make_batch
 
 from dpvision.config import RunConfig
+from dpvision.dp import clip, clipped
 from dpvision.dp.buckets import passes
-from dpvision.privacy import sampling
+from dpvision.dp.noise import privatize
+from dpvision.privacy import sampling, stated
 from dpvision.privacy.plan import DPPlan, draft_plan
 from dpvision.privacy.sampling import derive_rng, draw_poisson
 from dpvision.runs.run import Secrets
@@ -19,7 +23,7 @@ from dpvision.train.distributed import Group
 from dpvision.train.loop import fit
 
 from .conftest import NewRun
-from .planting import planted
+from .planting import assert_refused, planted
 
 KEY = key()
 N, RATE, DRAWS = 400, 0.1, 4000
@@ -207,4 +211,50 @@ def test_truncation_of_tail(poisson: DPPlan) -> None:
 
     check()
     with planted(sampling, "truncate", lambda index, cap, rng: index[:cap], "the last records of the store are drawn less often"):
+        check()
+
+
+def test_record_twice() -> None:
+    """One record in two valid rows, or in two physical batches of a step, moves the sum by 2 C."""
+
+    def check() -> None:
+        model, batch = GradientIsImage(3, 8, 8), make_batch(2)
+        twice = batch._replace(record_id_B=batch.record_id_B[[0, 0]])
+        assert_refused(lambda: clip.clipped_sum(image_losses, model, twice, STEP_KEY, max_grad_norm=0.1), "a record in two rows")
+        one = clip.clipped_sum(image_losses, model, batch, STEP_KEY, max_grad_norm=0.1)
+        assert_refused(lambda: one + one, "a record in two batches")
+
+    check()
+    with planted(clip, "once", np.sort, "a record in two rows was accepted"):
+        check()
+    with planted(clipped, "once", np.sort, "a record in two batches was accepted"):
+        check()
+
+
+def test_drawn_by_another_plan(config: RunConfig) -> None:
+    """Batches of one rate, noise and epsilon of another."""
+    asked = replace(config.privacy, sampling="poisson", dataset_size=1000, expected_batch_size=10)
+    plan, large = draft_plan(asked), draft_plan(replace(asked, expected_batch_size=500))
+
+    def check() -> None:
+        large.draw(0, 1000, derive_rng(KEY, 0))
+        total = made_sum({"a": torch.zeros(3)}, 500, 0.5)
+        assert_refused(lambda: privatize(total, plan, 0, key()), "a batch of another plan")
+
+    check()
+    with planted(DPPlan, "require_drawn", lambda *args: None, "a batch of another plan was accepted"):
+        check()
+
+
+def test_epsilon_of_another_plan(config: RunConfig) -> None:
+    """``dataclasses.replace`` keeps the epsilon when it lowers the noise."""
+    plan = draft_plan(config.privacy)
+
+    def check() -> None:
+        low = replace(plan, noise_multiplier=plan.noise_multiplier / 1000)
+        total = made_sum({"a": torch.zeros(3)}, 40, 0.5)
+        assert_refused(lambda: privatize(total, low, 0, key()), "a plan with the epsilon of another")
+
+    check()
+    with planted(stated, "require_true", lambda plan: None, "a plan with the epsilon of another was accepted"):
         check()

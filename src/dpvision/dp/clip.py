@@ -103,24 +103,17 @@ def clipped_sum(
     if max_grad_norm is None:
         return _plain_sum(loss_fn, model, params, batch if len(valid) == len(host.valid_B) else take(batch, send(valid, device)), key)
     once(host.record_id_B[valid].numpy())
-    how = _how(params, max_grad_norm, rule, loss_scale, chunk_size, blocks)
-    total = _sum_of_passes(loss_fn, model, batch, key, method, how, host, valid, rows)
-    if check_separability:  # after the pass, whose refusals are more specific
+    if check_separability:
         require_separable(loss_fn, model, batch, key)
-    return total
-
-
-def _sum_of_passes(
-    loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, method: str, how: How, host: HostRows, valid: Tensor, rows: int | None
-) -> ClippedSum:
+    how = _how(params, max_grad_norm, rule, loss_scale, chunk_size, blocks)
     if rows is None:
         return _sum_of_pass(loss_fn, model, batch, key, method, how, host, valid, len(host.valid_B), None)
     with fixed_kernels():
         sizes = admitted(loss_fn, model, batch, key, rows, method, how)
         places = [valid[part] for part in passes(key, host.record_id_B[valid].numpy(), 1, rows)]
         sums = (_sum_of_pass(loss_fn, model, batch, key, method, how, host, part, next_size(sizes, len(part)), rows) for part in places)
-        total = next(sums) if len(places) == 1 else ClippedSum.add_up(model, how.max_grad_norm, sums)
-        back_B = send(torch.cat(places).argsort(), batch.record_id_B.device)
+        total = next(sums) if len(places) == 1 else ClippedSum.add_up(model, max_grad_norm, sums)
+        back_B = send(torch.cat(places).argsort(), device)
         return seal(replace(total, norms_B=total.norms_B[back_B], losses_B=total.losses_B[back_B]))
 
 

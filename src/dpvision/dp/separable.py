@@ -21,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
+from dpvision.dp.interception import CHECKPOINTED
 from dpvision.dp.per_record import LossFn, checked_losses
 from dpvision.errors import PrivacyError
 
@@ -50,6 +51,8 @@ def require_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: Step
     except PrivacyError:
         raise
     except Exception as error:
+        if "checkpoint" in str(error).lower():
+            raise PrivacyError(CHECKPOINTED) from None
         raise PrivacyError(
             f"separability: the model or loss raises on random records, in float64 on the CPU ({type(error).__name__}: "
             f"{(str(error).splitlines() or [''])[0]}); expected losses of the model that the loss is given. Run check_separable on "
@@ -93,8 +96,14 @@ def _random_records(batch: Batch) -> Batch:
 
 
 def perturb_zeros(model: nn.Module) -> nn.Module:
-    """Copy a model with small values in parameters that are all zero: behind a zero head all gradients vanish, and any sum is exact."""
-    copied = copy.deepcopy(model)
+    """Copy a model to the CPU, with small values in parameters that are all zero: behind a zero head all gradients vanish, and any sum is
+    exact."""
+    # Parameters and buffers as already copied, so that they take no memory on a GPU.
+    copies: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to("cpu", copy=True), requires_grad=p.requires_grad) for p in model.parameters()
+    }
+    copies |= {id(value): value.to("cpu", copy=True) for value in model.buffers()}
+    copied = copy.deepcopy(model, copies)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in copied.parameters():

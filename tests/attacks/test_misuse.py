@@ -1,0 +1,345 @@
+"""Attacks through the Python API: what an ordinary mistake, or a hand that edits, could do to the guarantee without a word.
+
+Each succeeded before keys, sums, gradients and plans were told apart from what is made by hand (decision 0039).
+"""
+
+import copy
+import dataclasses
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpvision import PrivacyConfig, clipped_sum, make_plan, privatize
+from dpvision.adapt.feature_stream import FeatureStream
+from dpvision.adapt.moments import moment_sum
+from dpvision.config import OptimConfig
+from dpvision.data.batch import Batch
+from dpvision.data.keys import StepKey
+from dpvision.dp.clip import ClippedSum
+from dpvision.dp.noise import DPGradient
+from dpvision.errors import PrivacyError
+from dpvision.optim.optimizer import Optimizer
+from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.sampling import derive_rng
+from dpvision.privacy.stream import new_key
+from dpvision.runs.run import Secrets
+
+KEY, C = StepKey(0, 0), 1.0
+POISSON = PrivacyConfig(dataset_size=1000, expected_batch_size=10, steps=10, noise_multiplier=2.0)
+FULL = PrivacyConfig(dataset_size=3, expected_batch_size=3, steps=10, noise_multiplier=20.0, sampling="full_batch", delta=1e-3)
+TWICE = "a record is twice in a sum"
+
+
+class Linear(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(width))
+
+
+def dot(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    """The gradient of a record is its image, averaged over its views."""
+    return (batch.image_BVCHW[:, :, 0, 0, :] * model.w).sum(2).mean(1)
+
+
+def batch_of(num: int, ids: list[int] | None = None, views: int = 1) -> Batch:
+    return Batch(torch.tensor(ids or list(range(num))), torch.ones(num, dtype=torch.bool), torch.ones(num, views, 3, 1, 4))
+
+
+def summed(num: int = 3, model: nn.Module | None = None, **settings: Any) -> ClippedSum:
+    return clipped_sum(dot, model or Linear(), batch_of(num, **settings), KEY, max_grad_norm=C)
+
+
+def drawn(plan: DPPlan, step: int, at_least: int = 3) -> DPPlan:
+    """The plan, after it drew a batch of at least so many records for the step."""
+    while len(plan.draw(step, 1000, derive_rng(new_key(), step))) < at_least:
+        pass
+    return plan
+
+
+# Records
+
+
+def test_a_record_twice_in_a_batch_is_refused() -> None:
+    """It moved the sum by 2 C."""
+    with pytest.raises(PrivacyError, match=TWICE):
+        summed(ids=[7, 8, 7])
+    for method in ("one_pass", "vmap"):
+        with pytest.raises(PrivacyError, match=TWICE):
+            clipped_sum(dot, Linear(), batch_of(3, [7, 8, 7]), KEY, max_grad_norm=C, method=method)
+
+
+@pytest.mark.parametrize("add", [lambda a, b: a + b, lambda a, b: ClippedSum.add_up(Linear(), C, [a, b])], ids=["+", "add_up"])
+def test_a_record_twice_in_a_steps_total_is_refused(add: Callable[[ClippedSum, ClippedSum], ClippedSum]) -> None:
+    first, second = summed(), summed(ids=[10, 11, 12])
+    assert add(first, second).num_records == 6
+    for again in (first, summed(ids=[20, 21, 2]), add(second, first)):
+        with pytest.raises(PrivacyError, match=TWICE):
+            add(first, again)
+
+
+def test_padding_and_views_are_not_duplicates() -> None:
+    """A padding row is a copy of a record; several views of a record are one row."""
+    padded = batch_of(3, [5, 6, 5])._replace(valid_B=torch.tensor([True, True, False]))
+    assert clipped_sum(dot, Linear(), padded, KEY, max_grad_norm=C).num_records == 2
+    assert summed(views=4).num_records == 3
+    open_sum = clipped_sum(dot, Linear(), batch_of(3, [7, 7, 7]), KEY, max_grad_norm=None)
+    assert open_sum.num_records == (open_sum + open_sum).num_records / 2, "without a clip there is nothing to void"
+
+
+def test_a_record_twice_in_a_heads_sum_is_refused() -> None:
+    stream = FeatureStream(np.ones((5, 4), dtype=np.float32), np.zeros(5, dtype=np.int64), 2, unit=True)
+    plan = make_plan(dataclasses.replace(FULL, dataset_size=5, expected_batch_size=5))
+
+    def total(rows: list[int]) -> ClippedSum:
+        return moment_sum(stream.blocks(np.array(rows)), 4, 2, 1.0, 0.5, plan)
+
+    assert (total([0, 1]) + total([2, 4])).num_records == 4
+    for twice in (lambda: total([0, 1, 1]), lambda: total([0, 1]) + total([1, 2])):
+        with pytest.raises(PrivacyError, match=TWICE):
+            twice()
+
+
+# Noise
+
+
+def test_the_noise_of_a_step_is_drawn_once_under_a_key() -> None:
+    """The difference of two releases with one noise was the difference of the sums, without any: also for another model of other size,
+    whose noise is the beginning of the same stream, or of other names, which is a second release that nothing accounts for."""
+    plan, key = make_plan(FULL), new_key()
+    privatize(summed(), plan, 0, key)
+    other = Linear()
+    other.v = nn.Parameter(torch.zeros(4))
+    frozen = Linear()
+    frozen.v, frozen.w = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(4), requires_grad=False)
+    for again in (summed(), summed(2), summed(model=other), ClippedSum.zeros(Linear(9), C), ClippedSum.zeros(frozen, C)):
+        with pytest.raises(PrivacyError, match="not drawn under this key before"):
+            privatize(again, plan, 0, key)
+    assert privatize(summed(), plan, 1, key).grads["w"].any() and privatize(summed(), plan, 0, new_key()).grads["w"].any()
+
+
+def test_a_draw_by_another_plan_than_the_noise_is_refused() -> None:
+    plan, other = make_plan(POISSON), make_plan(dataclasses.replace(POISSON, expected_batch_size=500))
+    for by in (lambda: None, lambda: drawn(other, 0), lambda: drawn(plan, 1)):
+        by()
+        with pytest.raises(PrivacyError, match=r"that the plan of the noise drew, at sample rate 0\.01"):
+            privatize(summed(), plan, 0, new_key())
+    assert privatize(summed(), drawn(plan, 0), 0, new_key()).grads["w"].any()
+    with pytest.raises(PrivacyError, match="that the plan of the noise drew"):
+        privatize(summed(30), plan, 1, new_key())  # it drew some, but not these thirty
+
+
+CHANGES = [
+    {"noise_multiplier": 1e-6}, {"noise_multiplier": 1.99}, {"steps": 10**6}, {"steps": 9}, {"delta": 1e-3}, {"epsilon": 0.5},
+    {"expected_batch_size": 20.0, "sample_rate": 0.02}, {"dataset_size": 2000, "sample_rate": 0.005}, {"sampling": "full_batch"},
+    {"max_records_per_unit": 2, "num_units": 500}, {"epsilon_rdp": 0.1}, {"sampling": "truncated_poisson", "max_batch_size": 10},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_a_plan_that_was_changed_draws_and_releases_nothing(change: dict[str, Any]) -> None:
+    """``dataclasses.replace`` left the epsilon as it was: 1.0 was printed for a noise multiplier of a millionth."""
+    plan = make_plan(POISSON)
+    for changed in (dataclasses.replace(plan, **change), DPPlan.from_dict({**plan.to_dict(), **change})):
+        with pytest.raises(PrivacyError, match=r"plan: \w+=.*, but its numbers give .*; expected the same. Make a plan with make_plan"):
+            changed.draw(0, 1000, derive_rng(new_key(), 0))
+        with pytest.raises(PrivacyError, match="but its numbers give"):
+            privatize(summed(), changed, 0, new_key())
+    drawn(plan, 0)
+
+
+def test_a_plan_from_its_own_file_is_executed() -> None:
+    plan = DPPlan.from_dict(make_plan(POISSON).to_dict())
+    assert privatize(summed(), drawn(plan, 0), 0, new_key()).grads["w"].any()
+
+
+# What the mechanism did not make
+
+
+def edited(total: ClippedSum) -> list[ClippedSum]:
+    """The same type by hand, in every way that does not reach into private attributes."""
+    w = total.grads["w"]
+    inner, outer, view, extra = (summed() for _ in range(4))
+    inner.grads["w"].mul_(100)
+    outer.grads["w"] = 100 * w
+    view.grads["w"].view(-1)[0] = 100
+    extra.grads["v"] = w
+    return [
+        ClippedSum({"w": 100 * w}, 3, total.norms_B, total.losses_B, C),
+        ClippedSum(dict(total.grads), 3, total.norms_B, total.losses_B, C),
+        dataclasses.replace(total, grads={"w": 100 * w}),
+        dataclasses.replace(summed(), max_grad_norm=C),
+        inner, outer, view, extra,
+    ]  # fmt: skip
+
+
+def test_a_sum_that_was_made_or_edited_by_hand_is_neither_added_nor_released() -> None:
+    plan, total = make_plan(FULL), summed()
+    for i, wrong in enumerate(edited(total)):
+        with pytest.raises(PrivacyError, match="ClippedSum made or edited by hand"):
+            privatize(wrong, plan, 0, new_key())
+        other = summed(ids=[10, 11, 12])
+        for add in (lambda a, b: a + b, lambda a, b: b + a, lambda a, b: ClippedSum.add_up(Linear(), C, [b, a])):
+            with pytest.raises(PrivacyError, match="ClippedSum made or edited by hand"):
+                add(wrong, other)
+        assert i < 8
+    privatize(total, plan, 0, new_key())
+
+
+def test_a_gradient_that_was_made_or_edited_by_hand_trains_nothing() -> None:
+    plan, model = make_plan(FULL), Linear()
+    inner, outer = (privatize(summed(), plan, 0, new_key()) for _ in range(2))
+    inner.grads["w"].zero_()
+    outer.grads["w"] = summed().grads["w"]
+    optimizer = Optimizer(OptimConfig(), model)
+    for wrong in (DPGradient(dict(summed().grads)), dataclasses.replace(inner, grads=summed().grads), inner, outer):
+        with pytest.raises(PrivacyError, match="DPGradient made or edited by hand"):
+            optimizer.step(wrong, 1.0)
+    assert not model.w.any()
+    optimizer.step(privatize(summed(), plan, 0, new_key()), 1.0)
+    assert model.w.any()
+
+
+# Processes
+
+
+def _in_a_fork(work: Callable[[], object]) -> str:
+    """What ``work`` raises or returns in a forked child."""
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+
+    def child() -> None:
+        try:
+            queue.put(f"returned {type(work()).__name__}")
+        except Exception as error:
+            queue.put(f"{type(error).__name__}: {error}")
+
+    process = context.Process(target=child)
+    process.start()
+    process.join(timeout=900)
+    return queue.get()
+
+
+def test_a_key_is_dead_in_a_forked_child_and_lives_on_in_its_parent() -> None:
+    """Two children added the same noise; so did what was derived from a key before the fork."""
+    plan, total, secrets, key = make_plan(FULL), summed(), Secrets(), new_key()
+    stream = derive_rng(key, 0)
+    uses = [
+        lambda: privatize(total, plan, 0, secrets.noise),
+        lambda: derive_rng(secrets.draw, 0),
+        lambda: stream.words(1),
+        lambda: copy.copy(key),
+        lambda: key.hand_over(lambda secret: secret),
+    ]
+    for use in uses:
+        assert _in_a_fork(use).startswith("PrivacyError: stream: a key")
+    assert "forked" in _in_a_fork(uses[0]) and "forked" in _in_a_fork(uses[2])
+    assert _in_a_fork(lambda: privatize(total, plan, 0, new_key())) == "returned DPGradient", "a key of the child's own works"
+    privatize(total, plan, 0, secrets.noise)
+    stream.words(1)
+
+
+def test_a_key_of_a_child_is_dead_in_its_own_child() -> None:
+    def grandchild() -> str:
+        key = new_key()
+        key.secret()
+        return _in_a_fork(key.secret) if os.getppid() else ""
+
+    def asked() -> None:
+        raise RuntimeError(grandchild())
+
+    assert "a key made before this process was forked" in _in_a_fork(asked)
+
+
+def test_a_key_does_not_leave_its_process_otherwise() -> None:
+    for leave in (pickle.dumps, copy.deepcopy, lambda key: torch.save(key, os.devnull)):
+        with pytest.raises(PrivacyError, match="copied or pickled"):
+            leave(new_key())
+
+
+# Records that mix
+
+
+class Centred(nn.Module):
+    """Features less their mean over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        return self.head(h - h.mean(0))[:, 0]
+
+
+def by_model(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    return model(batch.image_BVCHW[:, 0, 0, 0])
+
+
+def contrastive(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    out = by_model(model, batch, key)
+    return out - out.mean()
+
+
+@pytest.mark.parametrize("method", ["one_pass", "vmap"])
+@pytest.mark.parametrize(
+    ("build", "loss_fn", "named"),
+    [
+        (Centred, by_model, "mixes records"),
+        (lambda: nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), contrastive, "loss function mixes records"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1), nn.Flatten(0)), by_model, "mixes records|statistics"),
+    ],
+    ids=["h - h.mean(0)", "contrastive", "BatchNorm"],
+)
+def test_a_users_model_that_mixes_records_is_refused(method: str, build: Any, loss_fn: Any, named: str) -> None:
+    """By ``vmap`` it was another loss in silence; in one pass nothing was clipped as the contract has it."""
+    with pytest.raises(PrivacyError, match=f"{named}|one record at a time|batch"):
+        clipped_sum(loss_fn, build(), batch_of(4), KEY, max_grad_norm=C, method=method)
+
+
+def test_a_zero_head_hides_no_mixing() -> None:
+    model = Centred()
+    nn.init.zeros_(model.head.weight)
+    with pytest.raises(PrivacyError, match="mixes records"):
+        clipped_sum(by_model, model, batch_of(4), KEY, max_grad_norm=C)
+
+
+def test_the_check_runs_once_for_each_model_and_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dpvision.dp import separable
+
+    seen: list[object] = []
+    monkeypatch.setattr(separable, "check_separable", lambda loss_fn, *rest: seen.append(loss_fn))
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.0), nn.Linear(3, 1), nn.Flatten(0))
+
+    def step(loss_fn: Any, num: int = 4, of: nn.Module = model, **settings: Any) -> int:
+        clipped_sum(loss_fn, of, batch_of(num), KEY, max_grad_norm=C, **settings)
+        return len(seen)
+
+    assert step(by_model) == step(by_model, 7) == 1
+    for scale in (1.0, 2.0, 3.0):
+        assert step(lambda m, b, k: scale * by_model(m, b, k)) == 2, "a lambda in a loop is one loss"  # noqa: B023
+
+    def calling(inner: Any) -> Any:
+        return lambda m, b, k: inner(m, b, k)
+
+    assert [step(calling(inner)) for inner in (by_model, contrastive)] == [3, 4], "what a lambda calls is part of the loss"
+    model.eval()
+    assert step(by_model) == 5, "layers in another mode"
+    model[0].requires_grad_(False)
+    assert step(by_model) == 6, "other parameters are trained"
+    assert step(dot, of=Linear()) == 7 and step(dot, of=Linear(), check_separability=False) == 7
+
+
+def test_whether_the_check_passes_does_not_depend_on_the_records() -> None:
+    """It runs on random ones: a hostile record contributes zero, and raises nothing."""
+    batch = batch_of(4)
+    batch.image_BVCHW[1] = torch.nan
+    batch.image_BVCHW[2] = 1e38
+    total = clipped_sum(dot, Linear(), batch, KEY, max_grad_norm=C)
+    assert total.grads["w"].isfinite().all() and total.num_records == 4
