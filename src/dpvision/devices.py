@@ -28,9 +28,10 @@ def fixed_kernels() -> Iterator[None]:
         PrivacyError: the model uses an operation that has no deterministic form on this device.
     """
     deterministic, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled, timed = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    filled: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    timed = torch.backends.cudnn.benchmark
     torch.set_num_threads(torch.get_num_threads())  # from here on MKL does not use fewer
-    torch.utils.deterministic.fill_uninitialized_memory = False  # by default every new tensor is filled
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # True fills every new tensor
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
     try:
@@ -43,7 +44,8 @@ def fixed_kernels() -> Iterator[None]:
         ) from None
     finally:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark = filled, timed
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = timed
 
 
 def require_cuda() -> None:

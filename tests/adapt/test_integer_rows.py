@@ -14,7 +14,8 @@ from dpvision.adapt import integer_rows as module
 from dpvision.adapt.descent import many_steps
 from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.gradient import probabilities
-from dpvision.adapt.integer_rows import WIDE, IntegerStream, to_digits
+from dpvision.adapt.integer_products import to_digits
+from dpvision.adapt.integer_rows import WIDE, IntegerStream
 from dpvision.adapt.release import full_batch_plan
 from dpvision.dp.rounding import MARGIN_EPS
 

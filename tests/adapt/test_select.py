@@ -12,6 +12,7 @@ from feature_sets import joined, multi_label, stream_of
 from dpvision.adapt import select as select_module
 from dpvision.adapt.descent import many_steps, one_step
 from dpvision.adapt.feature_stream import FeatureStream, Head
+from dpvision.adapt.integer_rows import IntegerStream
 from dpvision.adapt.prototypes import prototypes
 from dpvision.adapt.release import Releases
 from dpvision.adapt.select import Candidate, Selected, hits, select_head
@@ -108,19 +109,19 @@ def test_the_score_has_the_plans_noise() -> None:
 def test_one_record_moves_the_count_of_hits_by_at_most_one(multi: bool) -> None:
     stream = stream_of(50, multi=multi)
     head, plan = Head(torch.randn(4, 12), torch.zeros(4)), plan_of(50).run_plans()[1]
-    before = float(hits(stream.blocks(), head, plan).grads["hits"])
+    before = float(hits(IntegerStream(stream).blocks(), head, plan).grads["hits"])
     label = [1, 1, 1, 1] if multi else int(head.predict(torch.ones(1, 12))[0])
     rows = (np.ones(12), 1e14 * np.ones(12), np.full(12, np.nan), np.full(12, np.inf), np.zeros(12))
-    moved = [float(hits(joined(stream, row, label).blocks(), head, plan).grads["hits"]) - before for row in rows]
+    moved = [float(hits(IntegerStream(joined(stream, row, label)).blocks(), head, plan).grads["hits"]) - before for row in rows]
     assert all(0 <= by <= 1 for by in moved) and moved[0] > 0.99 and moved[2] == moved[3] == 0
     broken = Head(torch.full((4, 12), torch.nan), torch.zeros(4))
-    assert 0 <= float(hits(stream.blocks(), broken, plan).grads["hits"]) <= 50
+    assert 0 <= float(hits(IntegerStream(stream).blocks(), broken, plan).grads["hits"]) <= 50
 
 
 def test_a_record_of_several_classes_is_right_with_any_of_them() -> None:
     stream = stream_of(50, multi=True)
     head = Head(torch.zeros(4, 12), torch.tensor([0.0, 0.0, 1.0, 0.0]))
-    counted = float(hits(stream.blocks(), head, plan_of(50).run_plans()[1]).grads["hits"])
+    counted = float(hits(IntegerStream(stream).blocks(), head, plan_of(50).run_plans()[1]).grads["hits"])
     assert counted == pytest.approx(multi_label(50)[:, 2].sum(), rel=1e-4)
 
 

@@ -1,6 +1,6 @@
 """Mistakes with what is in the norm: planted, and caught. The ids are those of docs/pitfalls.md, section "Clipping".
 
-Both methods are tried: what a norm leaves out is planted in ``clip._norms`` (vmap), and in ``one_pass.total_square_norms`` or
+Both methods are tried: what a norm leaves out is planted in ``clip.written_norms`` (vmap), and in ``one_pass.total_square_norms`` or
 ``weight_grads.Slot``.
 """
 
@@ -45,9 +45,9 @@ def planted_norm(method: str, leave_out: Callable[[], LeaveOut], match: str):
     """A norm that overlooks some parameters, planted in one of the two methods; ``leave_out`` is made anew for every planting."""
     overlooked = leave_out()
     if method == "vmap":
-        norms = clip._norms
+        norms = clip.written_norms
         mutant: Any = lambda grads: norms({name: value for name, value in grads.items() if not overlooked(name, value.shape[1:])})  # noqa: E731
-        return planted(clip, "_norms", mutant, match)
+        return planted(clip, "written_norms", mutant, match)
     square_norms = one_pass.total_square_norms
 
     def without(groups: list[list[Slot]], params: dict[str, Tensor], num_records: int, device: torch.device) -> SquareNorms:
@@ -81,7 +81,7 @@ def clip_each_use(unshared: nn.Module, shared: dict[str, str]) -> ClippedSumFn:
     def mutant(loss_fn, model, batch, key, *, max_grad_norm):
         params = {name: p.detach() for name, p in unshared.named_parameters()}
         grads, losses_B = per_record.per_record_gradients(loss_fn, unshared, params, batch, key)
-        norms_B = clip._norms(grads)
+        norms_B = clip.written_norms(grads)
         factor_B = (max_grad_norm / norms_B).clamp(max=1).float()
         total = ClippedSum.zeros(model, max_grad_norm).grads
         for name, value in grads.items():

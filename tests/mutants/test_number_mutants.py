@@ -146,7 +146,7 @@ def test_half_precision_norm(method: str) -> None:
     check_outer()
     for dtype in (torch.bfloat16, torch.float16):
         if method == "vmap":
-            with planted(clip, "_norms", norms_in(dtype), "a contribution is"):
+            with planted(clip, "written_norms", norms_in(dtype), "a contribution is"):
                 check_written()
         else:
             with planted(weight_grads, "sum_of_squares", squares_in(dtype), "a contribution is"):

@@ -13,12 +13,14 @@ Legend: N records, B records of a block, D feature dimension, E row width after 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dpvision.adapt.integer_products import WholeWeight, to_digits
 from dpvision.adapt.person_rows import PersonFeatures
 from dpvision.errors import DataError
 
@@ -114,6 +116,11 @@ class FeatureStream:
             return None
         return math.hypot(1.0 if self.scale_D is None else float(self.scale_D.max()), self.constant)
 
+    @cached_property
+    def _map(self) -> WholeWeight:
+        assert self.map_EE is not None
+        return WholeWeight(self.map_EE)
+
     def mapped(self, map_EE: Tensor) -> "FeatureStream":
         """Return the stream with ``map_EE`` applied after its own map."""
         both_EE = map_EE if self.map_EE is None else map_EE.double() @ self.map_EE.double()
@@ -161,7 +168,7 @@ class FeatureStream:
         if self.constant:
             x_BE = torch.cat([x_BE, torch.full((len(x_BE), 1), self.constant)], dim=1)
         if self.map_EE is not None:
-            x_BE = x_BE @ self.map_EE.T
+            x_BE = _mapped(x_BE, self._map)
         return x_BE, _norms(x_BE)
 
     def head(self, weight_KE: Tensor, bias_K: Tensor) -> "Head":
@@ -197,6 +204,16 @@ class Head:
     def predict(self, x_BD: Tensor) -> Tensor:
         """Return the class with the largest score, int64 (B,)."""
         return self.scores(x_BD).argmax(dim=1)
+
+
+def _mapped(x_BE: Tensor, weight: WholeWeight) -> Tensor:
+    """Return the rows times the weight, float32, from exact products: the bits of a float32 product depend on the number of rows.
+
+    A row is rounded to 24 bits, relative to its largest entry, as much as float32 keeps of that entry.
+    """
+    finite_B = torch.isfinite(x_BE).all(dim=1)
+    digit_BE, scale_B, _ = to_digits(x_BE.masked_fill(~finite_B[:, None], 0.0), 3)
+    return weight.times(digit_BE, scale_B).float().masked_fill_(~finite_B[:, None], torch.nan)
 
 
 def _norms(x_BE: Tensor) -> Tensor:

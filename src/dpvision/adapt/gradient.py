@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dpvision.adapt.feature_stream import Block
-from dpvision.adapt.integer_products import DIGITS, largest, outer_products, products
+from dpvision.adapt.integer_products import DIGITS, WholeWeight, largest, outer_products
 from dpvision.adapt.integer_rows import IntegerBlock
 from dpvision.adapt.release import Contributions
 from dpvision.dp.clipped import ClippedSum
@@ -42,9 +42,9 @@ def gradient_sum(blocks: Iterator[IntegerBlock], weight_KE: Tensor, bias_K: Tens
         bias_K: fixed bias, float32.
     """
     total = Contributions(plan, {"weight": tuple(weight_KE.shape)})
-    weight = _Weight(weight_KE, bias_K)
+    weight = WholeWeight(weight_KE)
     for block in blocks:
-        residual_BK = probabilities(weight.logits(block), loss)
+        residual_BK = probabilities(logits(block, weight, bias_K), loss)
         if block.label_B is None:
             assert block.target_BK is not None
             residual_BK -= block.target_BK
@@ -66,32 +66,10 @@ def probabilities(logit_BK: Tensor, loss: Loss) -> Tensor:
     return logit_BK.softmax(dim=-1) if loss == "softmax" else 1 / (1 + (-logit_BK).exp())
 
 
-class _Weight:
-    """A head's weight as integers, each class scaled by its largest entry."""
-
-    def __init__(self, weight_KE: Tensor, bias_K: Tensor) -> None:
-        self._weight_KE, self._bias_K = weight_KE.double(), bias_K.double()
-        self._integers: tuple[Tensor, Tensor] | None = None
-
-    def logits(self, block: IntegerBlock) -> Tensor:
-        """float64 (B, K)."""
-        width = block.digit_BE[0].shape[1]
-        whole_EK, scale_K = self._whole(width)
-        logit_BK = self._weight_KE.new_zeros(len(block.scale_B), len(self._weight_KE))
-        for e, digit_BE in enumerate(block.digit_BE):
-            for part_BK in products(digit_BE, whole_EK):
-                logit_BK.add_(part_BK, alpha=256.0**e)
-        offset_K = self._bias_K + block.constant * self._weight_KE[:, width:].sum(dim=1)
-        return logit_BK.mul_(scale_K).mul_(block.scale_B[:, None]).add_(offset_K)
-
-    def _whole(self, width: int) -> tuple[Tensor, Tensor]:
-        if self._integers is None:
-            weight_KE = self._weight_KE[:, :width]
-            peak_K = weight_KE.abs().amax(dim=1)
-            scale_K = torch.where(peak_K > 0, peak_K, 1.0) / largest(DIGITS)
-            whole_KE = torch.nan_to_num(weight_KE / scale_K[:, None], 0.0, 0.0, 0.0).round().to(torch.int32)
-            self._integers = whole_KE.T, scale_K
-        return self._integers
+def logits(block: IntegerBlock, weight: WholeWeight, bias_K: Tensor) -> Tensor:
+    """Return the scores of the block's records, float64 (B, K): of a record, the weight and the bias alone."""
+    constant_K = block.constant * weight.value_KE[:, block.digit_BE[0].shape[1] :].sum(dim=1)
+    return weight.times(block.digit_BE, block.scale_B).add_(bias_K.double() + constant_K)
 
 
 def _outer(block: IntegerBlock, residual_BK: Tensor, width: int, max_grad_norm: float | None) -> Tensor:

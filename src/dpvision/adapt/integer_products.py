@@ -38,6 +38,51 @@ def split(value: Tensor, digits: int) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
+def to_digits(x_BE: Tensor, digits: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """Round finite rows to integers, each scaled by its largest entry.
+
+    Returns:
+        Digits int8 (B, E), the least significant first; the scale of each row, float64, such that scale x q is the row; ||q||^2, float64,
+        exact below 2^53. A row of zeros has zeros, and the scale 0.
+    """
+    most = largest(digits)
+    peak_B = x_BE.abs().amax(dim=1).double() if x_BE.shape[1] else x_BE.new_zeros(len(x_BE), dtype=torch.float64)
+    # In float32 the quotient is rounded before it becomes an integer: still a function of the record, and at most 1 off.
+    inverse_B = torch.where(peak_B > 0, most / peak_B, 0.0)
+    q_BE = (x_BE * inverse_B.clamp(max=1e38).float()[:, None]).round_().clamp_(-most, most)
+    if digits == 1:
+        square_B = (q_BE * q_BE).sum(dim=1, dtype=torch.float64)
+        return (q_BE.to(torch.int8),), peak_B / most, square_B
+    square_B = torch.linalg.vector_norm(q_BE, dim=1, dtype=torch.float64).square()
+    return split(q_BE.to(torch.int32), digits), peak_B / most, square_B
+
+
+class WholeWeight:
+    """A weight (K, E) as integers of 31 bits and a sign, each row scaled by its largest entry: products with digits are exact."""
+
+    def __init__(self, weight_KE: Tensor) -> None:
+        self.value_KE = weight_KE.double()
+        self._whole: tuple[Tensor, Tensor] | None = None
+
+    def times(self, digit_BE: tuple[Tensor, ...], scale_B: Tensor) -> Tensor:
+        """Return the products of all rows with the weight's first columns, float64 (B, K). A row's bits depend on no other row."""
+        whole_EK, scale_K = self._integers(digit_BE[0].shape[1])
+        total_BK = self.value_KE.new_zeros(len(scale_B), len(self.value_KE))
+        for e, digit in enumerate(digit_BE):
+            for part_BK in products(digit, whole_EK):
+                total_BK.add_(part_BK, alpha=256.0**e)
+        return total_BK.mul_(scale_K).mul_(scale_B[:, None])
+
+    def _integers(self, width: int) -> tuple[Tensor, Tensor]:
+        if self._whole is None:
+            weight_KE = self.value_KE[:, :width]
+            peak_K = weight_KE.abs().amax(dim=1)
+            scale_K = torch.where(peak_K > 0, peak_K, 1.0) / largest(DIGITS)
+            whole_KE = torch.nan_to_num(weight_KE / scale_K[:, None], 0.0, 0.0, 0.0).round().to(torch.int32)
+            self._whole = whole_KE.T, scale_K
+        return self._whole
+
+
 def products(digit_BE: Tensor, whole_EK: Tensor) -> Iterator[Tensor]:
     """Yield exact float64 parts (B, K) of a product, one for every 32,768 columns of ``digit_BE``; they sum to it.
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dpvision.adapt.feature_stream import Block, FeatureStream
-from dpvision.adapt.integer_products import DIGITS, largest, split
+from dpvision.adapt.integer_products import DIGITS, to_digits
 
 WIDE = 8192
 """Rows wider than this have 8 bits; others have 16, since features of few dimensions may have outliers."""
@@ -126,25 +126,6 @@ class IntegerStream:
                 count = here.stop
             self._kept = _taken(whole, slice(count)), place_N
         return self._kept
-
-
-def to_digits(x_BE: Tensor, digits: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Round finite rows to integers, each scaled by its largest entry.
-
-    Returns:
-        Digits int8 (B, E), the least significant first; the scale of each row, float64, such that scale x q is the row; ||q||^2, float64,
-        exact below 2^53. A row of zeros has zeros, and the scale 0.
-    """
-    most = largest(digits)
-    peak_B = x_BE.abs().amax(dim=1).double() if x_BE.shape[1] else x_BE.new_zeros(len(x_BE), dtype=torch.float64)
-    # In float32 the quotient is rounded before it becomes an integer: still a function of the record, and at most 1 off.
-    inverse_B = torch.where(peak_B > 0, most / peak_B, 0.0)
-    q_BE = (x_BE * inverse_B.clamp(max=1e38).float()[:, None]).round_().clamp_(-most, most)
-    if digits == 1:
-        square_B = (q_BE * q_BE).sum(dim=1, dtype=torch.float64)
-        return (q_BE.to(torch.int8),), peak_B / most, square_B
-    square_B = torch.linalg.vector_norm(q_BE, dim=1, dtype=torch.float64).square()
-    return split(q_BE.to(torch.int32), digits), peak_B / most, square_B
 
 
 def _taken(whole: IntegerBlock, index: slice | Tensor) -> IntegerBlock:

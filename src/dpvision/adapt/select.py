@@ -16,7 +16,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from dpvision.adapt.feature_stream import Block, FeatureStream, Head
+from dpvision.adapt.feature_stream import FeatureStream, Head
+from dpvision.adapt.gradient import logits
+from dpvision.adapt.integer_products import WholeWeight
+from dpvision.adapt.integer_rows import IntegerBlock, IntegerStream
 from dpvision.adapt.release import Contributions, Releases
 from dpvision.dp.clipped import ClippedSum
 from dpvision.errors import ConfigError, PrivacyError
@@ -110,20 +113,22 @@ def _run(stream: FeatureStream, candidate: Candidate, run_plan: DPPlan, score_pl
     plan = run_plan if candidate.max_grad_norm is None else replace(run_plan, max_grad_norm=candidate.max_grad_norm)
     head = candidate.fit(stream, Releases(plan, itertools.count().__next__, *keys("head")))
     scorer = Releases(score_plan, itertools.count().__next__, *keys("score"))
-    # The head takes untransformed features: it includes the stream's centring, scaling and map.
-    records = FeatureStream(stream.feature_ND, stream.label, stream.num_classes)
+    # The head takes features that are centred and scaled to length 1 at most: it includes the stream's other steps.
+    records = IntegerStream(FeatureStream(stream.feature_ND, stream.label, stream.num_classes, centre_D=head.centre_D, unit=head.unit))
     _, released = scorer.release(records, lambda blocks: hits(blocks, head, score_plan))
     return Selected(head, candidate.name, float(released.grads["hits"]))
 
 
-def hits(blocks: Iterator[Block], head: Head, plan: DPPlan) -> ClippedSum:
+def hits(blocks: Iterator[IntegerBlock], head: Head, plan: DPPlan) -> ClippedSum:
     """Return the number of records whose predicted class is one of their labels: each contributes 0 or 1 under the name "hits".
 
-    A class predicted from NaN scores counts like any other: no record can raise an error here.
+    Predictions are those of ``head`` on a record's integers (``IntegerStream``), after the head's centring and unit length: in float32
+    the predictions of tied records depend on how many records a block has. A class predicted from NaN scores counts like any other: no
+    record can raise an error here.
     """
-    total = Contributions(plan, {"hits": ()})
+    total, weight = Contributions(plan, {"hits": ()}), WholeWeight(head.weight_KD)
     for block in blocks:
-        predicted_B = head.predict(block.x_BE)
+        predicted_B = logits(block, weight, head.bias_K).argmax(dim=1)
         if block.label_B is not None:
             hit_B = predicted_B == block.label_B
         else:
