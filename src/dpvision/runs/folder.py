@@ -8,12 +8,14 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from dpvision.checkpoint import Checkpoint
 from dpvision.config import RunConfig, from_dict, to_dict
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.files import replacing, write_json
+
+if TYPE_CHECKING:
+    from dpvision.checkpoint import Checkpoint
 
 FORMAT = "dpvision-run-1"
 _PATHS = "paths.json"
@@ -103,7 +105,7 @@ def public_settings(config: RunConfig) -> dict[str, Any]:
     return to_dict(replace(config, data=replace(config.data, store=None)))
 
 
-def settings_of_checkpoint(checkpoint: Checkpoint) -> RunConfig:
+def settings_of_checkpoint(checkpoint: "Checkpoint") -> RunConfig:
     """Return the settings that a checkpoint's weights were trained with; the store's path only if it lies in its run's folder.
 
     Raises:
