@@ -138,24 +138,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def find_checkpoint(run_or_checkpoint: str | Path) -> Path:
-    """Newest checkpoint folder of a run (also of one that lies under its ``confidential/``), or the checkpoint folder itself."""
+    """Newest checkpoint folder of a run, or the checkpoint folder itself."""
     start = Path(run_or_checkpoint)
     if (start / MANIFEST).exists():
         return start
-    for base in (start, start / "confidential"):
-        found = list_checkpoints(base)
-        if found:
-            return found[-1]
+    if found := list_checkpoints(start):
+        return found[-1]
     raise CheckpointError(f"checkpoint: none in {start}; expected a run folder or a checkpoint folder. Train first, or correct the path.")
 
 
 def list_checkpoints(base: Path) -> list[Path]:
-    """Complete checkpoint folders below ``base/checkpoints``, oldest first."""
-    return sorted(p.parent for p in (base / "checkpoints").glob(f"step-*/{MANIFEST}"))
+    """Complete checkpoint folders of a run, below ``checkpoints`` and ``confidential/checkpoints`` of ``base``, oldest first."""
+    folders = [base / "confidential" / "checkpoints", base / "checkpoints"]
+    return sorted((p.parent for folder in folders for p in folder.glob(f"step-*/{MANIFEST}")), key=lambda path: path.name)
 
 
 def keep_newest(base: Path, count: int) -> None:
-    """Delete all but the ``count`` newest checkpoints below ``base/checkpoints``."""
+    """Delete all but the ``count`` newest checkpoints of ``list_checkpoints``."""
     for folder in list_checkpoints(base)[:-count]:
         shutil.rmtree(folder)
 

@@ -17,13 +17,13 @@ from dp_accounting import dp_event, pld, rdp
 
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli.ledger import _text, _with_runs_before
-from dpvision.cli.output import up
 from dpvision.cli.run_args import spent
 from dpvision.config import PrivacyConfig
 from dpvision.errors import PrivacyError
 from dpvision.privacy.account import filter_bound, store_account
 from dpvision.privacy.composition import check_total, curve, parts_of, total, total_epsilon, unit_epsilon
 from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
+from dpvision.privacy.printed import up
 from dpvision.privacy.refusal import MAX_EPSILON
 from dpvision.report.compared_run import read_compared
 from dpvision.report.statement import make_statement

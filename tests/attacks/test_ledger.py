@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from dpvision import files
+from dpvision.cli import main
 from dpvision.config import PrivacyConfig
+from dpvision.data.split import split_store
+from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import CheckpointError, PrivacyError
 from dpvision.privacy import ledger
 from dpvision.privacy.account import declare_moved, restore_marks
@@ -334,3 +337,126 @@ def test_damaged_marks_of_a_half_are_refused_and_those_of_a_stranger_are_not_rea
     charge(family["a"], plan, 1)
     (family["b"] / "ledger_marks.json").write_text('{"format": "dpvision-ledger-marks-1"}')
     refused(family["a"], plan)
+
+
+# A cleanup: ledgers and marks removed together
+
+
+@pytest.fixture
+def imported(tmp_path: Path) -> Path:
+    """A private store as an import writes it."""
+    store = tmp_path / "data" / "all"
+    write_scenes(store, 12, 16, public=False)
+    return store
+
+
+def cleaned(store: Path) -> Path:
+    """Remove all ledgers, and every file of marks of the family."""
+    shutil.rmtree(store.parent / "LEDGERS", ignore_errors=True)
+    for marks in store.parent.glob("*/ledger_marks.json"):
+        marks.unlink()
+    return store
+
+
+def has_marks(store: Path) -> object:
+    return json.loads((store / "store.json").read_text()).get("ledger_marks")
+
+
+@pytest.mark.parametrize("charged", [False, True])
+def test_a_private_store_without_any_marks_has_no_account(imported: Path, plan: DPPlan, charged: bool, capsys) -> None:
+    """Before: "No run yet", epsilon 0, where 14 was spent."""
+    if charged:
+        charge(imported, plan)
+    refused(cleaned(imported), plan)
+    with pytest.raises(PrivacyError, match=r"ledger_marks.json.*missing; expected.*from a backup"):
+        set_cap(imported, 1.0, 1e-3)
+    with pytest.raises(PrivacyError, match=r"missing; expected.*from a backup"):
+        restore_marks(imported)
+    assert main(["ledger", str(imported)]) == 2
+    output = capsys.readouterr()
+    assert "No run yet" not in output.out and len(output.err.splitlines()) == 1
+
+
+def test_a_copied_store_without_its_marks_has_no_account_of_its_own(imported: Path, plan: DPPlan) -> None:
+    charge(imported, plan)
+    there = copied(imported)
+    shutil.rmtree(there.parent / "LEDGERS")
+    (there / "ledger_marks.json").unlink()
+    refused(there, plan)
+    for way in (declare_moved, restore_marks):
+        with pytest.raises(PrivacyError, match="missing"):
+            way(there)
+    assert store_account(imported).epsilon == pytest.approx(plan.epsilon)
+
+
+def test_restored_marks_do_not_make_a_copy_an_original(imported: Path, plan: DPPlan) -> None:
+    """Before: a copy whose own marks were deleted and restored from the copied ledger folder took its new place for the import's."""
+    charge(imported, plan, 3)
+    there = copied(imported)
+    (there / "ledger_marks.json").unlink()
+    restore_marks(there)
+    with pytest.raises(PrivacyError, match="--moved"):
+        store_account(there)
+    with pytest.raises(PrivacyError, match="--moved"):
+        charge(there, plan, 0, "another")
+    declare_moved(there)
+    assert store_account(there).moves == 1
+
+
+def test_halves_have_no_account_without_marks_and_cannot_be_made_without(imported: Path, plan: DPPlan) -> None:
+    """Before: splitting a store whose marks were lost gave two stores with fresh ones."""
+    data = imported.parent
+    split_store(imported, data / "a", data / "b", 0.5)
+    charge(data / "a", plan)
+    for member in ("all", "a", "b"):
+        refused(cleaned(data / member), plan)
+    with pytest.raises(PrivacyError, match="missing"):
+        split_store(imported, data / "c", data / "d", 0.5)
+    assert not (data / "c").exists()
+
+
+def test_a_half_without_its_own_marks_gets_them_from_the_family(imported: Path, plan: DPPlan) -> None:
+    data = imported.parent
+    split_store(imported, data / "a", data / "b", 0.5)
+    charge(data / "a", plan)
+    (data / "b" / "ledger_marks.json").unlink()
+    with pytest.raises(PrivacyError, match="--restore-marks"):
+        store_account(data / "b")
+    restore_marks(data / "b")
+    assert store_account(data / "b").epsilon == pytest.approx(plan.epsilon)
+
+
+def test_a_declared_move_of_a_store_that_must_have_marks_works(imported: Path, plan: DPPlan) -> None:
+    charge(imported, plan, 3)
+    before = store_account(imported)
+    there = copied(imported)
+    shutil.rmtree(imported.parent)
+    declare_moved(there)
+    assert store_account(there) == dataclasses.replace(before, moves=1)
+    charge(there, plan, 1, resume=True)
+    (there / "ledger_marks.json").unlink()
+    restore_marks(there)
+    assert store_account(there).runs[0].spent.steps == 4, "the new place is in the shared marks too"
+
+
+def test_an_older_store_keeps_opening_and_must_have_marks_from_its_next_charge_on(family: dict[str, Path], plan: DPPlan) -> None:
+    """Stores made before store.json said so; with and without marks, because the oldest have none before their first run."""
+    (family["b"] / "ledger_marks.json").unlink()
+    for member in family.values():
+        assert store_account(member).epsilon == 0.0 and has_marks(member) is None
+    about = json.loads((family["a"] / "store.json").read_text())
+    charge(family["a"], plan, 0)
+    assert json.loads((family["a"] / "store.json").read_text()) == about | {"ledger_marks": True}
+    assert has_marks(family["all"]) is True, "every member that has marks"
+    charge(family["b"], plan, 1, "another")
+    for member in family.values():
+        assert has_marks(member) is True
+        refused(cleaned(member), plan)
+
+
+def test_a_public_store_does_not_need_marks(tmp_path: Path, plan: DPPlan) -> None:
+    write_scenes(tmp_path / "data" / "all", 12, 16, public=True)
+    store = cleaned(tmp_path / "data" / "all")
+    assert has_marks(store) is None and store_account(store).epsilon == 0.0
+    charge(store, plan, 1)
+    assert has_marks(store) is None

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from dpvision.adapt.prepare import prepare
 from dpvision.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from dpvision.cli import main
-from dpvision.cli.output import up
 from dpvision.cli.train import plan_text
 from dpvision.config import (
     ClassifierConfig,
@@ -40,6 +39,7 @@ from dpvision.encoders.open import open_encoder, recognised
 from dpvision.encoders.starting_weights import open_parent
 from dpvision.errors import CheckpointError, ConfigError, PrivacyError
 from dpvision.privacy.composition import total_epsilon
+from dpvision.privacy.printed import up
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.recipes import transfer_heads
 from dpvision.report.statement import make_statement

@@ -9,24 +9,35 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dpvision.checkpoint import find_checkpoint
 from dpvision.cli import main
-from dpvision.config import PrivacyConfig, to_dict
+from dpvision.config import PrivacyConfig, RunConfig, to_dict
 from dpvision.data.open import open_store
 from dpvision.data.overlap import write_without
 from dpvision.data.split import split_store
 from dpvision.data.store_key import KEY_FILE, keyed_hash, read_key
 from dpvision.data.synthetic_store import write_scenes
+from dpvision.errors import PrivacyError
 from dpvision.files import write_json
 from dpvision.privacy.plan import make_plan
 from dpvision.recipes import RECIPES
 from dpvision.report.compared_run import made_of_public_images
+from dpvision.report.statement import make_statement
+from dpvision.runs.run import Secrets
 from dpvision.runs.store_checks import check_store
+from dpvision.train import loop
 from dpvision.train.loop import fit
-from dpvision.train.start import new_session
+from dpvision.train.start import new_session, resumed_session
 
 from .test_ranks import config_of
 
 TWINS = 7
+
+
+def config_for(store: Path) -> RunConfig:
+    """Settings of a quick run on 40 records."""
+    config = config_of(store)
+    return replace(config, privacy=replace(config.privacy, dataset_size=40, expected_batch_size=40))
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +107,7 @@ def test_losses_on_a_cleared_store_are_no_public_figure(tmp_path: Path) -> None:
 
 
 def test_no_record_id_is_in_what_leaves_a_run(stores: Path, tmp_path: Path) -> None:
-    config = config_of(stores / "mine")
-    config = replace(config, privacy=replace(config.privacy, dataset_size=40, expected_batch_size=40))
-    with new_session(config, tmp_path / "run") as session:
+    with new_session(config_for(stores / "mine"), tmp_path / "run") as session:
         fit(session, quiet=True)
         ids = session.store.index["id"].tolist()
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and "confidential" not in path.parts]
@@ -108,6 +117,109 @@ def test_no_record_id_is_in_what_leaves_a_run(stores: Path, tmp_path: Path) -> N
         forms = [str(record).encode(), f"{record:016x}".encode(), record.to_bytes(8, "little"), record.to_bytes(8, "big")]
         assert not any(form in content for form in forms)
     assert read_key(stores / "mine").hex().encode() not in content
+
+
+def leaving(run: Path) -> dict[str, bytes]:
+    """Files of a run outside ``confidential/``, by path."""
+    files = [path for path in run.rglob("*") if path.is_file()]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files if "confidential" not in path.relative_to(run).parts}
+
+
+def test_no_path_of_a_store_is_in_what_leaves_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: config.json and every manifest had it. A folder's name tells what the images are, and whose."""
+    ward, runs = tmp_path / "hospital-ward-7", tmp_path / "runs"
+    write_scenes(ward / "patients-with-melanoma", 40, 16, public=False)
+    write_scenes(tmp_path / "public", 40, 16, first=1000)
+    monkeypatch.chdir(ward)  # as a relative path, too
+    private = ["--dataset-size", "40", "--epsilon", "8", "--num-classes", "8", "--encoder", "pixels"]
+    for name, store in (("absolute", str(ward / "patients-with-melanoma")), ("relative", "patients-with-melanoma")):
+        argv = ["adapt", "--data", store, *private, "--runs", str(runs), "--name", name, "--test", str(tmp_path / "public")]
+        assert main(argv) == 0, capsys.readouterr().err
+        assert main(["report", str(runs / name)]) == 0, "the run still finds its store"
+    with new_session(config_for(ward / "patients-with-melanoma"), runs / "trained") as session:
+        fit(session, quiet=True)
+    assert main(["report", str(runs / "trained")]) == 0
+    for name in ("absolute", "relative", "trained"):
+        files = leaving(runs / name)
+        assert any(path.endswith("manifest.json") for path in files) and {"config.json", "statement.json", "report.html"} <= files.keys()
+        for path, content in files.items():
+            assert b"melanoma" not in content and b"ward-7" not in content, path
+
+
+def test_a_run_is_not_scored_on_its_own_images_although_no_file_that_leaves_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_scenes(tmp_path / "mine", 40, 16, public=False)
+    argv = [
+        "adapt",
+        "--data",
+        str(tmp_path / "mine"),
+        "--dataset-size",
+        "40",
+        "--epsilon",
+        "8",
+        "--num-classes",
+        "8",
+        "--encoder",
+        "pixels",
+    ]
+    assert main([*argv, "--runs", str(tmp_path), "--name", "run"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--test", str(tmp_path / "mine"), "--protocols", "own_head"]) == 2
+    assert "shares records with the store that the run was trained on" in capsys.readouterr().err
+
+
+def test_no_name_of_what_leaves_depends_on_the_time_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take as long as their secret batches are large: a checkpoint written every few seconds has a step's number that shows them."""
+    store = write_scenes(tmp_path / "mine", 40, 16, public=False)
+    config = config_for(store.path)
+    privacy = replace(config.privacy, expected_batch_size=10, sampling="poisson", steps=12)
+    config = replace(config, privacy=privacy, hardware=replace(config.hardware, checkpoint_every_s=35.0, keep_checkpoints=9))
+    clock, real = [0.0], loop.step_sum
+
+    def timed(*args):
+        total, metrics = real(*args)
+        clock[0] += metrics.batch_size  # a second for each record
+        return total, metrics
+
+    monkeypatch.setattr(loop, "step_sum", timed)
+    monkeypatch.setattr(loop.time, "monotonic", lambda: clock[0])
+    names, timings = [], []
+    for start in range(4):
+        run = tmp_path / f"run{start}"
+        with new_session(config, run) as session:
+            fit(session, secrets=Secrets(bytes([start]) * 32, bytes(32)), quiet=True)
+        names.append(sorted(leaving(run)))
+        timings.append([path.parent.name for path in sorted(run.rglob("manifest.json"))])
+    assert all(timings) and any(timing != timings[0] for timing in timings), "the clock shows: the test would see a leak"
+    assert all(other == names[0] for other in names)
+    assert [name for name in names[0] if name.endswith("manifest.json")] == ["checkpoints/step-00000012/manifest.json"]
+
+
+def test_a_checkpoint_of_the_clock_resumes_a_run_and_is_not_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_for(write_scenes(tmp_path / "mine", 40, 16, public=False).path)
+    privacy = replace(config.privacy, steps=4)
+    config = replace(config, privacy=privacy, hardware=replace(config.hardware, checkpoint_every_s=0.0))
+    real = loop.step_sum
+
+    def fails(step: int, *args):
+        if step == 2:
+            raise OSError("the machine died")
+        return real(step, *args)
+
+    monkeypatch.setattr(loop, "step_sum", fails)
+    with pytest.raises(OSError, match="died"), new_session(config, tmp_path / "run") as session:
+        fit(session, quiet=True)
+    monkeypatch.undo()
+    assert not any("checkpoints" in path for path in leaving(tmp_path / "run"))
+    with pytest.raises(PrivacyError, match=r"written by the clock.*--resume"):
+        make_statement(tmp_path / "run")
+    with resumed_session(tmp_path / "run") as session:
+        assert (session.updates, session.run.ledger.steps) == (2, 3)
+        fit(session, quiet=True)
+    assert make_statement(tmp_path / "run")["hashes"]["weights"]
+    assert find_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "step-00000004"
 
 
 def test_the_published_id_of_a_store_is_no_key_of_its_hashes(stores: Path, tmp_path: Path) -> None:

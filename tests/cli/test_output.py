@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from dpvision.cli.ledger import _text
-from dpvision.cli.output import down, up
 from dpvision.cli.run_args import guarantee_words
 from dpvision.config import PrivacyConfig
 from dpvision.privacy.account import StoreAccount
 from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import make_plan
+from dpvision.privacy.printed import down, up
 
 
 def test_four_digits_are_rounded_to_the_safe_side() -> None:
@@ -20,7 +20,7 @@ def test_four_digits_are_rounded_to_the_safe_side() -> None:
 
 
 @pytest.mark.parametrize(
-    ("x", "text"), [(8.0, "8"), (7.999820838, "8"), (1.00045, "1.001"), (0.0, "0"), (np.inf, "inf"), (None, "unknown")]
+    ("x", "text"), [(8.0, "8"), (7.999820838, "8"), (1.00045, "1.001"), (0.0, "0"), (np.inf, "infinity"), (None, "unknown")]
 )
 def test_round_numbers_stay_as_they_are(x: float | None, text: str) -> None:
     assert up(x) == text

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from dpvision.cli import main
-from dpvision.cli.output import up
 from dpvision.cli.tune_space import Range, grid, parse_space
 from dpvision.config.head_presets import candidate_name, with_candidate
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import ConfigError
 from dpvision.privacy.account import store_account
+from dpvision.privacy.printed import up
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.recipes import RECIPES
 

@@ -16,6 +16,7 @@ from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp.clip import METHODS
 from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.train.loop import Session
 from dpvision.train.start import new_session
 
@@ -83,7 +84,8 @@ def new_run(tmp_path: Path, config: RunConfig, scenes: Store) -> NewRun:
 
     def open_run(settings: RunConfig = config) -> AbstractContextManager[Session]:
         folder = tmp_path / f"new{next(number)}"
-        shutil.copytree(scenes.path, folder / "scenes", ignore=shutil.ignore_patterns("ledger_marks.json"))  # as if imported there
+        shutil.copytree(scenes.path, folder / "scenes", ignore=shutil.ignore_patterns("ledger_marks.json"))
+        StoreLedgers.of(folder / "scenes").register()  # as if imported there
         return new_session(replace(settings, data=replace(settings.data, store=str(folder / "scenes"))), folder / "run")
 
     return open_run

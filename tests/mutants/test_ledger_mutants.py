@@ -1,5 +1,6 @@
 """Mistakes with what was executed: planted, and caught. The ids are those of docs/pitfalls.md, section "Ledger and epsilon"."""
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 import runs
 
 from dpvision.config import PrivacyConfig
+from dpvision.data.synthetic_store import write_scenes
 from dpvision.privacy import ledger_format
 from dpvision.privacy.ledger import Ledger, read_ledger, store_account
 from dpvision.privacy.ledger_format import digest, encode, header_line, recovery_line, start_line, step_line
@@ -116,6 +118,20 @@ def test_ledger_copied_folder(new_store, long_plan: DPPlan) -> None:
     check()
     beside = property(lambda ledgers: ledgers.folder / "own.json")
     with planted(StoreLedgers, "own_path", beside, "an older copy of the ledgers was accepted"):
+        check()
+
+
+def test_ledger_cleaned(tmp_path: Path, long_plan: DPPlan) -> None:
+    numbers = itertools.count()
+
+    def check() -> None:
+        store = write_scenes(tmp_path / f"data{next(numbers)}" / "store", 4, 16, public=False).path
+        shutil.rmtree(charge(store, long_plan, 5).parent)
+        (store / "ledger_marks.json").unlink()
+        assert_refused(lambda: store_account(store), "a store whose ledgers and marks are gone")
+
+    check()
+    with planted(StoreLedgers, "_check_complete", lambda *args: None, "a store whose ledgers and marks are gone was accepted"):
         check()
 
 

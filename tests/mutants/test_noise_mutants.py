@@ -13,6 +13,10 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from made import changed, key, made_sum, released, secrets
 from zoo import GradientIsImage, image_losses
 
+from dpvision.adapt import release
+from dpvision.adapt.feature_stream import FeatureStream
+from dpvision.adapt.gradient import sum_at_zero
+from dpvision.adapt.release import Releases, full_batch_plan
 from dpvision.checkpoint import state_tensors
 from dpvision.config import RunConfig
 from dpvision.data.store import Store
@@ -55,6 +59,35 @@ def test_divide_by_realised_batch(plan: DPPlan) -> None:
     check(privatize)
     with caught("divisor follows the realised batch"):
         check(by_realised)
+
+
+def test_divisor_of_the_store() -> None:
+    """A release is a multiple of grid / divisor: whoever divides by the store's own number of records publishes it exactly."""
+    declared = full_batch_plan(100, 1.0)
+    feature_ND = np.random.default_rng(0).normal(size=(100, 12)).astype(np.float32)
+
+    def released(count: int) -> np.ndarray:
+        stream = FeatureStream(feature_ND[:count], np.arange(count) % 4, 4, unit=True)
+        releases = Releases(declared, itertools.count().__next__, KEY, KEY[::-1])
+        _, noisy = releases.release(stream, lambda blocks: sum_at_zero(blocks, stream.width, torch.zeros(4), "softmax", declared))
+        return noisy.grads["weight"].numpy().ravel()
+
+    def divisors(values: np.ndarray) -> list[int]:
+        """Numbers of records for which all values are multiples of grid / number, to the rounding of the division."""
+        grids = values / noise_module.grid_of(declared.noise_std)
+        return [n for n in range(90, 110) if np.abs(grids * n - np.rint(grids * n)).max() < 1e-6]
+
+    def check() -> None:
+        for count in (100, 99, 97):
+            assert divisors(released(count)) == [100], "a release shows how many records the store holds"
+
+    def by_store(total: ClippedSum, plan: DPPlan, *args: object, **settings: object) -> DPGradient:
+        real = privatize(total, plan, *args, **settings)
+        return DPGradient({name: value * (plan.expected_batch_size / total.num_records) for name, value in real.grads.items()})
+
+    check()
+    with planted(release, "privatize", by_store, "shows how many records"):
+        check()
 
 
 def test_noise_per_physical_batch(new_run: NewRun) -> None:

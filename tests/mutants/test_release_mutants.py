@@ -32,6 +32,7 @@ from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.report import guarantee, statement
 from dpvision.report.statement import make_statement
 from dpvision.runs import lineage as lineages
+from dpvision.runs.folder import RunFolder
 from dpvision.runs.lineage import inherit, undeclared_weights
 from dpvision.train import log, loop, start
 from dpvision.train.log import RunLog, StepMetrics
@@ -134,6 +135,21 @@ SECRETS = StepMetrics(
     loss=0.123456789, batch_size=987654, grad_norm_mean=3.21987654, grad_norm_median=2.71654321, clip_fraction=0.765432101,
     num_non_finite=456789, step_s=0.0314159265,
 )  # fmt: skip
+
+
+def test_checkpoint_by_the_clock(new_run: NewRun, config: RunConfig) -> None:
+    """How far a run gets in some minutes depends on the sizes of its batches."""
+
+    def check() -> None:
+        often = replace(config, hardware=replace(config.hardware, checkpoint_every_s=0.0))
+        with new_run(often) as session:
+            fit(session, quiet=True)
+            found = [path.name for path in session.run.folder.root.glob("checkpoints/*")]
+        assert found == [f"step-{session.plan.steps:08d}"], "a checkpoint that the clock asked for may leave"
+
+    check()
+    with planted(RunFolder, "checkpoints", lambda folder, *, timed=False: folder.base / "checkpoints", "the clock asked for may leave"):
+        check()
 
 
 def test_private_loss_public_file(tmp_path: Path, plan: DPPlan) -> None:

@@ -19,10 +19,10 @@ from dpvision.errors import CheckpointError, ConfigError, PrivacyError
 from dpvision.files import write_json
 from dpvision.models import make_model
 from dpvision.privacy.plan import make_plan
+from dpvision.privacy.printed import up
 from dpvision.report.compare_page import make_compare_page, run_colors
 from dpvision.report.compared_run import made_of_public_images, read_compared, read_losses
 from dpvision.report.figures import SERIES
-from dpvision.report.numbers import round_up
 
 from .runs import MODEL, PUBLIC_SCORES, make_run, make_store, score_entry
 
@@ -108,7 +108,7 @@ def test_epsilon_is_that_of_the_executed_steps_in_the_ledger(make: Maker, small_
     whole, half = make("whole"), make("half", charged=2)
     plan = make_plan(small_privacy)
     page = make_compare_page([whole, half]).read_text()
-    spent = [round_up(plan.spent(steps).epsilon or 0.0, 2) for steps in (4, 2)]
+    spent = [up(plan.spent(steps).epsilon or 0.0, 2) for steps in (4, 2)]
     assert spent[0] != spent[1] and "0.125" not in page  # what the manifest says, wrong on purpose
     assert f"whole: {SIZE}, ε {spent[0]}" in page and f"half: {SIZE}, ε {spent[1]}" in page
     assert "4 of 4" in page and "2 of 4" in page
@@ -119,7 +119,7 @@ def test_where_people_are_declared_the_epsilon_is_a_persons(make: Maker, small_p
     page = make_compare_page([make("people", **people)]).read_text()
     spent = make_plan(replace(small_privacy, **people)).spent(4)
     assert spent.unit_epsilon is not None and spent.epsilon is not None and spent.unit_epsilon > 1.5 * spent.epsilon
-    assert f"people: {SIZE}, ε {round_up(spent.unit_epsilon, 2)} per person" in page
+    assert f"people: {SIZE}, ε {up(spent.unit_epsilon, 2)} per person" in page
 
 
 def test_a_ledger_that_was_shortened_is_refused(make: Maker, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import CheckpointError, PrivacyError
 from dpvision.files import write_json
 from dpvision.privacy.plan import make_plan
-from dpvision.report.numbers import round_up
+from dpvision.privacy.printed import up
 from dpvision.report.operator_page import make_operator_page
 from dpvision.report.page import _score_groups, make_report, recompute_code
 from dpvision.report.reconstructions import reconstruct_some
@@ -152,7 +152,7 @@ def test_the_curve_marks_the_epsilon_of_the_executed_steps(tmp_path: Path) -> No
     make_store(tmp_path / "store")
     run = make_run(tmp_path / "run", tmp_path / "store", privacy=replace(PRIVACY, steps=6000, noise_multiplier=60.0))
     page = make_report(run).read_text()
-    stated = round_up(make_statement(run)["guarantee"]["epsilon"], 2)
+    stated = up(make_statement(run)["guarantee"]["epsilon"], 2)
     assert f"to {stated} after the 60 executed ones" in page and f">{stated} spent<" in page
 
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpvision.privacy.plan import make_plan
+from dpvision.privacy.printed import up
 from dpvision.report import numbers, phrases
 
 from .runs import PRIVACY
@@ -13,7 +14,7 @@ from .runs import PRIVACY
 
 @given(st.floats(0, 1e6), st.integers(0, 4))
 def test_a_rounded_number_is_never_smaller_than_the_number(x: float, digits: int) -> None:
-    shown = float(numbers.round_up(x, digits).replace(",", ""))
+    shown = float(up(x, digits).replace(",", ""))
     assert x - 1e-9 <= shown <= x + 10**-digits
 
 
@@ -24,7 +25,7 @@ def test_a_percentage_is_never_smaller_than_the_share(share: float) -> None:
 
 
 def test_exact_decimals_are_not_rounded_up() -> None:
-    assert (numbers.round_up(7.99, 2), numbers.round_up(0.1 + 0.2, 1), numbers.percent_up(0.07)) == ("7.99", "0.3", "7.0%")
+    assert (up(7.99, 2), up(0.1 + 0.2, 1), numbers.percent_up(0.07)) == ("7.99", "0.3", "7.0%")
 
 
 def test_small_numbers_keep_their_exponent() -> None:

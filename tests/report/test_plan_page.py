@@ -14,7 +14,8 @@ from dpvision.config import PrivacyConfig
 from dpvision.plan import tables
 from dpvision.privacy.plan import DPPlan, draft_plan
 from dpvision.privacy.planner import what_if
-from dpvision.report.numbers import percent_up, round_up
+from dpvision.privacy.printed import up
+from dpvision.report.numbers import percent_up
 from dpvision.report.plan_page import grid_of, make_plan_page
 
 pytestmark = pytest.mark.slow  # the grid of a page takes half a minute
@@ -94,6 +95,6 @@ def test_the_page_gives_a_person_the_figures_that_the_plan_prints(tmp_path: Path
     told, text = json.loads(capsys.readouterr().out), (tmp_path / "p.html").read_text()
     cells = dict(re.findall(r'<tr><td>([^<]*)</td><td class="n">([^<]*)</td></tr>', text))
     assert cells["best attack at 1.0% false positives"] == percent_up(told["attack_tpr"]["0.01"])
-    assert cells["epsilon by PLD, stated"] == round_up(told["unit_epsilon"], 4)
-    assert cells["epsilon by Renyi divergences, as the papers, for one image"] == round_up(told["epsilon_rdp"], 4)
+    assert cells["epsilon by PLD, stated"] == up(told["unit_epsilon"], 4)
+    assert cells["epsilon by Renyi divergences, as the papers, for one image"] == up(told["epsilon_rdp"], 4)
     assert "What an attacker can learn about a person" in text

@@ -200,12 +200,13 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
     return FeatureStream(rows, made.label, cfg.num_classes, centre_D=centre_D, unit=cfg.unit, scale_D=scale_D)
 
 
-def save(session: HeadSession, config: RunConfig, fitted: Fitted, chosen: dict[str, Any] | None) -> Path:
+def save(session: HeadSession, config: RunConfig, fitted: Fitted, chosen: dict[str, Any] | None, *, timed: bool = False) -> Path:
     """Write the checkpoint: the head, what more steps start from if there are any left, and a manifest that describes its encoder.
 
     Args:
         config: the session's, or the chosen candidate's after a selection.
         chosen: the candidate and score that a private selection releases.
+        timed: as for ``Run.save``.
     """
     more: dict[str, Any] = {"encoder": session.about_encoder, **({} if chosen is None else {"chosen": chosen})}
     steps, progress = session.run.ledger.steps, fitted.progress
@@ -213,7 +214,7 @@ def save(session: HeadSession, config: RunConfig, fitted: Fitted, chosen: dict[s
     session.finished = progress is None or steps == session.plan.steps
     path = session.run.save(
         _tensors(fitted.head), updates=updates, ema=None if fitted.ema is None else _tensors(fitted.ema),
-        optimizer=None if progress is None or session.finished else progress.tensors(), config=config, **more,
+        optimizer=None if progress is None or session.finished else progress.tensors(), config=config, timed=timed, **more,
     )  # fmt: skip
     session.updates = updates
     return path
@@ -228,7 +229,7 @@ def _saver(session: HeadSession, on_step: Callable[[int], None]) -> Callable[[Ca
         nonlocal saved
         on_step(session.run.ledger.steps)
         if session.run.ledger.steps < session.plan.steps and time.monotonic() - saved >= every:
-            save(session, session.config, fitted(), None)
+            save(session, session.config, fitted(), None, timed=True)
             saved = time.monotonic()
 
     return after_step

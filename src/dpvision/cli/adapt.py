@@ -324,7 +324,7 @@ def with_shorts(args: Shorts, config: RunConfig) -> RunConfig:
     privacy: dict[str, Any] = {}
     if args.epsilon is not None:
         if config.privacy.guarantee == "none":
-            raise ConfigError(f"adapt: --epsilon {args.epsilon:g} with --non-private; expected one of the two. Drop --epsilon.")
+            raise ConfigError(f"adapt: --epsilon {args.epsilon} with --non-private; expected one of the two. Drop --epsilon.")
         if config.privacy.noise_multiplier is not None:
             raise ConfigError(
                 "adapt: --epsilon with --privacy.noise-multiplier; expected only one, since it determines the other. Drop one."

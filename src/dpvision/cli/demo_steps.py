@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpvision.adapt.session import adapt, new_head_session
-from dpvision.cli.output import emit, up
+from dpvision.cli.output import emit
 from dpvision.cli.recipe import get_recipe
 from dpvision.cli.run_args import STOPPED
 from dpvision.config import CaptionerConfig, HeadConfig, RunConfig
@@ -24,6 +24,7 @@ from dpvision.eval.captions.zero_shot import ZeroShotSettings, zero_shot_scores
 from dpvision.eval.probes.own_head import score_own_head
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import NOTHING_FITTED, write_scores
+from dpvision.privacy.printed import up
 from dpvision.report.gallery import gallery_of_run
 from dpvision.report.learned import PARENT
 from dpvision.report.operator_page import make_operator_page

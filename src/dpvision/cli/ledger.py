@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from dpvision.cli.output import StorePath, down, emit, parse, table, up
+from dpvision.cli.output import StorePath, emit, parse, table
 from dpvision.cli.paths import check_store
 from dpvision.errors import ConfigError
+from dpvision.privacy.printed import down, up
 
 if TYPE_CHECKING:
     from dpvision.privacy.account import StoreAccount
@@ -105,7 +106,7 @@ def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
     if account.cap is not None:
         left = "" if account.left is None else f"; left: {down(account.left)}"
         whom = "" if account.unit_epsilon is None else " for a person"
-        lines.append(f"owner's cap{whom}: epsilon {account.cap.epsilon:.4g} at delta {account.cap.delta:.3g}{left}")
+        lines.append(f"owner's cap{whom}: epsilon {up(account.cap.epsilon)} at delta {account.cap.delta:.3g}{left}")
     if account.moves:
         lines.append(f"declared moved: {account.moves} times; a copy in use elsewhere would have separate ledgers")
     return "\n".join(lines)

@@ -1,7 +1,6 @@
 """Output of commands: JSON or aligned text to standard output, progress to standard error."""
 
 import json
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -69,23 +68,6 @@ def shown(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.4g}" if abs(value) < 1e5 else f"{value:,.0f}"
-
-
-def up(epsilon: float | None) -> str:
-    """Format an epsilon with four significant digits, rounded up: no text states less than was executed. None is "unknown"."""
-    return "unknown" if epsilon is None else _four_digits(epsilon, math.ceil, -1e-9)
-
-
-def down(x: float) -> str:
-    """Format what is left of a budget with four significant digits, rounded down."""
-    return _four_digits(x, math.floor, 1e-9)
-
-
-def _four_digits(x: float, to_integer: Callable[[float], int], slack: float) -> str:
-    if not math.isfinite(x) or x == 0:
-        return f"{x:g}"
-    step = 10.0 ** (math.floor(math.log10(abs(x))) - 3)
-    return f"{to_integer(x / step + slack) * step:.4g}"  # the slack absorbs binary rounding: 8 must not become 8.001
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

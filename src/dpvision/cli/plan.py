@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from dpvision.cli.output import emit, pairs, parse, table, up
+from dpvision.cli.output import emit, pairs, parse, table
 from dpvision.cli.recipe import get_recipe, untyped_delta, with_budget
 from dpvision.config import PrivacyConfig
 from dpvision.errors import ConfigError
+from dpvision.privacy.printed import up
 
 
 def run(argv: Sequence[str]) -> None:
@@ -181,9 +182,9 @@ def _claims(json: bool) -> None:
         (
             r.claim.name,
             r.claim.claimed_epsilon or "",
-            f"{r.epsilon_rdp_mironov:.2f}",
-            f"{r.epsilon_rdp:.2f}",
-            f"{r.epsilon:.2f}",
+            up(r.epsilon_rdp_mironov, 2),
+            up(r.epsilon_rdp, 2),
+            up(r.epsilon, 2),
             verdicts[r.holds],
         )
         for r in found

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from dpvision.cli.output import up
 from dpvision.cli.paths import check_store
 from dpvision.config import RunConfig
 from dpvision.errors import ConfigError
+from dpvision.privacy.printed import up
 
 if TYPE_CHECKING:
     from dpvision.privacy.composition import Part

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from dpvision.cli.output import CONFIG, RecipeName, emit, pairs, up
+from dpvision.cli.output import CONFIG, RecipeName, emit, pairs
 from dpvision.cli.recipe import get_recipe, recipe_lines, spelled_out, typed_privacy, untyped_delta, with_budget
 from dpvision.cli.run_args import (
     STOPPED,
@@ -27,6 +27,7 @@ from dpvision.cli.run_args import (
 )
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.errors import ConfigError, DataError
+from dpvision.privacy.printed import up
 
 if TYPE_CHECKING:
     from dpvision.data.store import Store

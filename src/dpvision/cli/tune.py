@@ -23,6 +23,7 @@ from dpvision.config import ClassifierConfig, HeadConfig, RunConfig, to_dict
 from dpvision.config.head_presets import candidate_name
 from dpvision.errors import ConfigError
 from dpvision.eval.probes.settings import checked_protocols
+from dpvision.privacy.printed import up
 
 if TYPE_CHECKING:
     from dpvision.data.store import Store
@@ -135,7 +136,7 @@ def tune(args: TuneArgs, argv: Sequence[str]) -> None:
         return
     args.say(table)
     if how == "charged" and price.fits == 0:
-        raise ConfigError(f"tune: --budget {args.budget:g}; expected at least {price.one:.4g}, the price of one trial. Give more.")
+        raise ConfigError(f"tune: --budget {args.budget}; expected at least {up(price.one)}, the price of one trial. Give more.")
     if candidates:
         _select(args, candidates)
         return
@@ -188,7 +189,7 @@ def _check(args: TuneArgs) -> str:
     if (args.simulate is not None) != (how == "simulated"):
         raise ConfigError(f"tune: --how {how} with --simulate {args.simulate}; expected --simulate K exactly with simulated. E.g. 4.")
     if args.budget is not None and (how != "charged" or not 0 < args.budget < float("inf")):
-        raise ConfigError(f"tune: --budget {args.budget:g} with --how {how}; expected a positive epsilon, with charged. Drop or change it.")
+        raise ConfigError(f"tune: --budget {args.budget} with --how {how}; expected a positive epsilon, with charged. Drop or change it.")
     if how == "private-selection":
         if not isinstance(model, HeadConfig):
             raise ConfigError(

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dpvision.cli.output import shown, table, up
+from dpvision.cli.output import shown, table
 from dpvision.cli.tune_space import How
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.errors import DPVisionError
+from dpvision.privacy.printed import up
 
 if TYPE_CHECKING:
     from dpvision.cli.tune_trials import Study, Trial

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dpvision.cli.tune_space import How, Range, Settings, Space
 from dpvision.config import HeadConfig, RunConfig, with_settings
 from dpvision.errors import CheckpointError, ConfigError, DPVisionError, PrivacyError
+from dpvision.privacy.printed import up
 
 if TYPE_CHECKING:
     from dpvision.privacy.account import RenyiFilter
@@ -186,7 +187,7 @@ def search(study: Study, folder: Path, say: Callable[[str, str], None]) -> tuple
             found.tell(one.number, state=TrialState.FAIL)
     while refused is None and (begun := len(found.trials)) < study.trials:
         if study.budget is not None and not study.budget.admits([charged_event(study.plan)] * (begun + 1)):
-            say(f"Refused: trial {begun} would exceed the budget of epsilon {study.budget.epsilon:.4g}. The search ends here.", "")
+            say(f"Refused: trial {begun} would exceed the budget of epsilon {up(study.budget.epsilon)}. The search ends here.", "")
             break
         asked = found.ask(distributions)
         refused = finish(asked.number, asked.params)

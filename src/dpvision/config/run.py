@@ -137,7 +137,8 @@ class HardwareConfig:
     workers: int | None = None
     """Threads that read and decode images; if None, 2 on a CPU, and on a GPU the cores of this process, from 2 to 16."""
     checkpoint_every_s: float = 300.0
-    """Seconds between checkpoints; a checkpoint is also written at the end and on SIGINT (Ctrl-C), SIGTERM or SIGUSR1."""
+    """Seconds between checkpoints under ``confidential/``; one that may leave is written at the end and on SIGINT (Ctrl-C), SIGTERM or
+    SIGUSR1."""
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from dpvision.data.open import open_store
 from dpvision.data.store import Store, write_description
 from dpvision.data.store_key import copy_key
 from dpvision.errors import DataError
+from dpvision.privacy.store_marks import StoreLedgers
 
 
 def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fraction: float, seed: int = 0) -> tuple[Store, Store]:
@@ -29,12 +30,15 @@ def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fra
 
     Raises:
         DataError: ``fraction`` is out of range, a half would be empty, a folder exists or lies elsewhere.
+        PrivacyError: a private parent's ledgers or marks are incomplete: the halves would have new marks.
     """
     if not 0 < fraction < 1:
         raise DataError(f"data split: fraction={fraction}; expected strictly between 0 and 1. Use 0.8.")
     store = open_store(store_dir)
     if store.generated:
         raise DataError(f"data split: {store_dir} holds textures; expected images. Make a second store with `dpvision synth --first`.")
+    if store.visibility == "private":
+        StoreLedgers.of(store.path).read_all()
     home = store.path.resolve()
     targets = [Path(out).resolve() for out in (out_a, out_b)]
     for target in targets:

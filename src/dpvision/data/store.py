@@ -2,7 +2,8 @@
 
 A store is a folder::
 
-    store.json          format, store_id (random), visibility, num_records, shards [{path, bytes}], text {path, bytes}, label_names, ...
+    store.json          format, store_id (random), visibility, num_records, shards [{path, bytes}], text {path, bytes}, label_names, ...;
+                        ledger_marks true in a private store, which is refused without ledger_marks.json
     index.npy           one row per record, ROW below; memory-mapped
     ledger_marks.json   marks of the runs on this store (privacy.marks)
     labels.npy          label sets, only in a store with several labels per record (multi_label.py)
@@ -32,7 +33,7 @@ from dpvision.data.record_lines import captions_of, have_captions
 from dpvision.data.tarindex import BLOCK, member_size
 from dpvision.data.transform import random_views
 from dpvision.errors import DataError
-from dpvision.privacy.store_marks import StoreLedgers
+from dpvision.privacy.store_marks import HAS_MARKS, StoreLedgers
 
 FORMAT = "dpvision-store-1"
 SEVERAL_FORMAT = "dpvision-store-several-1"
@@ -352,6 +353,7 @@ def write_description(
         "may_be_unlabelled": may_be_unlabelled,
         **({} if unit_field is None else {"shared_images": shared_images}),
         **(cleared or {}),
+        **({} if visibility == "public" else {HAS_MARKS: True}),
     }
     if labels is not None:
         meta["labels"] = {"path": labels[0], "bytes": labels[1]}

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
-from dpvision.config import HeadConfig, RunConfig, from_dict
+from dpvision.config import HeadConfig, RunConfig
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.identity import check_same
 from dpvision.encoders.open import open_encoder
 from dpvision.encoders.trained import filled
 from dpvision.errors import CheckpointError, ConfigError, DPVisionError
 from dpvision.models.linear_head import LinearHead
+from dpvision.runs.folder import settings_of_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ def load_classifier(
     checkpoint = run_or_checkpoint if isinstance(run_or_checkpoint, Checkpoint) else load_checkpoint(run_or_checkpoint)
     if not is_head(checkpoint):
         raise ConfigError(f"head: {checkpoint.path} is not a head; expected a run made by `dpvision adapt`. Use dpvision.load.")
-    config = from_dict(RunConfig, checkpoint.manifest["config"], f"{checkpoint.path}: config")
+    config = settings_of_checkpoint(checkpoint)
     assert isinstance(config.model, HeadConfig)
     about = checkpoint.manifest.get("encoder")
     if not isinstance(about, dict):

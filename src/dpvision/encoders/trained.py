@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
-from dpvision.config import RunConfig, from_dict
+from dpvision.config import RunConfig
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.pooled import attends, frozen, pooled_model
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models import Model, make_model
 from dpvision.models.vit import ViT
+from dpvision.runs.folder import settings_of_checkpoint
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -63,7 +64,7 @@ def load_model(checkpoint: Checkpoint, *, ema: bool = False) -> tuple[Model, Run
     Raises:
         CheckpointError: the weights do not fit the config, or there are no averaged weights.
     """
-    config = from_dict(RunConfig, checkpoint.manifest["config"], f"{checkpoint.path}: config")
+    config = settings_of_checkpoint(checkpoint)
     return filled(make_model(config.model, config.seed), checkpoint, ema=ema), config
 
 

@@ -16,6 +16,7 @@ from dpvision.plan.parameters import count_parameters
 from dpvision.privacy import gaussian
 from dpvision.privacy.plan import default_delta, draft_plan
 from dpvision.privacy.planner import compare_draws, signal
+from dpvision.privacy.printed import up
 
 RecipeOf = Callable[[str], RunConfig]
 """From a recipe's name to its config: recipes belong to the command line, which hands them over."""
@@ -155,14 +156,14 @@ def _head(q: Question) -> Advice:
     if q.people is not None:
         people = f" --privacy.num-units {q.people} --privacy.sampling-unit person --privacy.max-records-per-unit {q.images_of_a_person}"
     encoder = f" --encoder {q.public_encoder}" if q.public_encoder else ""
-    declared = f"--num-classes {q.labels} --dataset-size {q.images} --epsilon {q.epsilon:g}"
+    declared = f"--num-classes {q.labels} --dataset-size {q.images} --epsilon {q.epsilon}"
     command = f"dpvision adapt --data STORE {declared}{people}{encoder} --name head"
     commands = (f"{command} --dry-run", command, "dpvision evaluate runs/head --test TEST_STORE")
     nearest = sorted(
         (row for row in HEADS if row.data != "pets_sample"), key=lambda row: abs(math.log(head_signal(_question_of(row)) / strength))
     )[:3]
     evidence = tuple(
-        f"{NAMES[row.data]}, {row.records:,} images, epsilon {row.epsilon:g}: {row.accuracy:.1f}% (benchmarks/results/{row.source}.json)"
+        f"{NAMES[row.data]}, {row.records:,} images, epsilon {up(row.epsilon)}: {row.accuracy:.1f}% (benchmarks/results/{row.source}.json)"
         for row in nearest
     )
     hours, how = head_hours(q.images, q.labels, q.public_encoder is not None, q.gpus, q.device)
@@ -172,7 +173,7 @@ def _head(q: Question) -> Advice:
         reason = (
             f"{(q.people or q.images) / q.labels:.3g} {several} of each class; below {FEWEST_OF_A_CLASS} a private head stayed near chance"
             if few
-            else f"at epsilon {q.epsilon:g} the noise hides the classes even of images as easy as MedNIST"
+            else f"at epsilon {up(q.epsilon)} the noise hides the classes even of images as easy as MedNIST"
         )
         return Advice(
             "too little data", f"{reason}. Gather images, merge classes, or use a public classifier as it is.", commands[:1],
@@ -277,7 +278,7 @@ def _pretraining(q: Question, recipe_of: RecipeOf) -> Advice:
         units = f" --privacy.num-units {q.people} --privacy.sampling-unit person"
         if q.people < recipe_of(name).privacy.expected_batch_size:
             units += f" --privacy.expected-batch-size {q.people}"
-    target = f"--privacy.target-{'' if q.people is None else 'unit-'}epsilon {q.epsilon:g}"
+    target = f"--privacy.target-{'' if q.people is None else 'unit-'}epsilon {q.epsilon}"
     from_public = f" --init-from {q.public_encoder}" if q.public_encoder else ""
     declared = f"--privacy.dataset-size {q.images} {target}{units} --privacy.delta None"
     continual = q.public_encoder is not None and not q.captions
@@ -313,7 +314,7 @@ _PAPERS = {
 def _told(row: Pretraining) -> str:
     gain = row.trained - row.start
     return (
-        f"{row.what}, {row.records:,} records, epsilon {row.epsilon:g}, rho* {row.rho_star:.2g}: {row.trained:.1f} after {row.start:.1f} "
+        f"{row.what}, {row.records:,} records, epsilon {up(row.epsilon)}, rho* {row.rho_star:.2g}: {row.trained:.1f} after {row.start:.1f} "
         f"({gain:+.1f} points; {row.probe}; benchmarks/results/{row.source}.json)"
     )
 
@@ -333,7 +334,7 @@ def _warnings(q: Question, hours: float | None) -> tuple[str, ...]:
     if q.hours is not None and hours is not None and hours > q.hours:
         found.append(f"about {hours:.3g} hours are needed and {q.hours:g} are there: use a smaller model, fewer images or more devices")
     if q.epsilon > 10:
-        found.append(f"epsilon {q.epsilon:g} is a weak guarantee; above 20 training is refused")
+        found.append(f"epsilon {up(q.epsilon)} is a weak guarantee; above 20 training is refused")
     return tuple(found)
 
 

@@ -15,6 +15,7 @@ from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.events import Composed, Event
 from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import DPPlan, View
+from dpvision.privacy.printed import up
 from dpvision.privacy.refusal import MAX_DELTA
 from dpvision.privacy.renyi import ORDERS
 from dpvision.privacy.store_marks import StoreLedgers
@@ -174,7 +175,7 @@ def check_cap(ledgers: StoreLedgers, parts: list[tuple[DPPlan, int]]) -> None:
         total = _total(parts, cap.delta, per)
         if not total <= cap.epsilon:
             raise PrivacyError(
-                f"cap: total epsilon={total:.4g} per {'person' if per == 'unit' else 'record'} with this run; expected at most "
+                f"cap: total epsilon={up(total)} per {'person' if per == 'unit' else 'record'} with this run; expected at most "
                 f"{cap.epsilon} at delta={cap.delta}. "
                 "Plan a smaller target_epsilon, or ask the store's owner to raise the cap."
             )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dpvision.errors import PrivacyError
 from dpvision.privacy import accountant, gaussian
 from dpvision.privacy.events import Event
+from dpvision.privacy.printed import up
 
 MIN_NOISE = 0.01
 MAX_NOISE = 1e6
@@ -93,6 +94,6 @@ def _round_up(start: float, enough: Callable[[float], bool]) -> float:
 
 def _unreachable(target_epsilon: float, reached: float) -> PrivacyError:
     return PrivacyError(
-        f"privacy: target_epsilon={target_epsilon}; expected at least {reached:.3g}, which noise_multiplier={MAX_NOISE:.0e} reaches. "
+        f"privacy: target_epsilon={target_epsilon}; expected at least {up(reached)}, which noise_multiplier={MAX_NOISE:.0e} reaches. "
         "Raise the target or delta, or plan fewer steps or a smaller batch."
     )

@@ -24,6 +24,7 @@ from dpvision.privacy import accountant
 from dpvision.privacy.account import filter_bound, unit_view
 from dpvision.privacy.events import Composed, Event
 from dpvision.privacy.plan import DPPlan, View
+from dpvision.privacy.printed import up
 from dpvision.privacy.refusal import MAX_EPSILON, MAX_N_TIMES_DELTA
 
 Part = tuple[DPPlan, int]
@@ -151,10 +152,9 @@ def check_total(parts: tuple[Part, ...], *, allow_weak: bool = False) -> None:
         )
     stated = epsilon if unit_view(parts) is None else unit_epsilon(parts)
     if not allow_weak and (stated is None or not stated <= MAX_EPSILON):
-        got = "unknown" if stated is None else f"{stated:.4g}"
         raise PrivacyError(
-            f"lineage: epsilon={got} over the {len(parts)} runs behind these weights; expected at most {MAX_EPSILON:g}, above which a "
-            "guarantee says next to nothing. Plan more noise, or start from other weights. To train nevertheless: "
+            f"lineage: epsilon={up(stated)} over the {len(parts)} runs behind these weights; expected at most {up(MAX_EPSILON)}, above "
+            "which a guarantee says next to nothing. Plan more noise, or start from other weights. To train nevertheless: "
             "--privacy.allow-weak-guarantee."
         )
 

@@ -44,7 +44,8 @@ class Marks:
     runs: dict[str, Mark] = field(default_factory=dict)
     cap: Cap | None = None
     places: tuple[str, ...] = ()
-    """In a store's own file: identifiers (``place``) of the folders that held the store. In another folder it is a copy, or was moved."""
+    """Identifiers (``place``) of the folders that held the store. In another folder it is a copy, or was moved. Read from the own file;
+    the shared file keeps them for a restored one."""
     moves: int = 0
     """Number of times the owner declared the store moved."""
     members: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from dpvision.config import PrivacyConfig, from_dict
+from dpvision.config.privacy import MAX_GRAD_NORM, MIN_GRAD_NORM
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy import accountant, mechanism, sampling, stated
 from dpvision.privacy.accountant import PrivacySpent
@@ -70,6 +71,11 @@ class DPPlan:
             raise PrivacyError(
                 f"plan: sample_rate={self.sample_rate}, epsilon={self.epsilon}; expected expected_batch_size / {self.sampled_from}, and an "
                 "epsilon exactly with guarantee=dp. Make plans with make_plan; restore an altered file."
+            )
+        if self.max_grad_norm is not None and not MIN_GRAD_NORM <= self.max_grad_norm <= MAX_GRAD_NORM:
+            raise PrivacyError(
+                f"plan: max_grad_norm={self.max_grad_norm!r}; expected between {MIN_GRAD_NORM:g} and {MAX_GRAD_NORM:g}, where a clipped "
+                "contribution is exact enough. Use 0.1 to 1."
             )
         object.__setattr__(self, "_drawn", {})
 

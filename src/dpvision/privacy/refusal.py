@@ -4,6 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from dpvision.privacy import accountant, mechanism
+from dpvision.privacy.printed import up
 
 if TYPE_CHECKING:
     from dpvision.privacy.plan import DPPlan
@@ -46,10 +47,9 @@ def weakness(plan: "DPPlan") -> str | None:
     if stated is None or not stated <= MAX_EPSILON:
         whose = "one record" if plan.num_units is None else f"one person ({plan.clipped_per_unit} records)"
         whose = whose if plan.sampling_unit == "record" else "one person"
-        got = "unknown" if stated is None else f"{stated:.4g}"
         return (
-            f"privacy: epsilon={got} for {whose}; expected at most {MAX_EPSILON:g}, above which a guarantee says next to nothing. Plan "
-            f"more noise, or fewer steps. {remedy}"
+            f"privacy: epsilon={up(stated)} for {whose}; expected at most {up(MAX_EPSILON)}, above which a guarantee says next to nothing. "
+            f"Plan more noise, or fewer steps. {remedy}"
         )
     return None
 
@@ -76,7 +76,7 @@ def _unaccounted(plan: "DPPlan") -> str | None:
         if not plan.epsilon <= (1 + TRUNCATION_TOLERANCE) * plain:
             enough = plan.expected_batch_size + 7 * math.sqrt(plan.expected_batch_size * (1 - plan.sample_rate))
             return (
-                f"privacy: max_batch_size={plan.max_batch_size}; expected epsilon within 1% of plain Poisson's {plain:.4g}, got "
-                f"{plan.epsilon:.4g}. Raise it to about {math.ceil(enough)} (mean + 7 standard deviations)."
+                f"privacy: max_batch_size={plan.max_batch_size}; expected epsilon within 1% of plain Poisson's {up(plain)}, got "
+                f"{up(plan.epsilon)}. Raise it to about {math.ceil(enough)} (mean + 7 standard deviations)."
             )
     return None

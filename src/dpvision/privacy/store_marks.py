@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dpvision.errors import ConfigError, DataError, PrivacyError
+from dpvision.files import write_json
 from dpvision.privacy.ledger_format import LedgerContents, read_ledger
 from dpvision.privacy.marks import Cap, Mark, Marks, place, read_json, read_marks, write_marks
 
 OWN_MARKS = "ledger_marks.json"
+HAS_MARKS = "ledger_marks"
+"""Field of a private store's store.json, true: the store has marks, so their absence is a loss."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -27,6 +30,8 @@ class StoreLedgers:
     root: Path
     """Folder of the store, symbolic links followed."""
     private: bool
+    has_marks: bool = False
+    """Whether store.json says that the store has marks. Older stores say so from their next charge on."""
 
     @classmethod
     def of(cls, store_dir: Path) -> "StoreLedgers":
@@ -40,7 +45,7 @@ class StoreLedgers:
         store_id = values.get("store_id") if isinstance(values, dict) else None
         if not isinstance(store_id, str) or not _NAME.fullmatch(store_id):
             raise DataError(f"store: {root / 'store.json'}: store_id={store_id!r}; expected the store's random id. Import the data again.")
-        return cls(store_id, root, values.get("visibility") != "public")
+        return cls(store_id, root, values.get("visibility") != "public", values.get(HAS_MARKS) is True)
 
     @property
     def folder(self) -> Path:
@@ -140,15 +145,24 @@ class StoreLedgers:
             write_marks(self.own_path, replace(own or Marks(self.store_id, shared.runs, shared.cap), places=here))
 
     def begin(self) -> None:
-        """Make sure that the store's own file of marks and the shared one exist. Call with the lock held, after both were verified.
+        """Make sure that the store's own file of marks and the shared one exist, and that the family's private stores say so in store.json.
+        Call with the lock held, after both were verified.
 
-        The store's own file is written first: the shared one lists it only once it exists, so that a listed file that is missing was lost.
+        The store's own file is written first: the shared one, and store.json, name it only once it exists, so that a named file that is
+        missing was lost.
         """
         self.register()
-        shared = read_marks(self.shared_path)
-        if shared is None or self.root.name not in shared.members:
-            shared = shared or Marks(self.store_id)
-            write_marks(self.shared_path, replace(shared, members=tuple(sorted({*shared.members, self.root.name}))))
+        family = self.family_marks()
+        shared, places = family.get(self.shared_path) or Marks(self.store_id), family[self.own_path].places
+        members = tuple(sorted({*shared.members, self.root.name}))
+        places = tuple(sorted({*shared.places, *places}))
+        if self.shared_path not in family or (members, places) != (shared.members, shared.places):
+            write_marks(self.shared_path, replace(shared, members=members, places=places))
+        for path in family:
+            if path != self.shared_path and self._is_of_family(path.parent):
+                about = read_json(path.parent / "store.json")
+                if about.get("visibility") != "public" and about.get(HAS_MARKS) is not True:
+                    write_json(path.parent / "store.json", about | {HAS_MARKS: True})
 
     def set_mark(self, run_id: str, mark: Mark, *, everywhere: bool = False) -> None:
         """Write ``mark`` durably to the store's own file and the shared one; call with the lock held and after ``begin``.
@@ -186,27 +200,26 @@ class StoreLedgers:
         self.read_all(anywhere=True)
         here = place(self.root.parent, self.store_id)
         for path, marks in self.family_marks().items():
-            if path != self.shared_path and not here & set(marks.places):
+            known = marks.places or path != self.shared_path  # older shared marks have no places
+            if known and not here & set(marks.places):
                 write_marks(path, replace(marks, places=tuple(sorted({*marks.places, *here})), moves=marks.moves + 1))
 
     def restore_marks(self) -> None:
-        """Rewrite a lost file of marks from the remaining ones; call with the lock held.
+        """Rewrite a lost file of marks from the remaining ones, with the places that these know; call with the lock held.
 
         Raises:
             PrivacyError: none remains, or the ledgers do not match them.
         """
         family = self.family_marks()
         if not family:
-            raise PrivacyError(
-                f"ledger: {self.own_path} and {self.shared_path}: both missing; expected one of them, because nothing else records which "
-                "ledgers there were. Restore one from a backup."
-            )
+            raise self._no_marks()
         ledgers = self._read_ledgers(self.marks())
         runs = {run_id: contents.mark for run_id, contents in ledgers.items()}
         cap = min((marks.cap for marks in family.values() if marks.cap), key=lambda cap: cap.epsilon, default=None)
+        places = tuple(sorted({known for marks in family.values() for known in marks.places}))
         for path in (self.own_path, self.shared_path):
             if path not in family:
-                write_marks(path, Marks(self.store_id, runs, cap, moves=self.declared_moves()))
+                write_marks(path, Marks(self.store_id, runs, cap, places=places, moves=self.declared_moves()))
         self.begin()
 
     def check_place(self) -> None:
@@ -237,18 +250,31 @@ class StoreLedgers:
         if not anywhere:
             self.check_place()
         family = self.family_marks()  # before the ledgers, which a running run can only lengthen
+        self._check_complete(family)
+        return self._read_ledgers(self.marks())
+
+    def _check_complete(self, family: dict[Path, Marks]) -> None:
+        """Refuse the family's files of marks if one was lost."""
         shared = family.get(self.shared_path)
         if shared is None and (known := sorted({run_id for marks in family.values() for run_id in marks.runs})):
             raise PrivacyError(
                 f"ledger: {self.shared_path}: missing; the store saw its runs ({', '.join(known[:3])}{', ...' if len(known) > 3 else ''}). "
                 f"Bring the LEDGERS folder along with the store, or restore it; if this one file is missing: {self._restore}."
             )
-        if shared is not None and self.own_path not in family and self.root.name in shared.members:
+        if self.private and self.has_marks and not family:
+            raise self._no_marks()
+        listed = shared is not None and self.root.name in shared.members
+        if self.own_path not in family and (listed or (self.private and self.has_marks)):
             raise PrivacyError(
                 f"ledger: {self.own_path}: missing; expected the marks that the store kept of its runs. Restore it from a backup, or from "
-                f"the copy in the ledger folder: {self._restore}."
+                f"the other files of marks: {self._restore}."
             )
-        return self._read_ledgers(self.marks())
+
+    def _no_marks(self) -> PrivacyError:
+        return PrivacyError(
+            f"ledger: {self.own_path} and {self.shared_path}: both missing; expected one of them, because nothing else records which "
+            "ledgers there were. Restore one of them and the ledgers from a backup."
+        )
 
     @property
     def _restore(self) -> str:

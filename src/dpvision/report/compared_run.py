@@ -16,8 +16,8 @@ from dpvision.models import count_parameters
 from dpvision.privacy.composition import parts_of, total_epsilon, unit_epsilon
 from dpvision.privacy.ledger import LedgerContents, read_ledger
 from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.printed import up
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report import numbers
 from dpvision.report.curves import size_text
 from dpvision.runs.folder import read_run
 from dpvision.runs.lineage import runs_on, shaped_in_confidence
@@ -67,16 +67,16 @@ class ComparedRun:
         if self.epsilon is None or self.this_run_epsilon is None:
             return "ε unknown"
         person = "" if self.config.privacy.num_units is None else " per person"
-        total = f"ε {numbers.round_up(self.epsilon, 2)}{person}"
+        total = f"ε {up(self.epsilon, 2)}{person}"
         if self.epsilon == self.this_run_epsilon:
             return total
-        return f"total {total} (this run {numbers.round_up(self.this_run_epsilon, 2)})"
+        return f"total {total} (this run {up(self.this_run_epsilon, 2)})"
 
     @property
     def planned_cost(self) -> str:
-        """Planned epsilon as text with two digits; equal for runs with the same plan."""
+        """Planned epsilon as text with one decimal; equal for runs with the same plan."""
         person = "" if self.config.privacy.num_units is None else " per person"
-        return "no guarantee" if self.planned_epsilon is None else f"ε {self.planned_epsilon:.2g}{person}"
+        return "no guarantee" if self.planned_epsilon is None else f"ε {up(self.planned_epsilon, 1)}{person}"
 
     @property
     def label(self) -> str:

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from dpvision.report.numbers import round_up
+from dpvision.privacy.printed import up
 
 # Placeholders that are replaced by CSS variables in the SVG, so that one figure works in both themes.
 INK, MUTED, GRID, ACCENT, SECOND = "#010203", "#010204", "#010205", "#010206", "#010207"
@@ -63,8 +63,8 @@ def epsilon_figure(points: Sequence[tuple[int, float]], executed: int, target: f
     steps, epsilon = np.array(points, dtype=np.float64).T
     spent = dict(points)[executed]  # never interpolated: between two points a concave curve lies above their line
     done = steps <= executed
-    alt = f"Epsilon grows from {epsilon[1]:.2f} after {steps[1]:,.0f} steps to {round_up(spent, 2)} after the {executed:,} executed ones"
-    with svg_axes(alt + (f"; the target is {target:g}." if target else ".")) as (ax, svg):
+    alt = f"Epsilon grows from {up(epsilon[1], 2)} after {steps[1]:,.0f} steps to {up(spent, 2)} after the {executed:,} executed ones"
+    with svg_axes(alt + (f"; the target is {up(target)}." if target else ".")) as (ax, svg):
         ax.plot(steps[done], epsilon[done], color=ACCENT)
         ax.fill_between(steps[done], epsilon[done], color=ACCENT, alpha=0.12, linewidth=0)
         if not done.all():
@@ -73,9 +73,9 @@ def epsilon_figure(points: Sequence[tuple[int, float]], executed: int, target: f
         top = max(target or 0.0, float(epsilon[-1]))
         if target:
             ax.axhline(target, color=SECOND, linewidth=1.4, linestyle=(0, (5, 3)))
-            ax.text(0, target + 0.025 * top, f"target {target:g}", color=SECOND, va="bottom")
+            ax.text(0, target + 0.025 * top, f"target {up(target)}", color=SECOND, va="bottom")
         ax.annotate(
-            f"{round_up(spent, 2)} spent",
+            f"{up(spent, 2)} spent",
             (executed, spent),
             (-7, -32),
             textcoords="offset points",
@@ -93,8 +93,8 @@ def epsilon_figure(points: Sequence[tuple[int, float]], executed: int, target: f
 def profile_figure(profile: Sequence[Sequence[float]], epsilon: float, delta: float) -> str:
     """Plot the privacy profile as SVG: every pair (epsilon, delta) that holds, with the stated one marked."""
     x, y = np.array(profile, dtype=np.float64).T
-    ends = f"delta falls from {y[0]:.2f} at epsilon 0 to {y[-1]:.0e} at epsilon {x[-1]:.1f}"
-    alt = f"Privacy profile: {ends}; stated is {round_up(epsilon, 2)} at {delta:.1e}."
+    ends = f"delta falls from {y[0]:.2f} at epsilon 0 to {y[-1]:.0e} at epsilon {up(x[-1], 1)}"
+    alt = f"Privacy profile: {ends}; stated is {up(epsilon, 2)} at {delta:.1e}."
     with svg_axes(alt) as (ax, svg):
         ax.semilogy(x, y, color=ACCENT)
         ax.plot([epsilon, epsilon, 0], [1e-12, delta, delta], color=SECOND, linewidth=1.2, linestyle=(0, (5, 3)))

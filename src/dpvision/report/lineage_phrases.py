@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from dpvision.report.numbers import round_up, short
+from dpvision.privacy.printed import up
+from dpvision.report.numbers import short
 
 PROCEDURAL = "Apache-2.0 (procedural)"
 """Licence of textures and scenes rendered by dpvision."""
@@ -20,7 +21,7 @@ def entry_text(entry: dict[str, Any], *, own: bool) -> str:
     licence = f" Licence: {entry['licence'] or 'not recorded'}." if entry["visibility"] == "public" else ""
     if guarantee is not None:
         return (
-            f"{who}, on {entry['visibility']} store {store_id[:12]}: epsilon {round_up(guarantee['epsilon'], 2)} at delta "
+            f"{who}, on {entry['visibility']} store {store_id[:12]}: epsilon {up(guarantee['epsilon'], 2)} at delta "
             f"{short(guarantee['delta'])}, {guarantee['steps']:,} steps.{licence}"
         )
     if entry["visibility"] == "public" and entry["licence"] == PROCEDURAL and not entry["declared"]:

@@ -2,18 +2,12 @@
 
 import math
 
-
-def round_up(x: float, digits: int) -> str:
-    """Format ``x`` rounded up, so that the text is never less than ``x``."""
-    if not math.isfinite(x * 10**digits):
-        return "infinity"
-    # The small term absorbs binary rounding: 7.99 must not become 8.00.
-    return f"{math.ceil(x * 10**digits - 1e-9) / 10**digits:,.{digits}f}"
+from dpvision.privacy.printed import up
 
 
 def percent_up(share: float) -> str:
     """Format a share as a percentage, rounded up, at most 100%."""
-    return f"{min(1.0, share) * 100:.0f}%" if share >= 1 else f"{round_up(share * 100, 0 if share >= 0.1 else 1)}%"
+    return f"{min(1.0, share) * 100:.0f}%" if share >= 1 else f"{up(share * 100, 0 if share >= 0.1 else 1)}%"
 
 
 def short(x: float) -> str:
@@ -26,7 +20,7 @@ def short(x: float) -> str:
 
 def factor(epsilon: float) -> str:
     """Return e^epsilon as text, rounded up."""
-    return round_up(math.exp(epsilon), 0 if epsilon > 3 else 2) if epsilon < math.log(1e6) else f"10^{epsilon / math.log(10):.1f}"
+    return up(math.exp(epsilon), 0 if epsilon > 3 else 2) if epsilon < math.log(1e6) else f"10^{up(epsilon / math.log(10), 1)}"
 
 
 def one_in(delta: float) -> str:

@@ -7,8 +7,9 @@ from dpvision.dp.rounding import RESERVE, added_bound
 from dpvision.privacy.composition import Method
 from dpvision.privacy.ledger import StoreAccount
 from dpvision.privacy.plan import DPPlan, default_delta
+from dpvision.privacy.printed import up
 from dpvision.privacy.refusal import MAX_DELTA
-from dpvision.report.numbers import count, factor, one_in, percent_up, round_up, short
+from dpvision.report.numbers import count, factor, one_in, percent_up, short
 from dpvision.report.schema import Tuning
 
 TRUST_MODEL = (
@@ -129,7 +130,7 @@ def tier(epsilon: float) -> str:
         if epsilon <= 10
         else "weak or no protection by itself"
     )
-    return f"By a common reading (Ponomareva et al. 2023, arXiv 2303.00654) an epsilon of {round_up(epsilon, 2)} is {verdict}."
+    return f"By a common reading (Ponomareva et al. 2023, arXiv 2303.00654) an epsilon of {up(epsilon, 2)} is {verdict}."
 
 
 def released(plan: DPPlan) -> str:
@@ -386,8 +387,8 @@ def other_runs(account: StoreAccount, run_id: str) -> str:
     if not others:
         return f"None is known: this is the only run in the store's ledgers. {unknown}"
     of_unit = account.unit_epsilon
-    person = "" if of_unit is None else f"epsilon {round_up(of_unit, 2)} for a person with all their images"
-    image = f"epsilon {round_up(account.epsilon or 0.0, 2)}"
+    person = "" if of_unit is None else f"epsilon {up(of_unit, 2)} for a person with all their images"
+    image = f"epsilon {up(account.epsilon or 0.0, 2)}"
     total = f"{person}," if account.draws_people else image if of_unit is None else f"{person}, and {image} for an image,"
     return (
         f"{count(others, 'other run')} used the same images. Together they cost {total} at delta {short(account.delta or 0.0)} if their "

@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from decimal import ROUND_CEILING, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from dpvision.plan.tables import Table, batches_near, noises_near, steps_near
 from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.printed import up, up_to
 from dpvision.report.figures import INK, MUTED, SERIES, svg_axes, thousands
 from dpvision.report.html import render, write_page
 from dpvision.report.numbers import percent_up, short
@@ -63,7 +63,7 @@ def grid_of(name: str | None, plan: DPPlan, table: Table, parameters: int | None
     epsilon = table.column("epsilon").reshape(shape).tolist()
     return {
         **axes,
-        "epsilon": [[[_six_digits_up(e) if math.isfinite(e) else None for e in row] for row in block] for block in epsilon],
+        "epsilon": [[[up_to(6, e) if math.isfinite(e) else None for e in row] for row in block] for block in epsilon],
         "start": [
             axes["batch"].index(plan.expected_batch_size), axes["noise"].index(plan.noise_multiplier), axes["steps"].index(plan.steps),
         ],
@@ -71,12 +71,6 @@ def grid_of(name: str | None, plan: DPPlan, table: Table, parameters: int | None
         "parameters": parameters,
         "command": _command(name, plan),
     }  # fmt: skip
-
-
-def _six_digits_up(x: float) -> float:
-    """Round up to six significant digits, which keeps the page small, and an upper bound."""
-    exact = Decimal(x)
-    return float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - 5), ROUND_CEILING)) if x else x
 
 
 def _command(name: str | None, plan: DPPlan) -> str:
@@ -158,7 +152,7 @@ def lines_figure(lines: Sequence[_Line], xlabel: str, ylabel: str, *, log: str =
     """
     shown = [(label, x[np.isfinite(y)], y[np.isfinite(y)]) for label, x, y in lines]
     shown = [(label, x, y) for label, x, y in shown if len(x)]
-    said = "; ".join(f"{label}: {y[0]:.3g} at {x[0]:.4g}, {y[-1]:.3g} at {x[-1]:.4g}" for label, x, y in shown)
+    said = "; ".join(f"{label}: {up(y[0])} at {x[0]:.4g}, {up(y[-1])} at {x[-1]:.4g}" for label, x, y in shown)
     with svg_axes(f"{ylabel.capitalize()} against {xlabel}. {said}.") as (ax, svg):
         for i, (label, x, y) in enumerate(shown):
             ax.plot(x, y, color=MUTED if label == "guessing" else SERIES[i % len(SERIES)], label=label, linewidth=1.7)

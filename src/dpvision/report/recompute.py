@@ -13,6 +13,7 @@ from dpvision.privacy import second_accountant
 from dpvision.privacy.account import unit_view
 from dpvision.privacy.composition import Part
 from dpvision.privacy.plan import DPPlan, View
+from dpvision.privacy.printed import up
 from dpvision.privacy.second_accountant import Release, release
 from dpvision.report.guarantee import headline
 from dpvision.report.schema import problems, statement_schema
@@ -211,7 +212,7 @@ def recomputed(name: str, stated: float, parts: list[Part], delta: float, view: 
         method: how it was composed (``composition.Method``).
     """
     if any(plan.selection is not None for plan, _ in parts):
-        return not_checked(name, f"{stated:.4g} stated; a private selection has a Renyi bound only, which is not recomputed")
+        return not_checked(name, f"{up(stated)} stated; a private selection has a Renyi bound only, which is not recomputed")
     releases = [_release(plan, steps, view) for plan, steps in parts]
     try:
         if method == "basic":
@@ -219,8 +220,8 @@ def recomputed(name: str, stated: float, parts: list[Part], delta: float, view: 
         else:
             found = second_accountant.epsilon(releases, delta)
     except _NOT_COMPUTED as error:
-        return not_checked(name, f"{stated:.4g} stated; the second accountant cannot compute it ({error})")
-    said = f"{stated:.4f} stated, {found:.4f} by the second accountant"
+        return not_checked(name, f"{up(stated)} stated; the second accountant cannot compute it ({error})")
+    said = f"{up(stated, 4)} stated, {up(found, 4)} by the second accountant"
     if not stated >= found * (1 - TOLERANCE) - _SLACK:
         return failed(name, said)
     if method == "filter":
@@ -251,7 +252,7 @@ def _check_profile(name: str, profile: list[list[float]] | None, parts: list[Par
     inside = [(e, d) for e, d in profile if 1e-10 <= d < 1]
     chosen = inside[:: max(1, len(inside) // 5)]
     try:
-        wrong = [f"({e:.4g}, {d:.3g})" for e, d in chosen if not e >= second_accountant.epsilon(releases, d) * (1 - TOLERANCE) - 1e-3]
+        wrong = [f"({up(e)}, {d:.3g})" for e, d in chosen if not e >= second_accountant.epsilon(releases, d) * (1 - TOLERANCE) - 1e-3]
     except _NOT_COMPUTED as error:
         return not_checked(name, f"the second accountant cannot compute it ({error})")
     if wrong:

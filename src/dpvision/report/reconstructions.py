@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
-from dpvision.config import MAEConfig, RunConfig, from_dict
+from dpvision.config import MAEConfig, RunConfig
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
@@ -19,6 +19,7 @@ from dpvision.errors import CheckpointError, ConfigError, DataError
 from dpvision.models import mae, make_model
 from dpvision.models.layers import unpatchify
 from dpvision.report.strips import pixels_of, strip_of
+from dpvision.runs.folder import settings_of_checkpoint
 
 WARM_START = "the warm start"
 INITIAL = "random initial weights"
@@ -63,7 +64,7 @@ def reconstruct_some(run: str | Path, store: Store, count: int = 8) -> Reconstru
         DataError: no image could be read.
     """
     checkpoint = load_checkpoint(run)
-    config = from_dict(RunConfig, checkpoint.manifest["config"], f"{checkpoint.path}: config")
+    config = settings_of_checkpoint(checkpoint)
     if not isinstance(config.model, MAEConfig) or config.model.target == "gradients":
         return None
     parent = None if config.init_from is None else _parent(checkpoint, config)

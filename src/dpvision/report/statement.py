@@ -184,6 +184,11 @@ def read_evidence(root: Path, store_dir: Path | None = None) -> Evidence:
     # Loads the tensors too, so that the hashes in the statement are those of the current files.
     checkpoint = load_checkpoint(root)
     manifest = checkpoint.manifest
+    if about["results_visibility"] == "private" and "confidential" in checkpoint.path.relative_to(root).parts:
+        raise PrivacyError(
+            f"report: {checkpoint.path} was written by the clock, whose steps depend on private batches; expected a checkpoint of the "
+            "plan's end, or of a stop by a signal. Go on with --resume; Ctrl-C then writes one that may leave."
+        )
     if manifest["run_id"] != about["run_id"] or not manifest["lineage"]:
         raise CheckpointError(f"report: {checkpoint.path} is of another run than {root}. Put the run's own checkpoints back.")
     store_dir = store_dir or _reachable(config.data.store, about["store_id"])

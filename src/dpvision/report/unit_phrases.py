@@ -3,7 +3,8 @@
 from typing import Any
 
 from dpvision.privacy.plan import DPPlan
-from dpvision.report.numbers import factor, one_in, percent_up, round_up
+from dpvision.privacy.printed import up
+from dpvision.report.numbers import factor, one_in, percent_up
 from dpvision.report.phrases import CLIPPED, RECORD, tier
 
 ADJACENCY_OF_PEOPLE = (
@@ -32,7 +33,7 @@ def in_words(plan: DPPlan, guarantee: dict[str, Any]) -> list[str]:
     seen = "the model after every step" if plan.selection is None else "the model that was chosen, with its score,"
     drawn = plan.sampling_unit == "person"
     images = ("one image" if k == 1 else f"at most {k} images") + (" in each step" if drawn else "")
-    single = f" For a single image of a person epsilon is {round_up(guarantee['epsilon'], 2)}." if k > 1 and not drawn else ""
+    single = f" For a single image of a person epsilon is {up(guarantee['epsilon'], 2)}." if k > 1 and not drawn else ""
     return [
         f"Remove any one of the {plan.population:,} people, with all their images, of which {images} took part. Any result of this "
         "training could have occurred without them as well: its probability changes by a factor of at most "

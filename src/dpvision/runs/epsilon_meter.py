@@ -4,6 +4,7 @@ import math
 
 from dpvision.privacy.composition import Part, parts_of, total_epsilon, unit_epsilon
 from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.printed import up
 
 _MILESTONES = 16
 
@@ -41,11 +42,11 @@ class EpsilonMeter:
         """The same as text, with a person's epsilon first if people are declared."""
         if self._plan.guarantee != "dp":
             return "no guarantee"
-        said = f"epsilon <= {self.at_most(steps):.2f}"
+        said = f"epsilon <= {up(self.at_most(steps), 2)}"
         if (unit := self.unit_at_most(steps)) is not None:
-            image = "" if self._plan.sampling_unit == "person" else f" ({self.at_most(steps):.2f} for an image)"
-            said = f"epsilon <= {unit:.2f} for a person{image}"
-        return said + (f" with the runs before (this run {self.this_run_at_most(steps):.2f})" if self._behind else "")
+            image = "" if self._plan.sampling_unit == "person" else f" ({up(self.at_most(steps), 2)} for an image)"
+            said = f"epsilon <= {up(unit, 2)} for a person{image}"
+        return said + (f" with the runs before (this run {up(self.this_run_at_most(steps), 2)})" if self._behind else "")
 
     def _bound(self, steps: int, *, alone: bool = False) -> tuple[float | None, float | None]:
         if self._plan.guarantee != "dp":

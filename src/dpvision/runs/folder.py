@@ -6,15 +6,20 @@ import json
 import secrets
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from dpvision.config import RunConfig, from_dict, to_dict
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.files import replacing, write_json
 
+if TYPE_CHECKING:
+    from dpvision.checkpoint import Checkpoint
+
 FORMAT = "dpvision-run-1"
+_PATHS = "paths.json"
+"""Under ``confidential/``: where the store is. A folder's name may tell what its images are, and whose."""
 
 
 @dataclass
@@ -34,9 +39,10 @@ class RunFolder:
     def confidential(self) -> Path:
         return self.root / "confidential"
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.base / "checkpoints"
+    def checkpoints(self, *, timed: bool = False) -> Path:
+        """Folder of the checkpoints; of those that a clock asked for under ``confidential/``, because steps take as long as their secret
+        batches are large, and a checkpoint's name is its step."""
+        return (self.confidential if timed else self.base) / "checkpoints"
 
     def close(self) -> None:
         """Release the lock."""
@@ -88,9 +94,34 @@ def create_run(root: Path, config: RunConfig, about: dict[str, Any], *, wholly_c
     (root / "confidential").mkdir(exist_ok=True)
     (root / "confidential").chmod(0o700)
     run_id = secrets.token_hex(8)
-    write_json(base / "config.json", to_dict(config))
+    write_json(base / "config.json", public_settings(config))
+    write_json(root / "confidential" / _PATHS, {"store": config.data.store})
     write_json(base / "run.json", {"format": FORMAT, "run_id": run_id, **about})
     return RunFolder(root, base, run_id, lock)
+
+
+def public_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings as they may leave: a plain dict, ready for JSON, without the path of the store."""
+    return to_dict(replace(config, data=replace(config.data, store=None)))
+
+
+def settings_of_checkpoint(checkpoint: "Checkpoint") -> RunConfig:
+    """Return the settings that a checkpoint's weights were trained with; the store's path only if it lies in its run's folder.
+
+    Raises:
+        ConfigError: its manifest has other settings than those of a run.
+    """
+    return _settings(checkpoint.manifest["config"], checkpoint.path.absolute().parent.parent, f"{checkpoint.path}: config")
+
+
+def _settings(values: Any, base: Path, where: str) -> RunConfig:
+    """Settings from ``public_settings``, with the path of the store if ``base``, the folder of the run's files, has it."""
+    config = from_dict(RunConfig, values, where)
+    if config.data.store is None:  # earlier versions kept it there
+        for folder in (base, base / "confidential"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                return replace(config, data=replace(config.data, store=json.loads((folder / _PATHS).read_bytes())["store"]))
+    return config
 
 
 def require_confidential(out: Path, where: str, what: str, remedy: str = "") -> None:
@@ -113,6 +144,7 @@ def require_confidential(out: Path, where: str, what: str, remedy: str = "") -> 
 
 def discard_run(folder: RunFolder, files: Iterable[str]) -> None:
     """Remove the folder of a run that could not start: its description, ``files``, and the folders if they are then empty."""
+    (folder.confidential / _PATHS).unlink(missing_ok=True)
     for name in ("config.json", "run.json", *files):
         (folder.base / name).unlink(missing_ok=True)
     (folder.root / ".lock").unlink(missing_ok=True)
@@ -144,7 +176,7 @@ def read_run(root: Path) -> tuple[Path, RunConfig, dict[str, Any]]:
         about = json.loads((base / "run.json").read_bytes())
         if about["format"] != FORMAT or not about["run_id"]:
             raise ValueError("unknown format")
-        return base, from_dict(RunConfig, json.loads((base / "config.json").read_bytes()), "config.json"), about
+        return base, _settings(json.loads((base / "config.json").read_bytes()), base, "config.json"), about
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"run: {base} cannot be read ({error!r}). Restore run.json and config.json as the run wrote them.") from None
 

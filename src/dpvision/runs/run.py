@@ -10,7 +10,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from dpvision.checkpoint import Checkpoint, keep_newest, list_checkpoints, load_checkpoint, save_checkpoint
-from dpvision.config import RunConfig, to_dict
+from dpvision.config import RunConfig
 from dpvision.data.store import Store
 from dpvision.errors import CheckpointError, DataError, DPVisionError, PrivacyError
 from dpvision.files import write_json
@@ -18,7 +18,7 @@ from dpvision.privacy.composition import Part
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.stream import Key, new_key
-from dpvision.runs.folder import RunFolder, create_run, discard_run, open_run, read_run, require_space
+from dpvision.runs.folder import RunFolder, create_run, discard_run, open_run, public_settings, read_run, require_space
 from dpvision.runs.lineage import own_entry, runs_on
 from dpvision.runs.unprotected import remember_weights
 from dpvision.runs.versions import code_versions
@@ -62,6 +62,7 @@ class Run:
         start: Iterable[str] = (),
         config: RunConfig | None = None,
         files: Mapping[str, bytes] | None = None,
+        timed: bool = False,
         **more: Any,
     ) -> Path:
         """Write a checkpoint, record digests of its weights if there is no guarantee, and copy the ledger into the run folder.
@@ -72,6 +73,7 @@ class Run:
             start: digests (``weights.contents``) of the weights that a run without a guarantee started from.
             config: the config that a private selection chose; if None, the run's.
             files: further files of the checkpoint, by name.
+            timed: a clock asked for it, not the plan's end nor a signal: it is for resuming only, and lies under ``confidential/``.
             more: further fields of the manifest.
 
         Returns:
@@ -85,7 +87,7 @@ class Run:
             "run_id": run_id,
             "ledger_steps": steps,
             "updates": updates,
-            "config": to_dict(config or self.config),
+            "config": public_settings(config or self.config),
             "plan": self.plan.to_dict(),
             "ledger_digest": self.ledger.digest,
             "lineage": [*self.lineage, own_entry(self.plan, self.store, run_id, steps, self.lineage)],
@@ -94,7 +96,7 @@ class Run:
         }
         if self.plan.guarantee != "dp":
             remember_weights(self.store, run_id, [*tensors.values(), *(ema or {}).values()], start)
-        path = self.folder.checkpoints / f"step-{steps:08d}"
+        path = self.folder.checkpoints(timed=timed) / f"step-{steps:08d}"
         save_checkpoint(path, manifest, tensors, ema=ema, optimizer=optimizer, files=dict(files or {}))
         keep_newest(self.folder.base, self.config.hardware.keep_checkpoints)
         self.folder.copy_ledger(self.ledger.path)

@@ -94,7 +94,7 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
             stopping, due = _any([stop.asked, time.monotonic() - saved >= session.config.hardware.checkpoint_every_s], group)
             if stopping or due:
                 with together(group):
-                    save(session)
+                    save(session, timed=not stopping and step + 1 < plan.steps)
                 saved = time.monotonic()
             if stopping and step + 1 < plan.steps:
                 if log is not None:
@@ -106,14 +106,19 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
         return True
 
 
-def save(session: Session) -> Path | None:
-    """Write a checkpoint of the session (rank 0), after all ranks checked that their weights are the same."""
+def save(session: Session, *, timed: bool = False) -> Path | None:
+    """Write a checkpoint of the session (rank 0), after all ranks checked that their weights are the same.
+
+    Args:
+        timed: as for ``Run.save``.
+    """
     check_same_weights(state_tensors(session.model), session.group)
     run, path = session.run, None
     if run is not None:
         path = run.save(
             state_tensors(session.model), updates=session.updates, ema=session.ema, optimizer=session.optimizer.tensors(),
             start=session.start or (), files={} if session.words is None else {TOKENIZER_FILE: session.words.tokenizer.to_bytes()},
+            timed=timed,
         )  # fmt: skip
     session.saved_steps = broadcast_int(run.ledger.steps if run is not None else 0, session.group)
     return path

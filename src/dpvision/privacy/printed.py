@@ -1,0 +1,46 @@
+"""Epsilons as text: the one place that rounds them, and always up, so that no text states less than was executed."""
+
+import math
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+
+_DIGITS = 4
+_ALL_DIGITS = Context(prec=1000)
+"""Precise enough for any float to any number of digits asked for here."""
+
+
+def up(epsilon: float | None, digits: int | None = None) -> str:
+    """Format an epsilon, or another figure that must not look smaller than it is: the first 15 digits of ``epsilon``, rounded up.
+
+    >>> up(2.57347), up(2.57347, 2), up(7.99, 2), up(12345.6, 1)
+    ('2.574', '2.58', '7.99', '12,345.6')
+
+    Args:
+        digits: decimals, with commas between thousands; if None, four significant digits.
+
+    Returns:
+        "infinity" for an infinite epsilon, "unknown" for None or NaN.
+    """
+    if epsilon is None or math.isnan(epsilon):
+        return "unknown"
+    if not math.isfinite(epsilon):
+        return "infinity"
+    return f"{up_to(_DIGITS, epsilon):.{_DIGITS}g}" if digits is None else f"{_rounded(epsilon, -digits, ROUND_CEILING):,.{digits}f}"
+
+
+def up_to(significant: int, epsilon: float) -> float:
+    """Round a finite epsilon up to some significant digits."""
+    return float(_rounded(epsilon, _exact(epsilon).adjusted() - significant + 1, ROUND_CEILING))
+
+
+def down(x: float) -> str:
+    """Format what is left of a budget with four significant digits, rounded down."""
+    return f"{float(_rounded(x, _exact(x).adjusted() - _DIGITS + 1, ROUND_FLOOR)):.{_DIGITS}g}" if math.isfinite(x) else str(x)
+
+
+def _exact(x: float) -> Decimal:
+    """``x`` in the 15 decimal digits that a float64 holds: 7.99 is 7.99 and 0.1 + 0.2 is 0.3, whatever binary digits follow."""
+    return Decimal(f"{x:.15g}")
+
+
+def _rounded(x: float, exponent: int, rounding: str) -> Decimal:
+    return _exact(x).quantize(Decimal(1).scaleb(exponent), rounding, _ALL_DIGITS)
