@@ -216,7 +216,8 @@ OTHER_RUNS_ALTERED: dict[str, Callable[[dict[str, Any]], object]] = {
     "no filter": lambda others: others.update(epsilon_filter=None),
     "delta": lambda others: others.update(delta=2 * others["delta"]),
     "epsilon of a run": lambda others: others["runs"][0].update(epsilon=0.9 * others["runs"][0]["epsilon"]),
-    "steps of a run": lambda others: others["runs"][0].update(steps=others["runs"][0]["steps"] - 1),
+    "steps of a run": lambda others: others["runs"][0].update(steps=others["runs"][0]["steps"] + 1000),
+    "steps of this run": lambda others: [run.update(steps=run["steps"] - 1) for run in others["runs"] if run["run_id"] != "another"],
     "guarantee of a run": lambda others: others["runs"][0].update(guarantee="none", epsilon=None, delta=None),
     "a run named twice": lambda others: others["runs"].append(others["runs"][0]),
     "an unknown run": lambda others: others["runs"][0].update(run_id="unknown"),
@@ -290,7 +291,7 @@ def test_a_run_without_a_guarantee_on_a_public_store_has_no_epsilon_to_check(tmp
 
 
 def test_the_epsilon_of_a_person_of_several_records_is_recomputed(finished: Path, tmp_path: Path) -> None:
-    event = mechanism.unit_event("poisson", 0.1, 0.9, 12, 3)
+    event = mechanism.unit_event("poisson", 0.1, 0.9, runs.STEPS, 3)
     exact = accountant.epsilon(event, 1e-5, 1e-3)
     for factor, status in ((1.0, "ok"), (0.97, "failed")):
 

@@ -160,7 +160,7 @@ def _of_store(figures: dict[str, Any], parts: list[Part], where: str) -> list[Ch
 
 
 def _parts(statement: dict[str, Any]) -> list[Part]:
-    """Return plans and steps of the runs on the statement's own store, this one last, without which there is no guarantee.
+    """Return plans and stated steps of the runs on the statement's own store, this one last, without which there is no guarantee.
 
     Raises:
         ConfigError, PrivacyError: the lineage has something that is no plan, or impossible steps.
@@ -199,7 +199,7 @@ def _part(entry: dict[str, Any]) -> Part:
     wrong = [name for name, fits in possible.items() if not fits]
     if wrong:
         raise PrivacyError(f"plan of run {entry['run_id']}: {', '.join(wrong)} out of range")
-    return plan, steps
+    return plan, plan.stated_steps(steps)
 
 
 def recomputed(name: str, stated: float, parts: list[Part], delta: float, view: View, method: str) -> Check:

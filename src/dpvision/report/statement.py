@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.errors import CheckpointError, DataError, PrivacyError
+from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.eval.score import is_of_the_run
 from dpvision.eval.score_file import read_scores
 from dpvision.files import write_json
@@ -20,7 +20,7 @@ from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report import head_phrases, phrases, unit_phrases
 from dpvision.report.guarantee import guarantee_of, headline, other_stores
 from dpvision.report.lineage_phrases import entry_text
-from dpvision.report.schema import Tuning
+from dpvision.report.schema import Stop, Tuning
 from dpvision.runs.folder import read_run
 from dpvision.weights import lineage_digest
 
@@ -49,39 +49,45 @@ class Evidence:
         return self.plan.guarantee == "dp"
 
 
-def make_statement(run_dir: str | Path, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered") -> dict[str, Any]:
+def make_statement(
+    run_dir: str | Path, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered", stop: Stop = "not_declared"
+) -> dict[str, Any]:
     """Return the statement of a run, ready for JSON (schema: docs/statement.schema.json).
 
-    Epsilon is computed from the steps charged in the ledger, under the ledger's plan, including steps charged after the checkpoint.
-    For a run without a guarantee on a public store, the statement says first that it guarantees nothing.
+    Epsilon follows from the ledger: it is that of the whole plan in its first line once a step has been charged
+    (``DPPlan.stated_steps``). For a run without a guarantee on a public store, the statement says first that it guarantees nothing.
 
     Args:
         run_dir: run folder with at least one checkpoint.
         store_dir: the store trained on; if None, the path in the run's config if it still exists. With the store, its ledger is read and
             other runs on it are added up; without it, the run folder's copy is read.
         tuning: the operator's declaration of how settings and checkpoint were chosen.
+        stop: "independent" declares that nothing computed from the private records had an influence on where the run stopped.
 
     Raises:
+        ConfigError: ``stop`` is declared of a run that did not end early.
         PrivacyError: a run without a guarantee on a private store, a tainted parent, a ledger that was altered or does not lead to
             this checkpoint, a private score in the public file, or "charged" without a total of the store's runs.
         CheckpointError: there is no run or checkpoint, or it was altered.
     """
     evidence = read_evidence(Path(run_dir), None if store_dir is None else Path(store_dir))
-    require_total(evidence, tuning)
-    return statement_of(evidence, tuning)
+    require_declarations(evidence, tuning, stop)
+    return statement_of(evidence, tuning, stop)
 
 
-def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str, Any]:
+def statement_of(evidence: Evidence, tuning: Tuning = "not_covered", stop: Stop = "not_declared") -> dict[str, Any]:
     """Return the statement for given evidence (see ``make_statement``)."""
     plan, steps, manifest = evidence.plan, evidence.ledger.steps, evidence.manifest
     fixed = tuning == "none"
     inherited, store_id = evidence.ledger.lineage, evidence.ledger.store_id
-    guarantee = guarantee_of(plan, steps, inherited, store_id, fixed=fixed) if evidence.guaranteed else None
+    guarantee = guarantee_of(plan, steps, inherited, store_id, fixed=fixed, stop=stop) if evidence.guaranteed else None
     of_unit = guarantee is not None and guarantee["unit_epsilon"] is not None
     in_words = unit_phrases.in_words(plan, guarantee) if guarantee and of_unit else phrases.in_words(plan, guarantee)
     head = head_phrases.is_head(manifest["config"])
     lineage, of_people = _lineage(evidence, guarantee), plan.sampling_unit == "person"
     account = None if evidence.store_dir is None else store_account(evidence.store_dir)
+    beside = other_runs(account, evidence.ledger.run_id)
+    ended_early = None if guarantee is None else phrases.stop(plan, steps, stop)
     return {
         "format": FORMAT,
         "guaranteed": evidence.guaranteed,
@@ -91,7 +97,8 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
         "recipe": manifest["config"]["recipe"],
         "scope": {
             "released": head_phrases.released(plan) if head else phrases.released(plan),
-            "not_covered": phrases.not_covered(plan) + (phrases.not_covered_of(lineage, tuning) if guarantee else []),
+            "not_covered": phrases.not_covered(plan)
+            + ([] if guarantee is None else phrases.not_covered_of(lineage, tuning, guarantee, ended_early, beside)),
             "trust_model": phrases.trust_model(plan),
             "adjacency": unit_phrases.ADJACENCY_OF_PEOPLE if of_people else phrases.ADJACENCY,
             "unit": {
@@ -130,7 +137,8 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
             "steps_in_weights": manifest["updates"],
             "steps_wasted": steps - manifest["updates"],
             "restarts": evidence.ledger.restarts,
-            "other_runs": other_runs(account, evidence.ledger.run_id),
+            "stop": ended_early,
+            "other_runs": beside,
             "tuning": {"declared": tuning, "charged": plan.selection is not None, "text": phrases.tuning(plan, tuning)},
             "preprocessing": head_phrases.preprocessing(manifest["config"]) if head else phrases.preprocessing(manifest["config"]),
             "lineage": lineage,
@@ -151,8 +159,19 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
     }
 
 
-def require_total(evidence: Evidence, tuning: Tuning) -> None:
-    """Raise PrivacyError if the choice of a run is declared to be covered by its store's total and there is none to state."""
+def require_declarations(evidence: Evidence, tuning: Tuning, stop: Stop) -> None:
+    """Refuse declarations that do not fit the run.
+
+    Raises:
+        PrivacyError: the choice of a run is declared to be charged, and its store has no total to state.
+        ConfigError: a stop is declared of a run that did not end early.
+    """
+    plan, steps = evidence.plan, evidence.ledger.steps
+    if stop == "independent" and not (evidence.guaranteed and 0 < steps < plan.steps):
+        raise ConfigError(
+            f"report: --stop independent, steps={steps} of {plan.steps}, guarantee={plan.guarantee}; expected a private run that ended "
+            "early. Drop --stop."
+        )
     if tuning != "charged":
         return
     account = None if evidence.store_dir is None else store_account(evidence.store_dir)
@@ -164,9 +183,11 @@ def require_total(evidence: Evidence, tuning: Tuning) -> None:
         )
 
 
-def write_statement(run_dir: str | Path, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered") -> Path:
+def write_statement(
+    run_dir: str | Path, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered", stop: Stop = "not_declared"
+) -> Path:
     """Write ``make_statement``'s result to RUN/statement.json and return the path. Raises as it does."""
-    statement = make_statement(run_dir, store_dir=store_dir, tuning=tuning)
+    statement = make_statement(run_dir, store_dir=store_dir, tuning=tuning, stop=stop)
     path = Path(run_dir) / "statement.json"
     write_json(path, statement)
     return path
@@ -290,7 +311,7 @@ def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
         {
             "run_id": run.run_id,
             "guarantee": run.guarantee,
-            "steps": run.spent.steps,
+            "steps": run.steps,
             "epsilon": run.spent.epsilon,
             "delta": run.spent.delta if run.guarantee == "dp" else None,
         }
@@ -304,7 +325,7 @@ def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
         "epsilon_filter": account.epsilon_filter,
         "unit_epsilon_total": account.unit_epsilon,
         "delta": account.delta,
-        "cap": None if account.cap is None else dataclasses.asdict(account.cap),
+        "cap": None if account.cap is None else dataclasses.asdict(account.cap) | {"covers_choice": account.cap_covers_choice},
     }
 
 

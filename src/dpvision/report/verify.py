@@ -246,7 +246,8 @@ def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | No
             return not_checked(name, "the dpvision installed here is not the code that made the checkpoint")
         if evidence.ledger.digest != statement["hashes"]["ledger"]:
             return not_checked(name, "the run's ledger, where it can be read, is not at the line that the statement names")
-        again = json.loads(json.dumps(statement_of(evidence, statement["history"]["tuning"]["declared"])))
+        stop = (statement["history"].get("stop") or {"declared": "not_declared"})["declared"]
+        again = json.loads(json.dumps(statement_of(evidence, statement["history"]["tuning"]["declared"], stop)))
     except DPVisionError as error:
         return failed(name, str(error))
     # More scores and runs may have been added since: these have checks of their own.
