@@ -15,6 +15,7 @@ Legend: N bins of one step; K points of the composed grid.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from scipy import fft, optimize, special, stats
@@ -63,7 +64,11 @@ def epsilon(releases: Sequence[Release], delta: float) -> float:
     """
     if not MIN_DELTA <= delta < 1:
         raise PrivacyError(f"second accountant: delta={delta}; expected {MIN_DELTA} to 1. Ask for a larger delta.")
-    releases = [r for r in releases if r.steps]
+    return _epsilon_of_all(tuple(r for r in releases if r.steps), delta)
+
+
+@lru_cache(maxsize=64)
+def _epsilon_of_all(releases: tuple[Release, ...], delta: float) -> float:
     if not releases:
         return 0.0
     if all(r.weights == (0.0, 1.0) for r in releases):
