@@ -148,7 +148,7 @@ def test_a_run_taken_out_of_a_file_of_marks_is_refused(store: Path, plan: DPPlan
         refused(store, plan)
         path.write_bytes(kept)
         file.write_bytes(before)
-    assert store_account(store).runs[0].spent.steps == STEPS
+    assert store_account(store).runs[0].steps == STEPS
 
 
 def test_a_ledger_under_another_name_is_refused(store: Path, plan: DPPlan) -> None:
@@ -247,7 +247,7 @@ def test_a_store_that_moves_with_its_ledgers_goes_on_after_one_word(store: Path,
     declare_moved(there)  # nothing new to declare
     assert store_account(there).moves == 1
     back = there.parent.rename(store.parent) / store.name  # on one disk, the whole folder: still the same place
-    assert store_account(back).runs[0].spent.steps == 4
+    assert store_account(back).runs[0].steps == 4
 
 
 def test_a_store_that_left_its_ledgers_behind_stays_refused(store: Path, plan: DPPlan) -> None:
@@ -313,7 +313,7 @@ def test_a_crash_between_the_two_marks_is_no_loss(store: Path, plan: DPPlan, mon
         except KeyboardInterrupt:
             pass
         monkeypatch.undo()
-        known = {run.run_id: run.spent.steps for run in store_account(store).runs}
+        known = {run.run_id: run.steps for run in store_account(store).runs}
         assert known.get("run", 0) >= seen
         charge(store, plan, 1, resume="run" in known)
         shutil.rmtree(store.parent)
@@ -327,7 +327,7 @@ def test_marks_deleted_while_a_run_goes_on_stop_it(store: Path, plan: DPPlan) ->
         with pytest.raises(PrivacyError, match="--restore-marks"):
             opened.append()
     restore_marks(store)
-    assert store_account(store).runs[0].spent.steps == 2  # the second was charged before the loss was seen
+    assert store_account(store).runs[0].steps == 2  # the second was charged before the loss was seen
 
 
 def test_damaged_marks_of_a_half_are_refused_and_those_of_a_stranger_are_not_read(family: dict[str, Path], plan: DPPlan) -> None:

@@ -128,7 +128,7 @@ def test_resume_says_what_was_charged_and_lost_and_that_it_starts_from_initial_w
     assert stopped.value.code == STOPPED == 75
     said = capsys.readouterr()
     assert f"2 of {STEPS} steps charged (epsilon " in said.err and f"{STEPS - 2} left" in said.err
-    assert "2 steps were charged and lost (epsilon " in said.err
+    assert f" for all {STEPS} planned), " in said.err and "2 steps were charged and lost; they count in epsilon" in said.err
     assert "no checkpoint: the run restarts from the initial weights, with 2 charged steps lost" in said.err
     assert f"Stopped after 3 of {STEPS} steps" in said.out and "--resume" in said.out
     monkeypatch.undo()

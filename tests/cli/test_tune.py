@@ -55,14 +55,16 @@ def test_the_price_printed_beforehand_is_what_the_ledgers_say(
     account = store_account(mine.path)
     assert result["epsilon"] == result["charged"] == asked["budget"] == account.epsilon_filter == result["store_epsilon"]
     assert account.epsilon is not None and account.epsilon <= asked["budget"] and asked["budget"] > 2, "more than one trial costs"
-    # The best trial is named, and its statement says what covers the choice.
+    # The best trial is named, and its statement says what the choice costs.
     assert result["best"]["score"] == max(_scores(tmp_path / "runs" / "study").values())
     assert main(shlex.split(result["commands"][0])[1:]) == 0
     run = tmp_path / "runs" / "study" / f"trial-{result['best']['trial']:03d}"
     statement = json.loads((run / "statement.json").read_text())
     assert problems(statement, SCHEMA, "statement") == []
-    assert statement["history"]["tuning"]["declared"] == "charged" and "covers the choice" in statement["history"]["tuning"]["text"]
-    assert any("total of those runs" in text for text in statement["scope"]["not_covered"])
+    assert (
+        statement["history"]["tuning"]["declared"] == "charged" and "The choice costs their total" in statement["history"]["tuning"]["text"]
+    )
+    assert any("total of those runs" in text and "cap set before the first run" in text for text in statement["scope"]["not_covered"])
     assert statement["guarantee"]["epsilon"] <= 2 and statement["history"]["other_runs"]["epsilon_filter"] == asked["budget"]
     assert main(["verify", str(run / "statement.json"), "--run", str(run), "--store", str(mine.path)]) == 0
     again = json.loads((run / "config.json").read_text())

@@ -10,14 +10,14 @@ import dp_accounting
 import pytest
 import runs
 
-from dpvision.config import PrivacyConfig
+from dpvision.config import PrivacyConfig, from_dict
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.privacy import ledger_format
 from dpvision.privacy.ledger import Ledger, read_ledger, store_account
 from dpvision.privacy.ledger_format import digest, encode, header_line, recovery_line, start_line, step_line
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report.statement import make_statement
+from dpvision.report.statement import Evidence, make_statement
 from dpvision.train import loop
 from dpvision.train.loop import fit, save
 
@@ -181,31 +181,51 @@ def test_marks_of_one_half(tmp_path: Path, long_plan: DPPlan) -> None:
         check()
 
 
-def test_epsilon_from_config(tmp_path: Path, new_run: NewRun) -> None:
-    """Against the closed form of t full batches, a Gaussian of noise_multiplier / sqrt(t), computed by dp-accounting."""
+def _closed_form(plan: DPPlan, steps: int) -> float:
+    """Of t full batches, a Gaussian of noise_multiplier / sqrt(t), computed by dp-accounting."""
+    return dp_accounting.get_epsilon_gaussian(plan.noise_multiplier / steps**0.5, plan.delta)
+
+
+def test_epsilon_from_config(tmp_path: Path) -> None:
     privacy = replace(runs.PRIVACY, steps=8, noise_multiplier=6.0)
 
-    def exact(plan: DPPlan, steps: int) -> float:
-        return dp_accounting.get_epsilon_gaussian(plan.noise_multiplier / steps**0.5, plan.delta)
+    def check() -> None:
+        folder = tmp_path / f"case{len(list(tmp_path.iterdir()))}"
+        runs.make_store(folder / "store")
+        run = runs.make_run(folder / "run", folder / "store", privacy=privacy, charged=8)
+        manifest = next(run.glob("checkpoints/*/manifest.json"))
+        values = json.loads(manifest.read_text())
+        values["config"]["privacy"]["noise_multiplier"] = 60.0
+        manifest.write_text(json.dumps(values))
+        said = make_statement(run)["guarantee"]["epsilon"]
+        assert said == pytest.approx(_closed_form(make_plan(privacy), 8)), "the statement's epsilon is not that of the plan in the ledger"
 
-    def check_statement() -> None:
+    def of_config(evidence: Evidence) -> DPPlan:
+        return make_plan(from_dict(PrivacyConfig, evidence.manifest["config"]["privacy"]))
+
+    check()
+    with planted(Evidence, "plan", property(of_config), "epsilon is not that of the plan in the ledger"):
+        check()
+
+
+def test_stop_stated_as_prefix(tmp_path: Path, new_run: NewRun) -> None:
+    privacy = replace(runs.PRIVACY, steps=8, noise_multiplier=6.0)
+
+    def check_statement_and_total() -> None:
         folder = tmp_path / f"case{len(list(tmp_path.iterdir()))}"
         runs.make_store(folder / "store")
         run = runs.make_run(folder / "run", folder / "store", privacy=privacy, charged=3, saved=2)
-        said = make_statement(run)["guarantee"]["epsilon"]
-        assert said == pytest.approx(exact(make_plan(privacy), 3)), "the statement's epsilon is not that of the steps in the ledger"
+        whole = pytest.approx(_closed_form(make_plan(privacy), 8))
+        assert make_statement(run)["guarantee"]["epsilon"] == whole, "the epsilon of a stopped run is not its plan's"
+        assert store_account(folder / "store").epsilon == whole, "the epsilon of a stopped run is not its plan's"
 
     def check_manifest() -> None:
         with new_run() as session:
             session.run.ledger.append()
             said = json.loads((save(session) / "manifest.json").read_text())["lineage"][-1]["guarantee"]["epsilon"]
-            assert said == pytest.approx(exact(session.plan, 1)), "the manifest's epsilon is not that of the steps in the ledger"
+            assert said == pytest.approx(_closed_form(session.plan, session.plan.steps)), "the epsilon of a stopped run is not its plan's"
 
-    def planned(plan: DPPlan, steps: int, *view: str):
-        return event(plan, plan.steps, *view)
-
-    event = DPPlan.event
-    for check in (check_statement, check_manifest):
+    for check in (check_statement_and_total, check_manifest):
         check()
-        with planted(DPPlan, "event", planned, "epsilon is not that of the steps in the ledger"):
+        with planted(DPPlan, "stated_steps", lambda plan, charged: charged, "the epsilon of a stopped run is not its plan's"):
             check()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-from made import changed, key, made_sum, released, secrets
+from made import RAW, changed, key, made_sum, released, secrets
 from zoo import GradientIsImage, image_losses
 
 from dpvision.adapt import release
@@ -24,7 +24,7 @@ from dpvision.dp import noise as noise_module
 from dpvision.dp import normals
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.clipped import ClippedSum
-from dpvision.dp.noise import privatize
+from dpvision.dp.noise import DPGradient, privatize
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.stream import Key, Keystream, new_key, subkey
 from dpvision.runs.run import Secrets
@@ -66,9 +66,9 @@ def test_divisor_of_the_store() -> None:
     declared = full_batch_plan(100, 1.0)
     feature_ND = np.random.default_rng(0).normal(size=(100, 12)).astype(np.float32)
 
-    def released(count: int) -> np.ndarray:
+    def values_of(count: int) -> np.ndarray:
         stream = FeatureStream(feature_ND[:count], np.arange(count) % 4, 4, unit=True)
-        releases = Releases(declared, itertools.count().__next__, KEY, KEY[::-1])
+        releases = Releases(declared, itertools.count().__next__, key(), key(bytes(reversed(RAW))))
         _, noisy = releases.release(stream, lambda blocks: sum_at_zero(blocks, stream.width, torch.zeros(4), "softmax", declared))
         return noisy.grads["weight"].numpy().ravel()
 
@@ -79,11 +79,11 @@ def test_divisor_of_the_store() -> None:
 
     def check() -> None:
         for count in (100, 99, 97):
-            assert divisors(released(count)) == [100], "a release shows how many records the store holds"
+            assert divisors(values_of(count)) == [100], "a release shows how many records the store holds"
 
     def by_store(total: ClippedSum, plan: DPPlan, *args: object, **settings: object) -> DPGradient:
         real = privatize(total, plan, *args, **settings)
-        return DPGradient({name: value * (plan.expected_batch_size / total.num_records) for name, value in real.grads.items()})
+        return released({name: value * (plan.expected_batch_size / total.num_records) for name, value in real.grads.items()})
 
     check()
     with planted(release, "privatize", by_store, "shows how many records"):

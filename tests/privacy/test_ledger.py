@@ -175,7 +175,7 @@ def test_changing_any_byte_is_found(store: Path, plan: DPPlan) -> None:
         with pytest.raises((PrivacyError, CheckpointError)):
             store_account(store)
     path.write_bytes(whole)
-    assert store_account(store).runs[0].spent.steps == 3
+    assert store_account(store).runs[0].steps == 3
 
 
 def test_removing_or_doubling_a_line_is_found(store: Path, plan: DPPlan) -> None:
@@ -258,7 +258,7 @@ def test_two_openers_do_not_share_a_ledger(store: Path, plan: DPPlan) -> None:
         with Ledger.open(store, "b", plan, resume=False) as other:  # two runs side by side are fine
             assert (other.append(), ledger.append()) == (0, 0)
     run(store, plan, 1, resume=True)
-    assert {r.run_id: r.spent.steps for r in store_account(store).runs} == {"a": 2, "b": 1}
+    assert {r.run_id: r.steps for r in store_account(store).runs} == {"a": 2, "b": 1}
 
 
 def test_a_full_disk_is_a_clear_error_and_the_ledger_survives(store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,16 +290,18 @@ def test_bad_names_and_missing_stores_are_clear_errors(store: Path, plan: DPPlan
         Ledger.open(tmp_path, "a", plan, resume=False)
 
 
-def test_epsilon_comes_from_the_ledger_and_not_from_the_plan(store: Path, plan: DPPlan) -> None:
-    run(store, plan, 10)
-    spent = store_account(store).runs[0].spent
-    assert spent == plan.spent(10)
-    assert 0 < spent.epsilon < plan.epsilon  # type: ignore[operator]
+def test_a_run_costs_nothing_before_its_first_step_and_its_whole_plan_from_then_on(store: Path, plan: DPPlan) -> None:
+    run(store, plan, 0)
+    assert store_account(store).runs[0].spent == plan.spent(0)
+    run(store, plan, 10, resume=True)
+    account = store_account(store)
+    assert account.runs[0].steps == 10 and account.runs[0].spent == plan.spent(plan.steps)
+    assert account.epsilon == pytest.approx(plan.epsilon)
 
 
 def test_runs_add_up_to_the_composition_and_the_filter_is_dearer(store: Path, plan: DPPlan) -> None:
-    run(store, plan, 20, "a")
-    run(store, plan, 30, "b")
+    run(store, dataclasses.replace(plan, steps=20), 20, "a")
+    run(store, dataclasses.replace(plan, steps=30), 30, "b")
     account = store_account(store)
     assert account.epsilon == pytest.approx(plan.spent(50).epsilon, rel=1e-9)  # 20 + 30 steps of one Gaussian
     assert account.epsilon < account.epsilon_filter < 1.3 * account.epsilon  # type: ignore[operator]
@@ -330,18 +332,20 @@ def test_an_unprotected_run_leaves_no_total(store: Path, plan: DPPlan) -> None:
     assert account.unprotected == ("bare",) and account.epsilon is None and account.epsilon_filter is None
 
 
-def test_the_owners_cap_counts_executed_steps_of_the_past_and_planned_steps_of_now(store: Path, plan: DPPlan) -> None:
-    half, whole = plan.spent(25).epsilon, plan.epsilon
-    assert half is not None and whole is not None
+def test_the_owners_cap_counts_the_planned_steps_of_every_run_that_began(store: Path, plan: DPPlan) -> None:
+    whole, half = plan.epsilon, dataclasses.replace(plan, steps=25)
+    assert whole is not None
     set_cap(store, whole * 1.001, 1e-3)
-    run(store, plan, 25, "a")
+    run(store, half, 10, "a")
     with pytest.raises(PrivacyError, match="expected at most"):
         Ledger.open(store, "b", plan, resume=False)
-    run(store, dataclasses.replace(plan, steps=25), 25, "b")
+    run(store, half, 25, "b")
     account = store_account(store)
     assert account.left == pytest.approx(0.001 * whole, rel=1e-3)
-    with pytest.raises(PrivacyError, match="expected at most"):  # resuming "a" would execute 25 more
-        Ledger.open(store, "a", plan, resume=True)
+    with pytest.raises(PrivacyError, match="expected at most"):
+        Ledger.open(store, "c", dataclasses.replace(plan, steps=1), resume=False)
+    run(store, half, 15, "a", resume=True)  # these steps were counted
+    assert store_account(store).left == account.left
     assert not (store.parent / "LEDGERS" / "5701e5701e" / "c.jsonl").exists()
 
 

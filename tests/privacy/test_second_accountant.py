@@ -148,3 +148,26 @@ def test_low_rates_with_little_noise_have_wider_bins_and_hardly_more_epsilon(rat
     """Before, such runs, ordinary ones on ten million records, were refused: too many points for bins that suit the typical step."""
     stated = loss_distribution.sampled_gaussian(rate, noise, 1e-4).repeat(steps).epsilon(delta)
     assert epsilon([release(rate, noise, steps)], delta) == pytest.approx(stated, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rate", "noise", "steps", "delta"),
+    [(1e-6, 0.7, 3000, 1e-13), pytest.param(1e-7, 0.5, 2000, 1e-13, marks=pytest.mark.slow), (1e-5, 0.6, 300, 1e-12)],
+)
+def test_at_tiny_rates_epsilon_is_that_of_one_rare_step(rate: float, noise: float, steps: int, delta: float) -> None:
+    """The rounding of the transform was larger than the mass of that step: 0.0333 for 0.0212, so that true statements failed.
+
+    Steps x the exact delta of one step is a lower bound up to the other steps' losses, which together are within 5 standard deviations.
+    """
+
+    def one_step(e: float) -> float:
+        x = 0.5 + noise**2 * math.log(math.expm1(e) / rate + 1)
+        hit = rate * stats.norm.sf((x - 1) / noise)
+        return float(hit - (math.expm1(e) + rate) * stats.norm.sf(x / noise))
+
+    single = optimize.brentq(lambda e: steps * one_step(e) / delta - 1, 1e-3, 1.0, xtol=1e-12)
+    deviation = rate * math.sqrt(steps * math.expm1(1 / noise**2))
+    ours = epsilon([release(rate, noise, steps)], delta)
+    assert single - 5 * deviation <= ours <= single + 5 * deviation
+    theirs = loss_distribution.sampled_gaussian(rate, noise, 1e-5).repeat(steps).epsilon(delta)
+    assert ours == pytest.approx(theirs, rel=0.005)

@@ -224,10 +224,10 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
     lines = [f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} releases: {said}. Run folder: {root}"]
     if not complete:
         more = f"dpvision adapt --resume --runs {root.parent} --name {root.name}" if not session.finished else "start a new run"
-        lines.append(f"The head of these releases is saved; the others were not charged. To use them: {more}")
+        lines.append(f"The head of these releases is saved. The others were not made, but epsilon counts them. To use them: {more}")
     if chosen is not None:
         lines.append(f"Chosen: {chosen['candidate']}; its noisy score is {chosen['score']:.1%} of the records correct.")
-    lines += lost_words(plan, session.lost, "releases")
+    lines += lost_words(session.lost, "releases")
     if scores:
         lines.append(_scores_text(args, scores, root))
     lines += ["Next:", *([] if scores else [f"  dpvision evaluate {root} --test STORE"]), f"  dpvision report {root}"]

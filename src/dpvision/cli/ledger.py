@@ -30,9 +30,10 @@ def ledger(
 ) -> None:
     """Show the epsilon charged to a store's records: by run, in total, and what is left under the owner's cap.
 
-    Epsilon is computed from the steps in the ledgers, never from a config. The LEDGERS folder next to the store has the ledgers of all
-    runs on it. There are two totals: the PLD sum holds if all runs were fixed beforehand; the RDP filter also holds if a run was chosen
-    after seeing the results of another.
+    Epsilon is computed from the ledgers, never from a config. The LEDGERS folder next to the store has the ledgers of all runs on it. A run
+    counts with all its planned steps once the first is charged, because where it ends may follow its results. The total (PLD) holds if the
+    settings of all runs were fixed beforehand. For runs chosen after seeing the results of others only a cap set before the first run is
+    a guarantee; the Renyi filter's total describes them.
 
     Args:
         store: Folder made by `dpvision data import`.
@@ -79,7 +80,7 @@ def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
     rows = [
         (
             r.run_id,
-            f"{r.spent.steps} / {r.planned_steps}",
+            f"{r.steps} / {r.planned_steps}",
             r.restarts,
             "none" if r.spent.epsilon is None else up(r.spent.epsilon),
             r.spent.delta,
@@ -98,7 +99,7 @@ def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
     if account.unprotected:
         lines.append(f"NO GUARANTEE: {', '.join(account.unprotected)} trained on this store without privacy; no total holds.")
     elif account.epsilon is not None and account.delta is not None:  # no delta before the first run, without a cap
-        chosen = "" if account.epsilon_filter is None else f"; {up(account.epsilon_filter)} if runs were chosen after seeing others"
+        chosen = "" if account.epsilon_filter is None else f"; {up(account.epsilon_filter)} by a Renyi filter"
         if account.unit_epsilon is not None and not drawn:
             lines.append(f"total for a person with all their images: epsilon {up(account.unit_epsilon)} at delta {account.delta:.3g}")
         image = "total" if account.unit_epsilon is None else f"total for {'a person' if drawn else 'an image'}"
@@ -107,6 +108,18 @@ def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
         left = "" if account.left is None else f"; left: {down(account.left)}"
         whom = "" if account.unit_epsilon is None else " for a person"
         lines.append(f"owner's cap{whom}: epsilon {up(account.cap.epsilon)} at delta {account.cap.delta:.3g}{left}")
+    if len(rows) > 1 and account.epsilon is not None:
+        lines.append(_of_choices(account))
     if account.moves:
         lines.append(f"declared moved: {account.moves} times; a copy in use elsewhere would have separate ledgers")
     return "\n".join(lines)
+
+
+def _of_choices(account: "StoreAccount") -> str:
+    """Return a line on what holds for runs that were chosen after seeing the results of others."""
+    if account.cap is not None and account.cap_covers_choice:
+        return "The cap was set before the first run: it is a guarantee also if runs were chosen after seeing the results of others."
+    return (
+        "The total is a guarantee if the settings of all runs were fixed beforehand. If runs were chosen after seeing the results of "
+        "others, only a cap set before the first run, which their Renyi filter keeps, is one."
+    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dpvision.cli.output import RunPath, emit, parse
 from dpvision.cli.paths import check_run, check_store
 from dpvision.errors import ConfigError
-from dpvision.report.schema import Tuning
+from dpvision.report.schema import Stop, Tuning
 
 if TYPE_CHECKING:
     from dpvision.report.gallery import Gallery
@@ -26,12 +26,13 @@ def report(
     beside: tuple[Path, ...] = (),
     gallery_num: int = 8,
     tuning: Tuning = "not_covered",
+    stop: Stop = "not_declared",
     json: bool = False,
 ) -> None:
     """Write the statement (statement.json), the report (report.html) and the operator's page (confidential/operator.html).
 
-    Epsilon is computed from the executed steps in the ledger. Statement and report contain nothing that depends on private
-    records except through the guarantee; a run without a guarantee on a private store gets neither.
+    Epsilon is that of the plan in the ledger, all planned steps, also of a run that ended early. Statement and report contain nothing
+    that depends on private records except through the guarantee; a run without a guarantee on a private store gets neither.
 
     Args:
         run: Run folder.
@@ -46,6 +47,9 @@ def report(
         tuning: How settings and checkpoint were chosen: "none" (fixed beforehand), "public" (on public images only), "charged" (among
             runs on this store by public scores: their total covers the choice), or "not_covered" (by looking at private results: the
             statement says that the guarantee does not cover the choice).
+        stop: Of a run that ended early: "independent" declares that nothing computed from the private images, released or confidential,
+            had an influence on where it ended (a crash, a deadline set beforehand). The statement repeats the declaration and gives the
+            epsilon of the executed steps beside that of the plan.
         json: Print JSON.
     """
     if not gallery_num >= 1:
@@ -60,7 +64,7 @@ def report(
 
     made = None if gallery is None else gallery_of_run(run, gallery, beside, count=gallery_num)
     operator = make_operator_page(run, store, gallery=made)
-    page = make_report(run, public_store, store_dir=store, tuning=tuning, gallery=None if made is None else made.public_part())
+    page = make_report(run, public_store, store_dir=store, tuning=tuning, stop=stop, gallery=None if made is None else made.public_part())
     written = {"statement": run / "statement.json", "report": page, "operator": operator}
     text = "\n".join(f"{name:10} {path}" for name, path in written.items())
     if made is not None:

@@ -125,7 +125,8 @@ def guarantee_words(plan: "DPPlan", epsilon: float, unit_epsilon: float | None, 
 
 
 def spent(plan: "DPPlan", steps: int, behind: "tuple[Part, ...]" = ()) -> tuple[dict[str, Any], str]:
-    """Return the privacy cost of the executed steps, together with the runs ``behind`` the weights on the same store.
+    """Return the privacy cost of a run that was charged ``steps`` steps (``plan.stated_steps``: all planned ones), together with the runs
+    ``behind`` the weights on the same store.
 
     Returns:
         A dict for JSON and a line of text. The dict has epsilon, unit_epsilon (None without declared units) and delta of all runs, and
@@ -140,17 +141,19 @@ def spent(plan: "DPPlan", steps: int, behind: "tuple[Part, ...]" = ()) -> tuple[
     epsilon, delta, method = total_epsilon(parts)
     unit = unit_epsilon(parts)
     said = guarantee_words(plan, epsilon, unit, delta)
+    if steps < plan.steps:
+        said += f" for all {plan.steps} planned"
     if behind:
         said += f" for this run and {len(behind)} before it on this store, {COMPOSED[method]} (this run alone: "
         said += f"{guarantee_words(plan, own, unit_epsilon(alone), plan.delta)})"
     return {"epsilon": epsilon, "unit_epsilon": unit, "delta": delta, "this_run_epsilon": own}, said
 
 
-def lost_words(plan: "DPPlan", lost: int, noun: str) -> list[str]:
+def lost_words(lost: int, noun: str) -> list[str]:
     """Return a line about charged steps without a result, if there are any."""
     if not lost:
         return []
-    return [f"{lost} {noun} were charged and lost ({spent(plan, lost)[1]} by themselves); they count in epsilon."]
+    return [f"{lost} {noun} were charged and lost; they count in epsilon."]
 
 
 def resume_words(plan: "DPPlan", charged: int, in_weights: int, saved: bool, noun: str = "steps") -> str:
@@ -162,7 +165,7 @@ def resume_words(plan: "DPPlan", charged: int, in_weights: int, saved: bool, nou
         saved: whether there is a checkpoint.
     """
     lines = [f"Resuming: {charged} of {plan.steps} {noun} charged ({spent(plan, charged)[1]}), {plan.steps - charged} left."]
-    lines += lost_words(plan, charged - in_weights, noun)
+    lines += lost_words(charged - in_weights, noun)
     if not saved and charged:
         lines.append(f"There is no checkpoint: the run restarts from the initial weights, with {charged} charged {noun} lost.")
     return "\n".join(lines)

@@ -98,7 +98,7 @@ def _simulation(args: TrainArgs) -> TrainArgs:
 
 
 def train(args: TrainArgs) -> None:
-    """Make or resume the run, train, and print what was executed."""
+    """Make or resume the run, train, and print what it guarantees."""
     if isinstance(args.config.model, HeadConfig):
         raise ConfigError(
             f"train: {args.recipe} is a head on frozen features; expected a network to train. Use `dpvision adapt {args.recipe} "
@@ -176,7 +176,7 @@ def _finish(session: "Session", root: Path, complete: bool, as_json: bool) -> No
         **cost, "guarantee": plan.guarantee,
     }  # fmt: skip
     lines = [f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} steps: {said}. Run folder: {root}"]
-    lines += lost_words(plan, steps - session.updates, "steps")
+    lines += lost_words(steps - session.updates, "steps")
     if not complete:
         lines.append("Saved. Continue with --resume.")
     if complete:

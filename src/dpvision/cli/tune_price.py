@@ -110,7 +110,7 @@ def charged_text(study: "Study", store: "Store", trials: Iterable["Trial"]) -> t
 
     ids = {trial.run_id for trial in trials}
     ledgers = [found for run_id, found in StoreLedgers.of(store.path).read_all().items() if run_id in ids and found.steps]
-    bound = filter_bound([charged_event(found.plan, found.steps) for found in ledgers], study.plan.delta)
+    bound = filter_bound([charged_event(found.plan) for found in ledgers], study.plan.delta)
     account = store_account(store.path)
     assert bound is not None and study.budget is not None
     total = "unknown" if account.epsilon_filter is None else f"{up(account.epsilon_filter)} at delta {account.delta:.3g}"

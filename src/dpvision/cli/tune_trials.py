@@ -196,11 +196,11 @@ def search(study: Study, folder: Path, say: Callable[[str, str], None]) -> tuple
     return [Trial(one.number, one.params, one.value, ids[one.number]) for one in finished], refused
 
 
-def charged_event(plan: "DPPlan", steps: int | None = None) -> Any:
-    """Return the event of a plan's steps (all if None) for what its stated epsilon is for: a record, or a person."""
+def charged_event(plan: "DPPlan") -> Any:
+    """Return the event of a plan's steps for what its stated epsilon is for: a record, or a person. A trial that began counts whole."""
     from dpvision.privacy.account import unit_view
 
-    return plan.event(plan.steps if steps is None else steps, unit_view([(plan, plan.steps)]) or "record")
+    return plan.event(plan.steps, unit_view([(plan, plan.steps)]) or "record")
 
 
 def trial_config(study: Study, settings: Settings) -> RunConfig:

@@ -12,7 +12,7 @@ from dpvision.cli.output import emit, parse
 from dpvision.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dpvision.report.recompute import Check
+    from dpvision.report.checks import Check
 
 
 def run(argv: Sequence[str]) -> None:
@@ -31,8 +31,9 @@ def verify(
     --run adds the hashes of weights, config and code, the ledger's hash chain, and the lineage in ledger, manifest and weights. --store
     adds that the store's ledgers match its own record of them, and which other runs used the same records.
 
-    Each check is ok, failed, or not checked with a reason. The exit status is 0 if no check failed, 1 if one did, 2 if the statement
-    cannot be read.
+    Every value is recomputed from the statement's plan and steps, whatever version wrote it, or listed as declared. Each check is ok,
+    declared, not checked with a reason, unverified (a figure that could not be recomputed), or failed. The exit status is 0 if no check
+    failed and no figure is unverified, 1 otherwise, 2 if the statement cannot be read.
 
     Args:
         statement: statement.json, written by `dpvision report`.
@@ -45,15 +46,20 @@ def verify(
     from dpvision.report.verify import verify_statement
 
     checks = verify_statement(statement, run, store)
-    bad = sum(check.status == "failed" for check in checks)
-    emit({"statement": str(statement), "failed": bad, "checks": [asdict(check) for check in checks]}, json, _text(checks, bad))
-    if bad:
+    bad, unverified = (sum(check.status == status for check in checks) for status in ("failed", "unverified"))
+    result = {"statement": str(statement), "failed": bad, "unverified": unverified, "checks": [asdict(check) for check in checks]}
+    emit(result, json, _text(checks, bad, unverified))
+    if bad or unverified:
         sys.exit(1)
 
 
-def _text(checks: "list[Check]", bad: int) -> str:
+def _text(checks: "list[Check]", bad: int, unverified: int) -> str:
     width = max(len(check.name) for check in checks)
     lines = [f"{check.status:11}  {check.name:{width}}  {check.detail}" for check in checks]
     unknown = sum(check.status == "not checked" for check in checks)
-    verdict = f"{bad} of {len(checks)} checks FAILED: do not rely on this statement." if bad else "Nothing failed."
+    verdict = "Nothing failed."
+    if unverified:
+        verdict = f"NOT VERIFIED: {unverified} of {len(checks)} checks could not recompute a figure. Do not rely on this statement."
+    if bad:
+        verdict = f"{bad} of {len(checks)} checks FAILED: do not rely on this statement."
     return "\n".join([*lines, "", verdict + (f" {unknown} could not be checked." if unknown else "")])

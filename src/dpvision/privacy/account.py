@@ -25,18 +25,23 @@ _CAP_GRID = np.geomspace(1e-3, 1e5, 8001)
 
 @dataclass(frozen=True)
 class RunAccount:
-    """Privacy spent by one run, from its ledger."""
+    """One run on a store, from its ledger."""
 
     run_id: str
     guarantee: str
     planned_steps: int
+    steps: int
+    """Steps charged."""
     restarts: int
     spent: PrivacySpent
+    """Of the steps that are stated (``DPPlan.stated_steps``): the whole plan from the first step on."""
 
 
 @dataclass(frozen=True)
 class StoreAccount:
-    """Privacy spent, by run and in total. Totals are None if a run without a guarantee used the store."""
+    """Privacy spent, by run and in total. Totals are None if a run without a guarantee used the store.
+
+    A run counts with its whole plan from its first step on, while it runs and after it has ended (``DPPlan.stated_steps``)."""
 
     store_id: str
     runs: tuple[RunAccount, ...]
@@ -45,9 +50,9 @@ class StoreAccount:
     delta: float | None
     """Delta of the totals (``total_delta``); None without a cap and a run."""
     epsilon: float | None
-    """PLD of all executed steps: valid if the runs' settings were fixed beforehand. For a record; for a person if a run drew people."""
+    """PLD of all runs: valid if their settings were fixed beforehand. For a record; for a person if a run drew people."""
     epsilon_filter: float | None
-    """RDP filter (``filter_epsilon``): valid for settings chosen after seeing earlier runs; None with truncated Poisson."""
+    """RDP filter (``filter_epsilon``): describes runs chosen after seeing earlier ones; None with truncated Poisson."""
     unit_epsilon: float | None
     """``epsilon`` for a unit (person) with all its records; None if no run declared units."""
     cap: Cap | None
@@ -58,6 +63,9 @@ class StoreAccount:
     """Whether a run drew people, so that ``epsilon`` is a person's."""
     moves: int = 0
     """Number of times the owner declared the store moved: a copy left behind would have separate ledgers."""
+    cap_covers_choice: bool = False
+    """Whether the cap is a guarantee also for runs chosen after seeing earlier ones: it was set before the first run, and its Renyi filter
+    admits all of them."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict, ready for JSON."""
@@ -73,9 +81,12 @@ def store_account(store_dir: Path) -> StoreAccount:
     """
     ledgers = StoreLedgers.of(store_dir)
     contents = ledgers.read_all()
-    runs = tuple(RunAccount(c.run_id, c.plan.guarantee, c.plan.steps, c.restarts, c.plan.spent(c.steps)) for c in contents.values())
+    runs = tuple(
+        RunAccount(c.run_id, c.plan.guarantee, c.plan.steps, c.steps, c.restarts, c.plan.spent(c.plan.stated_steps(c.steps)))
+        for c in contents.values()
+    )
     unprotected = tuple(c.run_id for c in contents.values() if c.plan.guarantee != "dp" and c.steps)
-    parts = [(c.plan, c.steps) for c in contents.values() if c.plan.guarantee == "dp" and c.steps]
+    parts = [(c.plan, c.plan.stated_steps(c.steps)) for c in contents.values() if c.plan.guarantee == "dp" and c.steps]
     cap = min(ledgers.caps(), key=lambda cap: cap.epsilon, default=None)
     delta = total_delta(cap, parts)
     epsilon = epsilon_filter = of_unit = None
@@ -90,7 +101,21 @@ def store_account(store_dir: Path) -> StoreAccount:
         left = max(0.0, cap.epsilon - _total(parts, cap.delta, "record" if unit_view(parts) is None else "unit"))
     moves = ledgers.declared_moves()
     people = any(plan.sampling_unit == "person" for plan, _ in parts)
-    return StoreAccount(ledgers.store_id, runs, unprotected, delta, epsilon, epsilon_filter, of_unit, cap, left, people, moves)
+    covers = not unprotected and covers_choice(cap, parts)
+    return StoreAccount(ledgers.store_id, runs, unprotected, delta, epsilon, epsilon_filter, of_unit, cap, left, people, moves, covers)
+
+
+def covers_choice(cap: Cap | None, parts: list[tuple[DPPlan, int]]) -> bool:
+    """Return whether a cap is a guarantee for runs that were chosen after seeing earlier ones.
+
+    ``parts`` are plans with the steps that are stated. The guarantee is that of the cap: the smaller ``filter_epsilon`` was not fixed
+    before the first run.
+    """
+    if cap is None or not cap.before_first_run or not cap.epsilon >= _CAP_GRID[0]:
+        return False
+    view = unit_view(parts) or base_view(parts)
+    events = [plan.event(steps, view) for plan, steps in parts]
+    return _divergences(events) is not None and RenyiFilter.of(cap.epsilon, cap.delta).admits(events)
 
 
 def total_delta(cap: Cap | None, parts: Iterable[tuple[DPPlan, int]]) -> float | None:
@@ -120,9 +145,9 @@ def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
     ledgers.check_place()
     make_folders(ledgers.folder)
     with ledgers.locked():
-        ledgers.read_all()
+        first = not any(contents.steps for contents in ledgers.read_all().values())
         ledgers.begin()
-        ledgers.set_cap(Cap(epsilon, delta))
+        ledgers.set_cap(Cap(epsilon, delta, before_first_run=first))
 
 
 def declare_moved(store_dir: Path) -> None:
@@ -155,7 +180,7 @@ def restore_marks(store_dir: Path) -> None:
 
 
 def check_cap(ledgers: StoreLedgers, parts: list[tuple[DPPlan, int]]) -> None:
-    """Refuse ``parts``, pairs of a plan and its number of steps, if they exceed the store's cap.
+    """Refuse ``parts``, pairs of a plan and the steps that count (all planned, once one is charged), if they exceed the store's cap.
 
     Raises:
         PrivacyError: the total is above the cap, or a part has no guarantee.
@@ -234,7 +259,8 @@ def filter_epsilon(events: Iterable[Event], delta: float) -> float | None:
     budget admits the most Gaussian steps, a(epsilon, delta) = argmax of (epsilon - c(a, delta)) / a over the fixed
     orders of ``renyi``, and B = epsilon - c. A cap fixed before the first run is therefore kept, under full adaptivity, if and only if this
     filter admits the runs. The figure returned is the smallest of 8001 caps (0.23% apart, 1e-3 to 1e5) that admits them: a guarantee if the
-    owner set that cap or a larger one beforehand, a description otherwise.
+    owner set that cap beforehand, a description otherwise. If a larger cap was set beforehand, the guarantee is that cap
+    (``covers_choice``).
 
     Returns:
         The cap; infinite if none admits the events; 0 for none; None if one of them has no RDP.

@@ -28,7 +28,7 @@ from dpvision.privacy.printed import up
 from dpvision.privacy.refusal import MAX_EPSILON, MAX_N_TIMES_DELTA
 
 Part = tuple[DPPlan, int]
-"""A run's plan and the steps it was charged."""
+"""A run's plan and the steps that a figure is for."""
 Method = Literal["one run", "pld", "gaussian", "renyi", "filter", "basic"]
 """How a figure was composed."""
 
@@ -71,9 +71,14 @@ class Curve:
     coin_accuracy: float
 
 
-def parts_of(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Return the runs that executed a step, in a canonical order: composition does not depend on the order."""
-    return tuple(sorted((part for part in parts if part[1]), key=repr))
+def parts_of(runs: Iterable[tuple[DPPlan, int]]) -> tuple[Part, ...]:
+    """Return the runs that were charged a step, each with the steps that are stated (``DPPlan.stated_steps``), in a canonical order:
+    composition does not depend on the order.
+
+    Args:
+        runs: plans with the number of steps charged.
+    """
+    return tuple(sorted(((plan, plan.stated_steps(charged)) for plan, charged in runs if charged), key=repr))
 
 
 def total_epsilon(parts: tuple[Part, ...], *, fixed: bool = False) -> tuple[float, float, Method]:

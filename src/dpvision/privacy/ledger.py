@@ -67,7 +67,7 @@ class Ledger:
         """Start or resume a run's ledger, LEDGERS/<store_id>/<run_id>.jsonl beside the store.
 
         A torn last line is charged and sealed. Every ledger of the store is verified first, and with a cap the total of all
-        runs (executed steps; all planned steps of this run and of runs that are open now) must stay within it.
+        runs must stay within it: the whole plans of this run, of runs that are open now, and of runs that were charged a step.
 
         Args:
             store_dir: folder of the store.
@@ -104,7 +104,11 @@ class Ledger:
                         f"ledger: {path}: another lineage; expected the one the run began with. Restore the weights that it started from "
                         "and its checkpoints, or start a new run."
                     )
-                others = [(c.plan, c.plan.steps if _in_use(c.path) else c.steps) for c in contents.values() if c.run_id != run_id]
+                others = [
+                    (c.plan, c.plan.steps if _in_use(c.path) else c.plan.stated_steps(c.steps))
+                    for c in contents.values()
+                    if c.run_id != run_id
+                ]
                 check_cap(ledgers, [*others, (plan, plan.steps)])
                 ledgers.begin()
                 if fd is None:

@@ -34,6 +34,8 @@ class Cap:
 
     epsilon: float
     delta: float
+    before_first_run: bool = False
+    """Whether no step had been charged when it was set; False in files written before this was recorded."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,17 @@ def read_marks(path: Path) -> Marks | None:
         return Marks(
             store_id=str(values["store_id"]),
             runs={str(run): Mark(int(m["steps"]), str(m["digest"]), str(m["header"])) for run, m in values["runs"].items()},
-            cap=None if values["cap"] is None else Cap(float(values["cap"]["epsilon"]), float(values["cap"]["delta"])),
+            cap=None if values["cap"] is None else _cap(values["cap"]),
             places=tuple(map(str, values["places"])),
             moves=int(values["moves"]),
             members=tuple(map(str, values["members"])),
         )
     except (TypeError, KeyError, ValueError, AttributeError):
         raise PrivacyError(f"ledger: {path}: not a file of ledger marks; expected what dpvision wrote. Restore it.") from None
+
+
+def _cap(values: Any) -> Cap:
+    return Cap(float(values["epsilon"]), float(values["delta"]), values.get("before_first_run") is True)
 
 
 def write_marks(path: Path, marks: Marks) -> None:

@@ -28,7 +28,7 @@ View = Literal["record", "unamplified", "unit"]
 class DPPlan:
     """The mechanism of a run and its guarantee. Made by ``make_plan`` only; frozen, and written into ledger and manifest.
 
-    ``epsilon`` and ``epsilon_rdp`` are those of all planned steps; what was spent comes from ``spent(ledger.steps)``.
+    ``epsilon`` and ``epsilon_rdp`` are those of all planned steps. What a run states is ``spent(stated_steps(ledger.steps))``.
     """
 
     guarantee: Literal["dp", "none", "simulated"]
@@ -177,8 +177,23 @@ class DPPlan:
             records=self.clipped_per_unit if view == "unit" and self.clipped_per_unit > 1 else None,
         )  # fmt: skip
 
+    def stated_steps(self, charged: int) -> int:
+        """Return the number of steps whose epsilon is stated for a run that was charged ``charged`` steps: all planned ones, or 0 before
+        the first.
+
+        A run may end where its released weights, or scores of them, look right. The epsilon of the steps executed by then does not hold
+        (3 to 5 times delta); that of all planned steps does: what was released is what the whole run would have released, with the rest
+        dropped (decision 0038). Every figure, total and cap goes by this number.
+
+        Raises:
+            PrivacyError: more steps than planned, or a negative number.
+        """
+        if not 0 <= charged <= self.steps:
+            raise PrivacyError(f"plan: charged={charged}; expected 0 to {self.steps}. Read the number from the ledger of this plan.")
+        return self.steps if charged else 0
+
     def spent(self, steps: int) -> PrivacySpent:
-        """Return the privacy spent by the first ``steps`` steps, at ``delta``.
+        """Return the privacy of the first ``steps`` steps, at ``delta``, if that number was fixed beforehand.
 
         Raises:
             PrivacyError: more steps than planned, or a negative number.

@@ -6,12 +6,16 @@ a mechanism of which the true one is a post-processing, so that every figure is 
 comes from one Fourier transform, tilted exponentially so that the far tail, where delta lies, is computed with full relative accuracy.
 What is cut off, above or by the period of the transform, is bounded (Chernoff) and added to delta.
 
+At tiny rates epsilon comes from one rare step with a large loss, which the rounding of that transform covers. There (``_of_one_rare_step``)
+that step is separated from the others, and only its product with them is transformed.
+
 Legend: N bins of one step; K points of the composed grid.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from scipy import fft, optimize, special, stats
@@ -60,14 +64,22 @@ def epsilon(releases: Sequence[Release], delta: float) -> float:
     """
     if not MIN_DELTA <= delta < 1:
         raise PrivacyError(f"second accountant: delta={delta}; expected {MIN_DELTA} to 1. Ask for a larger delta.")
-    releases = [r for r in releases if r.steps]
+    return _epsilon_of_all(tuple(r for r in releases if r.steps), delta)
+
+
+@lru_cache(maxsize=64)
+def _epsilon_of_all(releases: tuple[Release, ...], delta: float) -> float:
     if not releases:
         return 0.0
     if all(r.weights == (0.0, 1.0) for r in releases):
         return gaussian_epsilon(math.sqrt(sum(r.steps / r.noise_multiplier**2 for r in releases)), delta)
     tail = delta / total_steps(releases)
     width = max(_bin_width(releases), *(2 * r.largest_loss(tail) / _MOST_POINTS for r in releases))
-    return max(_epsilon(releases, width, delta, add) for add in (False, True))
+    bounds = []
+    for add in (False, True):
+        rare, tight = _of_one_rare_step(releases, width, delta, add)
+        bounds.append(rare if tight else min(rare, _epsilon(releases, width, delta, add)))
+    return max(bounds)
 
 
 def total_steps(releases: Sequence[Release]) -> int:
@@ -232,9 +244,15 @@ def _epsilon(releases: Sequence[Release], width: float, delta: float, add: bool)
     order = np.arange(first, first + points)
     mass_K = np.maximum(fft.irfft(spectrum, points), 0.0)[order % points]
     loss_K = order * width
-    # delta(e) = sum over losses l > e of mass (1 - exp(e - l)), from the top down, around the epsilon that is sought.
-    guess = renyi(math.log(tilt))
     mass_K = mass_K * np.exp(np.minimum(total - tilt * loss_K, 700.0))
+    return _smallest(mass_K, loss_K, wanted, renyi(math.log(tilt)))
+
+
+def _smallest(mass_K: np.ndarray, loss_K: np.ndarray, wanted: float, guess: float) -> float:
+    """Smallest epsilon whose delta is at most ``wanted``, rounded up.
+
+    delta(e) = sum over losses l > e of mass (1 - exp(e - l)), from the top down, around ``guess``.
+    """
     kept = np.cumsum(mass_K[::-1])[::-1]
     scaled = np.cumsum((mass_K * np.exp(np.clip(guess - loss_K, -700.0, 700.0)))[::-1])[::-1]
     delta_K = kept - scaled * np.exp(np.clip(loss_K - guess, -700.0, 700.0))
@@ -244,3 +262,63 @@ def _epsilon(releases: Sequence[Release], width: float, delta: float, add: bool)
     at = int(too_much[-1]) + 1 if len(too_much) else 0
     found = guess + math.log((kept[at] - wanted) / scaled[at]) if kept[at] > wanted else loss_K[at]
     return max(0.0, min(float(found), float(loss_K[at])) * (1 + 1e-9) + 1e-12)
+
+
+def _of_one_rare_step(releases: Sequence[Release], width: float, delta: float, add: bool) -> tuple[float, bool]:
+    """Upper bound on epsilon for one direction, and whether it is tight: where epsilon comes from one step with a loss above a threshold.
+
+    The threshold is the smallest that two steps exceed with probability at most _CUT x delta. Losses are those of no such step, whose sum
+    is bounded (Chernoff) and must stay below epsilon, or of one such step and the others, whose law is the product of two spectra.
+    """
+    losses = [_Losses.of(r, width, delta / total_steps(releases), add) for r in releases]
+    spare = _CUT * delta
+    start, end = min(loss.first for loss in losses), max(loss.first + len(loss.mass_N) for loss in losses)
+    above_M = np.zeros(end - start)  # expected number of steps with a loss above each point
+    for loss in losses:
+        tail = np.cumsum(loss.mass_N[::-1])[::-1] - loss.mass_N
+        above_M[: loss.first - start] += loss.steps
+        above_M[loss.first - start : loss.first - start + len(tail)] += loss.steps * tail
+    threshold = start + int(np.argmax(above_M <= math.sqrt(2 * spare)))
+    highest = start + int(np.argmax(above_M <= spare))
+    if not threshold < highest:
+        return math.inf, False
+    parts = []
+    for loss in losses:
+        order = loss.first + np.arange(len(loss.mass_N))
+        rare = (order > threshold) & (order <= highest)
+        parts.append((order[order <= threshold], loss.mass_N[order <= threshold], order[rare], loss.mass_N[rare], loss.steps))
+
+    def log_moment(tilt: float) -> float:
+        with np.errstate(divide="ignore"):
+            return math.fsum(steps * float(special.logsumexp(tilt * width * n + np.log(mass))) for n, mass, _, _, steps in parts)
+
+    def chernoff(log_tail: float, sign: int) -> float:
+        """Value that the sum of the other steps exceeds (``sign`` 1) or falls below (-1) with this probability at most."""
+        bound = optimize.minimize_scalar(
+            lambda log_tilt: (log_moment(sign * math.exp(log_tilt)) - log_tail) / math.exp(log_tilt),
+            bounds=(-9, 18), method="bounded", options={"xatol": 1e-2},
+        )  # fmt: skip
+        return sign * float(bound.fun)
+
+    # What falls below the window returns at its top, where it counts as a larger loss: only what exceeds it is added to delta.
+    low, high = chernoff(math.log(_IMAGE), -1), chernoff(math.log(spare / above_M[threshold - start]), 1)
+    first = threshold + math.floor(low / width)
+    points = fft.next_fast_len(max(highest + math.ceil(high / width) - first + 2, 64), real=True)
+    if points > _MOST_POINTS:
+        return math.inf, False
+
+    def spectrum(order: np.ndarray, mass: np.ndarray) -> np.ndarray:
+        placed = np.zeros(points)
+        np.add.at(placed, order % points, mass)
+        return fft.rfft(placed)
+
+    usual = [(spectrum(n, mass), steps) for n, mass, _, _, steps in parts]
+    whole = np.zeros(points // 2 + 1, dtype=np.complex128)
+    for i, (_, _, n, mass, steps) in enumerate(parts):
+        others = [of ** (count - (i == j)) for j, (of, count) in enumerate(usual)]
+        whole += steps * spectrum(n, mass) * np.prod(others, axis=0)
+    grid = np.arange(first, first + points)
+    mass_K = np.maximum(fft.irfft(whole, points), 0.0)[grid % points]
+    wanted = delta - math.fsum(loss.steps * loss.infinite for loss in losses) - 4 * spare
+    found, least = _smallest(mass_K, grid * width, wanted, threshold * width), chernoff(math.log(spare), 1)
+    return max(found, least), least <= found

@@ -5,16 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpvision.privacy.account import base_view, total_delta, unit_view
+from dpvision.privacy.account import base_view, covers_choice, total_delta, unit_view
 from dpvision.privacy.composition import Part
 from dpvision.privacy.ledger import StoreAccount, store_account
 from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import View
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report import phrases
-from dpvision.report.recompute import Check, compared, differences, failed, not_checked, ok, recomputed
-from dpvision.report.statement import other_runs
-from dpvision.runs.versions import code_versions
+from dpvision.report.checks import Check, compared, differences, failed, not_checked, ok
+from dpvision.report.recompute import recomputed
+from dpvision.report.statement import other_runs, phrase_version
 
 _NAME = "other runs"
 
@@ -33,21 +33,23 @@ def check_other_runs(statement: dict[str, Any], store_dir: Path) -> Check:
     if now.keys() != stated.keys():
         return failed(_NAME, f"the statement lacks {', '.join(sorted(now.keys() - stated.keys()))}")
     steps = {run["run_id"]: run["steps"] for run in stated["runs"]}
+    if steps.get(statement["run_id"]) != statement["mechanism"]["steps_executed"]:
+        return failed(_NAME, f"{steps.get(statement['run_id'])} steps of this run, {statement['mechanism']['steps_executed']} executed")
     gone = [run_id for run_id, count in steps.items() if run_id not in ledgers or not 0 <= count <= ledgers[run_id].steps]
     if gone or len(steps) < len(stated["runs"]):
         return failed(_NAME, f"the store has fewer steps than stated of: {', '.join(gone) or 'a run that is named twice'}")
-    parts = [(ledgers[run_id].plan, count) for run_id, count in steps.items()]
-    grown, another_cap = steps != {run_id: ledger.steps for run_id, ledger in ledgers.items()}, stated["cap"] != now["cap"]
+    parts = [(ledgers[run_id].plan, ledgers[run_id].plan.stated_steps(count)) for run_id, count in steps.items()]
+    grown = steps != {run_id: ledger.steps for run_id, ledger in ledgers.items()}
+    another_cap = _without_choice(stated["cap"]) != _without_choice(now["cap"])
     if grown or another_cap:
         wrong = _wrong_figures(stated, parts)
     else:
         wrong = [where for where in differences(stated, now) if where != "text"]
-    same_code = statement["hashes"]["code"] == code_versions()["code_sha256"]
-    if same_code and stated["text"] not in _texts(stated, statement["run_id"], parts, account):
+    if statement.get("phrases") == phrase_version() and stated["text"] not in _texts(stated, statement["run_id"], parts, account):
         wrong.append("text")
     if wrong:
         return failed(_NAME, f"not as in the ledgers of the store: {', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''}")
-    if more := sorted(ledgers.keys() - steps.keys()):
+    if more := sorted(run_id for run_id, ledger in ledgers.items() if not steps.get(run_id) and (ledger.steps or run_id not in steps)):
         return not_checked(_NAME, f"not named in the statement: {', '.join(more[:3])}; made since, or left out")
     if another_cap:
         return not_checked(_NAME, f"cap {stated['cap']} in the statement, {now['cap']} now; it was set since, or never was the one stated")
@@ -58,13 +60,15 @@ def _wrong_figures(stated: dict[str, Any], parts: list[Part]) -> list[str]:
     """Return which figures are wrong for ``parts``, the stated runs at their stated steps, by the second accountant."""
     charged = [(plan, steps) for plan, steps in parts if steps]
     protected = all(plan.guarantee == "dp" for plan, _ in charged)
-    cap = Cap(stated["cap"]["epsilon"], stated["cap"]["delta"]) if stated["cap"] else None
+    said = _without_choice(stated["cap"])
+    cap = None if said is None else Cap(**said)
     delta = total_delta(cap, [(plan, steps) for plan, steps in charged if plan.guarantee == "dp"])
     of_unit = unit_view(charged) if protected else None
     pairs: list[tuple[str, Any, Any]] = [
         ("delta", stated["delta"], delta),
         ("epsilon_total", stated["epsilon_total"] is not None, protected),
         ("unit_epsilon_total", stated["unit_epsilon_total"] is not None, of_unit is not None),
+        ("covers_choice", bool((stated["cap"] or {}).get("covers_choice")), protected and covers_choice(cap, charged)),
     ]
     # Without Renyi divergences, as of truncated draws, there is no filter.
     if not protected or (base_view(charged) == "record" and all(plan.sampling != "truncated_poisson" for plan, _ in charged)):
@@ -86,12 +90,17 @@ def _wrong_figures(stated: dict[str, Any], parts: list[Part]) -> list[str]:
     if wrong:
         return wrong
     checks = [recomputed(name, said, of, at, view, how) for name, said, of, at, view, how in asked if said is not None and at is not None]
-    return [check.name for check in checks if check.status == "failed"]
+    return [check.name for check in checks if check.status in ("failed", "unverified")]
+
+
+def _without_choice(cap: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a statement's cap without what follows from the runs."""
+    return None if cap is None else {name: value for name, value in cap.items() if name != "covers_choice"}
 
 
 def _texts(stated: dict[str, Any], run_id: str, parts: list[Part], account: StoreAccount) -> set[str]:
     """Return the sentences that fit the stated figures: one for each number of times that the store may have been moved by then."""
-    named = {run["run_id"] for run in stated["runs"]}
+    named, said = {run["run_id"] for run in stated["runs"]}, _without_choice(stated["cap"])
     then = replace(
         account,
         runs=tuple(run for run in account.runs if run.run_id in named),
@@ -99,6 +108,8 @@ def _texts(stated: dict[str, Any], run_id: str, parts: list[Part], account: Stor
         delta=stated["delta"],
         epsilon=stated["epsilon_total"],
         unit_epsilon=stated["unit_epsilon_total"],
+        cap=None if said is None else Cap(**said),
+        cap_covers_choice=bool((stated["cap"] or {}).get("covers_choice")),
         draws_people=any(plan.sampling_unit == "person" for plan, steps in parts if plan.guarantee == "dp" and steps),
     )
     return {phrases.other_runs(replace(then, moves=moves), run_id) for moves in range(account.moves + 1)}

@@ -41,8 +41,8 @@ class ComparedRun:
     """Epsilon of all planned steps together with the earlier runs on the same store behind the weights. This and the epsilons below are
     per person if people are declared, otherwise per image."""
     epsilon: float | None
-    """Epsilon of the charged steps together with the earlier runs on the same store behind the weights; None without a guarantee or a
-    ledger."""
+    """The stated epsilon (``composition.parts_of``) together with the earlier runs on the same store behind the weights; None without a
+    guarantee or a ledger."""
     this_run_epsilon: float | None
     """Epsilon of this run alone."""
     step_N: np.ndarray
@@ -61,7 +61,7 @@ class ComparedRun:
 
     @property
     def cost(self) -> str:
-        """Epsilon spent, as text for legends."""
+        """The stated epsilon, as text for legends."""
         if self.config.privacy.guarantee != "dp":
             return "simulated" if self.config.privacy.guarantee == "simulated" else "no guarantee"
         if self.epsilon is None or self.this_run_epsilon is None:

@@ -52,31 +52,31 @@ _TITLE_CHARACTERS = 50
 """Characters of a bold line that fit into a figure."""
 
 
-def epsilon_figure(points: Sequence[tuple[int, float]], executed: int, target: float | None) -> str:
+def epsilon_figure(points: Sequence[tuple[int, float]], stated: int, target: float | None) -> str:
     """Plot epsilon against steps as SVG.
 
     Args:
-        points: (steps, epsilon) from (0, 0) to all planned steps, ascending, ``executed`` among them.
-        executed: steps charged in the ledger; later steps are drawn as planned.
+        points: (steps, epsilon) from (0, 0) to all planned steps, ascending, ``stated`` among them.
+        stated: steps whose epsilon is stated (``DPPlan.stated_steps``).
         target: target epsilon, or None.
     """
     steps, epsilon = np.array(points, dtype=np.float64).T
-    spent = dict(points)[executed]  # never interpolated: between two points a concave curve lies above their line
-    done = steps <= executed
-    alt = f"Epsilon grows from {up(epsilon[1], 2)} after {steps[1]:,.0f} steps to {up(spent, 2)} after the {executed:,} executed ones"
+    spent = dict(points)[stated]  # never interpolated: between two points a concave curve lies above their line
+    done = steps <= stated
+    alt = f"Epsilon grows from {up(epsilon[1], 2)} after {steps[1]:,.0f} steps to {up(spent, 2)} after the {stated:,} planned ones"
     with svg_axes(alt + (f"; the target is {up(target)}." if target else ".")) as (ax, svg):
         ax.plot(steps[done], epsilon[done], color=ACCENT)
         ax.fill_between(steps[done], epsilon[done], color=ACCENT, alpha=0.12, linewidth=0)
         if not done.all():
-            ax.plot([executed, *steps[~done]], [spent, *epsilon[~done]], color=ACCENT, linestyle=(0, (2, 2)), linewidth=1.4)
-        ax.plot([executed], [spent], "o", color=ACCENT, markersize=6, clip_on=False, zorder=3)
+            ax.plot([stated, *steps[~done]], [spent, *epsilon[~done]], color=ACCENT, linestyle=(0, (2, 2)), linewidth=1.4)
+        ax.plot([stated], [spent], "o", color=ACCENT, markersize=6, clip_on=False, zorder=3)
         top = max(target or 0.0, float(epsilon[-1]))
         if target:
             ax.axhline(target, color=SECOND, linewidth=1.4, linestyle=(0, (5, 3)))
             ax.text(0, target + 0.025 * top, f"target {up(target)}", color=SECOND, va="bottom")
         ax.annotate(
-            f"{up(spent, 2)} spent",
-            (executed, spent),
+            f"{up(spent, 2)} stated",
+            (stated, spent),
             (-7, -32),
             textcoords="offset points",
             ha="right",

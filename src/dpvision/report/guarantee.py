@@ -7,6 +7,7 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import up
 from dpvision.report import phrases
 from dpvision.report.numbers import short
+from dpvision.report.schema import Stop
 from dpvision.runs.lineage import private_stores, runs_on
 from dpvision.runs.versions import code_versions
 
@@ -54,22 +55,29 @@ def headline(guarantee: dict[str, Any] | None) -> str:
     return f"Differential privacy with epsilon {up(epsilon, 2)} and delta {short(guarantee['delta'])} for each {whom}."
 
 
-def guarantee_of(plan: DPPlan, steps: int, inherited: list[dict[str, Any]], store_id: str, *, fixed: bool) -> dict[str, Any]:
+def guarantee_of(
+    plan: DPPlan, steps: int, inherited: list[dict[str, Any]], store_id: str, *, fixed: bool, stop: Stop = "not_declared"
+) -> dict[str, Any]:
     """Return the guarantee of a run for its own store, including the earlier runs on that store behind its weights.
 
     Args:
-        steps: number of steps charged in the ledger.
+        steps: number of steps charged in the ledger. All figures are of ``plan.stated_steps``, whatever ``stop`` is.
         inherited: lineage of the weights that the run started from.
+        stop: with "independent", a run that ended early also gets the figures of its executed steps.
     """
-    behind, spent = runs_on(inherited, store_id), plan.spent(steps)
-    figures = figures_of(parts_of([*behind, (plan, steps)]) or ((plan, steps),), fixed=fixed)
+    behind, stated = runs_on(inherited, store_id), plan.stated_steps(steps)
+    spent, executed = plan.spent(stated), None
+    if stop == "independent" and steps < stated:
+        prefix = plan.spent(steps)
+        executed = {"steps": steps, "epsilon": prefix.epsilon, "unit_epsilon": prefix.unit_epsilon}
+    figures = figures_of(parts_of([*behind, (plan, steps)]) or ((plan, stated),), fixed=fixed)
     return figures | {
         "delta_rule": phrases.delta_rule(plan, len(behind)),
         "this_run": {
             "epsilon": spent.epsilon,
             "delta": spent.delta,
             "epsilon_rdp": spent.epsilon_rdp,
-            "epsilon_of_all_planned_steps": plan.epsilon,
+            "executed": executed,
         },
         "accountant": {
             "method": phrases.accountant_method(plan),

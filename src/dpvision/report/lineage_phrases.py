@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import up
 from dpvision.report.numbers import short
 
@@ -20,9 +21,13 @@ def entry_text(entry: dict[str, Any], *, own: bool) -> str:
     who = "This run" if own else "An earlier run"
     licence = f" Licence: {entry['licence'] or 'not recorded'}." if entry["visibility"] == "public" else ""
     if guarantee is not None:
+        plan = DPPlan.from_dict(guarantee["plan"])
+        # Of the plan: an entry of an older version has the epsilon of the executed steps.
+        epsilon = plan.epsilon or 0.0 if plan.stated_steps(guarantee["steps"]) else 0.0
+        steps = f"{guarantee['steps']:,} of {plan.steps:,} planned" if guarantee["steps"] < plan.steps else f"{plan.steps:,}"
         return (
-            f"{who}, on {entry['visibility']} store {store_id[:12]}: epsilon {up(guarantee['epsilon'], 2)} at delta "
-            f"{short(guarantee['delta'])}, {guarantee['steps']:,} steps.{licence}"
+            f"{who}, on {entry['visibility']} store {store_id[:12]}: epsilon {up(epsilon, 2)} at delta "
+            f"{short(guarantee['delta'])}, {steps} steps.{licence}"
         )
     if entry["visibility"] == "public" and entry["licence"] == PROCEDURAL and not entry["declared"]:
         made = f"{name}, computed by dpvision from textures" if kind == "weights" else f"store {store_id[:12]}, rendered by dpvision"

@@ -11,7 +11,7 @@ from dpvision.errors import PrivacyError
 from dpvision.eval.score import is_of_the_run, is_share
 from dpvision.eval.score_file import NOTHING_FITTED
 from dpvision.files import write_json
-from dpvision.privacy.composition import parts_of, total_epsilon
+from dpvision.privacy.composition import total_epsilon
 from dpvision.privacy.plan import DPPlan
 from dpvision.report import figures
 from dpvision.report.gallery import Gallery
@@ -19,8 +19,8 @@ from dpvision.report.html import render, setting_rows, write_page
 from dpvision.report.learned import learned_of, predict_some
 from dpvision.report.neighbours import neighbours_of_run
 from dpvision.report.reconstructions import reconstruct_some
-from dpvision.report.schema import Tuning
-from dpvision.report.statement import Evidence, read_evidence, require_total, statement_of
+from dpvision.report.schema import Stop, Tuning
+from dpvision.report.statement import Evidence, read_evidence, require_declarations, statement_of
 from dpvision.runs.lineage import runs_on
 
 _CURVE_POINTS = 12
@@ -32,6 +32,7 @@ def make_report(
     *,
     store_dir: str | Path | None = None,
     tuning: Tuning = "not_covered",
+    stop: Stop = "not_declared",
     gallery: Gallery | None = None,
 ) -> Path:
     """Write RUN/statement.json and RUN/report.html, a page without scripts or network requests, and return the page's path.
@@ -39,7 +40,7 @@ def make_report(
     Args:
         run_dir: run folder.
         public_store: public store whose images are classified, reconstructed and compared on the page; if None, no images.
-        store_dir, tuning: as in ``statement.make_statement``.
+        store_dir, tuning, stop: as in ``statement.make_statement``.
         gallery: public part (``Gallery.public_part``) of a gallery of captioned images.
 
     Raises:
@@ -48,8 +49,8 @@ def make_report(
     """
     root = Path(run_dir)
     evidence = read_evidence(root, None if store_dir is None else Path(store_dir))
-    require_total(evidence, tuning)
-    statement = statement_of(evidence, tuning)
+    require_declarations(evidence, tuning, stop)
+    statement = statement_of(evidence, tuning, stop)
     predictions = images = alike = None
     if public_store is not None:
         store = open_store(public_store)
@@ -82,7 +83,7 @@ def recompute_code(plan: DPPlan, statement: dict[str, Any]) -> str | None:
     """Return a few lines of Python that compute the run's epsilon with dp-accounting alone, or None without a guarantee."""
     if statement["guarantee"] is None:
         return None
-    steps, gaussian = statement["mechanism"]["steps_executed"], f"dp.GaussianDpEvent({plan.noise_multiplier!r})"
+    steps, gaussian = plan.stated_steps(statement["mechanism"]["steps_executed"]), f"dp.GaussianDpEvent({plan.noise_multiplier!r})"
     lines = ["import dp_accounting as dp"]
     if plan.selection is not None:
         return "\n".join([*lines, *_recompute_selection(plan, steps), "print(epsilon)"])
@@ -136,10 +137,10 @@ def _figures(evidence: Evidence, statement: dict[str, Any], tuning: Tuning, aske
     guarantee = statement["guarantee"]
     if guarantee is not None:
         plan, behind = evidence.plan, runs_on(evidence.ledger.lineage, evidence.ledger.store_id)
-        executed = statement["mechanism"]["steps_executed"]
-        steps = sorted({0, 1, executed, *(math.ceil(plan.steps * (k / _CURVE_POINTS) ** 1.5) for k in range(1, _CURVE_POINTS + 1))})
-        points = [(step, total_epsilon(parts_of([*behind, (plan, step)]), fixed=tuning == "none")[0]) for step in steps]
-        drawn["epsilon"] = figures.epsilon_figure(points, executed, asked)
+        stated = plan.stated_steps(statement["mechanism"]["steps_executed"])
+        steps = sorted({0, 1, stated, *(math.ceil(plan.steps * (k / _CURVE_POINTS) ** 1.5) for k in range(1, _CURVE_POINTS + 1))})
+        points = [(step, total_epsilon((*behind, *([(plan, step)] if step else ())), fixed=tuning == "none")[0]) for step in steps]
+        drawn["epsilon"] = figures.epsilon_figure(points, stated, asked)
         if guarantee["privacy_profile"] is not None:
             drawn["profile"] = figures.profile_figure(guarantee["privacy_profile"], guarantee["epsilon"], guarantee["delta"])
     if shares := [score for score in statement["scores"] if is_share(score["protocol"])]:

@@ -10,7 +10,7 @@ from dpvision.privacy.plan import DPPlan, default_delta
 from dpvision.privacy.printed import up
 from dpvision.privacy.refusal import MAX_DELTA
 from dpvision.report.numbers import count, factor, one_in, percent_up, short
-from dpvision.report.schema import Tuning
+from dpvision.report.schema import Stop, Tuning
 
 TRUST_MODEL = (
     "Whoever runs the training is trusted with the images. The guarantee holds against everybody who receives what is released, even if "
@@ -48,7 +48,7 @@ TUNING: dict[Tuning, str] = {
     ),
     "charged": (
         "Declared by the operator: settings and checkpoint were chosen among runs on these images, by public scores of their weights. "
-        "Each of those runs is charged to the store's ledgers. Their total (other_runs), not the epsilon of this run, covers the choice."
+        "Each of those runs is charged to the store's ledgers. The choice costs their total (other_runs), not the epsilon of this run."
     ),
     "not_covered": (
         "Not covered: it is not recorded how the settings and the checkpoint were chosen. If they were chosen by results on these images, "
@@ -56,9 +56,29 @@ TUNING: dict[Tuning, str] = {
     ),
 }
 CHOICE = (
-    "The choice of this run among several on the same images: what covers it is the total of those runs (history.other_runs: "
-    "epsilon_filter, and for a person unit_epsilon_total), which is larger than the epsilon of this run."
+    "The choice of this run among several on the same images: it costs the total of those runs (history.other_runs: "
+    "epsilon_filter, and for a person unit_epsilon_total), which is larger than the epsilon of this run. {}"
 )
+CHOSEN_LATER = (
+    "That settings of one run behind the weights followed results of another on the same images, which was not declared otherwise: their "
+    "total is a guarantee for settings fixed beforehand. {}"
+)
+NO_CAP = "A total over runs chosen from earlier results is a guarantee only against a cap set before the first run, and there is none."
+STOP = (
+    "That the run ended at this step, if confidential figures decided it: losses, gradient norms, scores of private images. Ends decided "
+    "by released weights, public scores or outside events are covered by epsilon, which is that of all planned steps."
+)
+STOPPED = {
+    "independent": (
+        "{steps:,} of {planned:,} planned steps were executed. Declared by the operator: nothing computed from the images had an influence "
+        "on where the run ended. Every figure is nevertheless for all planned steps; those of the executed steps stand beside it."
+    ),
+    "not_declared": (
+        "{steps:,} of {planned:,} planned steps were executed. Every figure is for all planned steps: the released weights, or their "
+        "scores, may have decided where the run ended, which the epsilon of the executed steps does not cover."
+    ),
+}
+"""Text of ``history.stop``, by the operator's declaration."""
 SELECTION = (
     "Charged: one setting of a public list was chosen by its score on these images, in a private selection. A secret random number of "
     "runs was made, each with a setting drawn from the list and with a noisy score, and the best of them is released; epsilon covers all "
@@ -84,7 +104,7 @@ COMPOSITION: dict[Method, str] = {
     "renyi": "Their Renyi divergences are added: the settings of all of them were declared to be fixed beforehand.",
     "filter": (
         "Their total is given by a Renyi filter (Feldman and Zrnic, arXiv 2008.11193), which allows for settings chosen after seeing "
-        "earlier results; it is proven if the owner had set this total, or a larger one, as a cap beforehand."
+        "earlier results; that is proven against a cap set before the first run."
     ),
     "basic": "One of them has no Renyi accounting: their epsilons, each at an equal share of delta, are added.",
 }
@@ -192,12 +212,39 @@ def declared(by: dict[str, Any] | None) -> dict[str, Any] | None:
     return {**by, "text": f"Declared to be public by {who}: {by['name']}, from {by['source']}. This was not verified."}
 
 
-def not_covered_of(lineage: list[dict[str, Any]], tuning: Tuning) -> list[str]:
-    """Return what the guarantee does not cover because of a statement's lineage, and of how the run was chosen."""
+def stop(plan: DPPlan, steps: int, declared: Stop) -> dict[str, Any] | None:
+    """Return how a run ended that was charged some of its planned steps; None for one that executed all of them, or none."""
+    if not 0 < steps < plan.steps:
+        return None
+    return {"declared": declared, "text": STOPPED[declared].format(steps=steps, planned=plan.steps)}
+
+
+def not_covered_of(
+    lineage: list[dict[str, Any]],
+    tuning: Tuning,
+    guarantee: dict[str, Any],
+    ended_early: dict[str, Any] | None,
+    other_runs: dict[str, Any],
+) -> list[str]:
+    """Return what the guarantee does not cover because of a statement's lineage, and of how the run was chosen and ended.
+
+    Args:
+        ended_early: from ``stop``.
+        other_runs: ``history.other_runs`` of the statement.
+    """
     named = [entry["declared"]["name"] for entry in lineage if entry["declared"]]
+    cap = other_runs.get("cap")
+    capped = NO_CAP
+    if cap is not None and cap["covers_choice"]:
+        capped = f"The owner's cap, set before the first run, covers it: epsilon {cap['epsilon']:g} at delta {short(cap['delta'])}."
+    elif not other_runs["known"]:
+        capped = NO_CAP.replace("and there is none", "which is not known here")
+    adaptive = guarantee["composition"]["methods"]["epsilon"] in ("filter", "basic")
     return [
+        *([STOP] if ended_early is not None and ended_early["declared"] != "independent" else []),
         *([f"Weights that were declared to be public ({', '.join(named)}): their training data was not verified."] if named else []),
-        *([CHOICE] if tuning == "charged" else []),
+        *([CHOSEN_LATER.format(capped)] if adaptive else []),
+        *([CHOICE.format(capped)] if tuning == "charged" else []),
         *([TWINS] if any(entry["deduplicated"] for entry in lineage) else []),
     ]
 
@@ -389,10 +436,15 @@ def other_runs(account: StoreAccount, run_id: str) -> str:
     of_unit = account.unit_epsilon
     person = "" if of_unit is None else f"epsilon {up(of_unit, 2)} for a person with all their images"
     image = f"epsilon {up(account.epsilon or 0.0, 2)}"
+    chosen = (
+        "epsilon_filter describes settings chosen after seeing earlier runs; it is no guarantee, for lack of a cap set before the first."
+    )
+    if account.cap is not None and account.cap_covers_choice:
+        chosen = "The owner's cap, set before the first run, is a guarantee also for settings chosen after seeing earlier runs."
     total = f"{person}," if account.draws_people else image if of_unit is None else f"{person}, and {image} for an image,"
     return (
         f"{count(others, 'other run')} used the same images. Together they cost {total} at delta {short(account.delta or 0.0)} if their "
-        f"settings were fixed beforehand; epsilon_filter also allows settings chosen after seeing earlier runs. {unknown}"
+        f"settings were fixed beforehand; every run counts with all its planned steps. {chosen} {unknown}"
     )
 
 

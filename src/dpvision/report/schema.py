@@ -9,6 +9,9 @@ from typing import Any, Literal
 Tuning = Literal["none", "public", "charged", "not_covered"]
 """How settings and checkpoint were chosen (``history.tuning`` in the statement)."""
 
+Stop = Literal["independent", "not_declared"]
+"""Whether the operator declares that private data had no influence on where a run stopped (``history.stop`` in the statement)."""
+
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float), "null": type(None),
 }  # fmt: skip

@@ -6,21 +6,23 @@ docs/statement.md explains every field; docs/statement.schema.json is the schema
 import dataclasses
 import hashlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.errors import CheckpointError, DataError, PrivacyError
+from dpvision.dp import rounding
+from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.eval.score import is_of_the_run
 from dpvision.eval.score_file import read_scores
 from dpvision.files import write_json
 from dpvision.privacy.ledger import LedgerContents, StoreAccount, read_ledger, store_account
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report import head_phrases, phrases, unit_phrases
+from dpvision.report import head_phrases, lineage_phrases, numbers, phrases, unit_phrases
 from dpvision.report.guarantee import guarantee_of, headline, other_stores
 from dpvision.report.lineage_phrases import entry_text
-from dpvision.report.schema import Tuning
+from dpvision.report.schema import Stop, Tuning
 from dpvision.runs.folder import read_run
 from dpvision.weights import lineage_digest
 
@@ -49,49 +51,115 @@ class Evidence:
         return self.plan.guarantee == "dp"
 
 
-def make_statement(run_dir: str | Path, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered") -> dict[str, Any]:
+def make_statement(
+    run_dir: str | Path, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered", stop: Stop = "not_declared"
+) -> dict[str, Any]:
     """Return the statement of a run, ready for JSON (schema: docs/statement.schema.json).
 
-    Epsilon is computed from the steps charged in the ledger, under the ledger's plan, including steps charged after the checkpoint.
-    For a run without a guarantee on a public store, the statement says first that it guarantees nothing.
+    Epsilon follows from the ledger: it is that of the whole plan in its first line once a step has been charged
+    (``DPPlan.stated_steps``). For a run without a guarantee on a public store, the statement says first that it guarantees nothing.
 
     Args:
         run_dir: run folder with at least one checkpoint.
         store_dir: the store trained on; if None, the path in the run's config if it still exists. With the store, its ledger is read and
             other runs on it are added up; without it, the run folder's copy is read.
         tuning: the operator's declaration of how settings and checkpoint were chosen.
+        stop: "independent" declares that nothing computed from the private records had an influence on where the run stopped.
 
     Raises:
+        ConfigError: ``stop`` is declared of a run that did not end early.
         PrivacyError: a run without a guarantee on a private store, a tainted parent, a ledger that was altered or does not lead to
             this checkpoint, a private score in the public file, or "charged" without a total of the store's runs.
         CheckpointError: there is no run or checkpoint, or it was altered.
     """
     evidence = read_evidence(Path(run_dir), None if store_dir is None else Path(store_dir))
-    require_total(evidence, tuning)
-    return statement_of(evidence, tuning)
+    require_declarations(evidence, tuning, stop)
+    return statement_of(evidence, tuning, stop)
 
 
-def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """All that a statement says or is computed from, without its files: ``compose`` makes the statement of it."""
+
+    plan: DPPlan
+    steps: int
+    """Steps charged."""
+    run_id: str
+    recipe: str
+    inherited: list[dict[str, Any]]
+    """Lineage of the weights that the run started from, as in its ledger."""
+    own: dict[str, Any]
+    """The run's own entry of the lineage, without its guarantee."""
+    config: dict[str, Any]
+    """Model, data and hardware of the config."""
+    settings: dict[str, Any]
+    from_store: bool
+    """Whether the store's ledger was read, or the run folder's copy."""
+    updates: int
+    restarts: int
+    other_runs: dict[str, Any]
+    scores: list[dict[str, Any]]
+    hashes: dict[str, Any]
+    versions: dict[str, str]
+    tuning: Tuning
+    stop: Stop
+
+
+def statement_of(evidence: Evidence, tuning: Tuning = "not_covered", stop: Stop = "not_declared") -> dict[str, Any]:
     """Return the statement for given evidence (see ``make_statement``)."""
-    plan, steps, manifest = evidence.plan, evidence.ledger.steps, evidence.manifest
-    fixed = tuning == "none"
-    inherited, store_id = evidence.ledger.lineage, evidence.ledger.store_id
-    guarantee = guarantee_of(plan, steps, inherited, store_id, fixed=fixed) if evidence.guaranteed else None
+    manifest, ledger = evidence.manifest, evidence.ledger
+    account = None if evidence.store_dir is None else store_account(evidence.store_dir)
+    return compose(
+        Facts(
+            plan=evidence.plan,
+            steps=ledger.steps,
+            run_id=ledger.run_id,
+            recipe=manifest["config"]["recipe"],
+            inherited=ledger.lineage,
+            own={**manifest["lineage"][-1], "guarantee": None},
+            config=manifest["config"],
+            settings=settings_of(manifest),
+            from_store=evidence.from_store,
+            updates=manifest["updates"],
+            restarts=ledger.restarts,
+            other_runs=other_runs(account, ledger.run_id),
+            scores=evidence.scores,
+            hashes={
+                "code": manifest["versions"]["code_sha256"],
+                "config": hashlib.sha256(json.dumps(manifest["config"], sort_keys=True, separators=(",", ":")).encode()).hexdigest(),
+                "ledger": ledger.digest,
+                "lineage": lineage_digest(ledger.lineage),
+                "weights": manifest["tensors"] | manifest.get("files", {}),
+            },
+            versions=versions_of(manifest),
+            tuning=tuning,
+            stop=stop,
+        )
+    )
+
+
+def compose(facts: Facts) -> dict[str, Any]:
+    """Return the statement that these facts make."""
+    plan, steps, config, tuning = facts.plan, facts.steps, facts.config, facts.tuning
+    fixed, store_id, guaranteed = tuning == "none", facts.own["store_id"], plan.guarantee == "dp"
+    guarantee = guarantee_of(plan, steps, facts.inherited, store_id, fixed=fixed, stop=facts.stop) if guaranteed else None
     of_unit = guarantee is not None and guarantee["unit_epsilon"] is not None
     in_words = unit_phrases.in_words(plan, guarantee) if guarantee and of_unit else phrases.in_words(plan, guarantee)
-    head = head_phrases.is_head(manifest["config"])
-    lineage, of_people = _lineage(evidence, guarantee), plan.sampling_unit == "person"
-    account = None if evidence.store_dir is None else store_account(evidence.store_dir)
+    head = head_phrases.is_head(config)
+    lineage, of_people = _lineage(facts, guarantee), plan.sampling_unit == "person"
+    ended_early = None if guarantee is None else phrases.stop(plan, steps, facts.stop)
     return {
         "format": FORMAT,
-        "guaranteed": evidence.guaranteed,
+        "phrases": phrase_version(),
+        "guaranteed": guaranteed,
         "headline": headline(guarantee),
         "in_words": in_words,
-        "run_id": evidence.ledger.run_id,
-        "recipe": manifest["config"]["recipe"],
+        "run_id": facts.run_id,
+        "recipe": facts.recipe,
         "scope": {
             "released": head_phrases.released(plan) if head else phrases.released(plan),
-            "not_covered": phrases.not_covered(plan) + (phrases.not_covered_of(lineage, tuning) if guarantee else []),
+            "not_covered": phrases.not_covered(plan)
+            + ([] if guarantee is None else phrases.not_covered_of(lineage, tuning, guarantee, ended_early, facts.other_runs)),
             "trust_model": phrases.trust_model(plan),
             "adjacency": unit_phrases.ADJACENCY_OF_PEOPLE if of_people else phrases.ADJACENCY,
             "unit": {
@@ -107,7 +175,7 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
             },
         },
         "guarantee": guarantee,
-        "other_stores": other_stores(inherited, store_id if guarantee else None, fixed=fixed),
+        "other_stores": other_stores(facts.inherited, store_id if guarantee else None, fixed=fixed),
         "mechanism": {
             "sampling_assumed": phrases.sampling_assumed(plan),
             "sampling_executed": phrases.sampling_executed(plan),
@@ -120,39 +188,45 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered") -> dict[str
             "steps_planned": plan.steps,
             "steps_executed": steps,
             "clipping": (head_phrases if head else unit_phrases if of_people else phrases).clipping(plan),
-            "sensitivity": phrases.sensitivity(plan, manifest["config"]),
+            "sensitivity": phrases.sensitivity(plan, config),
             "noise_generator": phrases.noise_generator(plan),
             "bad_records": unit_phrases.BAD_IMAGES if of_people else phrases.BAD_RECORDS,
             "selection": phrases.selection(plan),
         },
         "history": {
-            "ledger": phrases.ledger_source(evidence.from_store),
-            "steps_in_weights": manifest["updates"],
-            "steps_wasted": steps - manifest["updates"],
-            "restarts": evidence.ledger.restarts,
-            "other_runs": other_runs(account, evidence.ledger.run_id),
+            "ledger": phrases.ledger_source(facts.from_store),
+            "steps_in_weights": facts.updates,
+            "steps_wasted": steps - facts.updates,
+            "restarts": facts.restarts,
+            "stop": ended_early,
+            "other_runs": facts.other_runs,
             "tuning": {"declared": tuning, "charged": plan.selection is not None, "text": phrases.tuning(plan, tuning)},
-            "preprocessing": head_phrases.preprocessing(manifest["config"]) if head else phrases.preprocessing(manifest["config"]),
+            "preprocessing": head_phrases.preprocessing(config) if head else phrases.preprocessing(config),
             "lineage": lineage,
             "heads_and_evaluations": head_phrases.HEADS if head else phrases.HEADS,
             "audits": {"runs": [], "text": phrases.NO_AUDITS},
         },
         "side_channels": phrases.side_channels(plan),
-        "settings": _settings(manifest),
-        "scores": evidence.scores,
-        "hashes": {
-            "code": manifest["versions"]["code_sha256"],
-            "config": hashlib.sha256(json.dumps(manifest["config"], sort_keys=True, separators=(",", ":")).encode()).hexdigest(),
-            "ledger": evidence.ledger.digest,
-            "lineage": lineage_digest(inherited),
-            "weights": manifest["tensors"] | manifest.get("files", {}),
-        },
-        "versions": {key: value for key, value in manifest["versions"].items() if key != "code_sha256"},
+        "settings": facts.settings,
+        "scores": facts.scores,
+        "hashes": facts.hashes,
+        "versions": facts.versions,
     }
 
 
-def require_total(evidence: Evidence, tuning: Tuning) -> None:
-    """Raise PrivacyError if the choice of a run is declared to be covered by its store's total and there is none to state."""
+def require_declarations(evidence: Evidence, tuning: Tuning, stop: Stop) -> None:
+    """Refuse declarations that do not fit the run.
+
+    Raises:
+        PrivacyError: the choice of a run is declared to be charged, and its store has no total to state.
+        ConfigError: a stop is declared of a run that did not end early.
+    """
+    plan, steps = evidence.plan, evidence.ledger.steps
+    if stop == "independent" and not (evidence.guaranteed and 0 < steps < plan.steps):
+        raise ConfigError(
+            f"report: --stop independent, steps={steps} of {plan.steps}, guarantee={plan.guarantee}; expected a private run that ended "
+            "early. Drop --stop."
+        )
     if tuning != "charged":
         return
     account = None if evidence.store_dir is None else store_account(evidence.store_dir)
@@ -164,9 +238,11 @@ def require_total(evidence: Evidence, tuning: Tuning) -> None:
         )
 
 
-def write_statement(run_dir: str | Path, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered") -> Path:
+def write_statement(
+    run_dir: str | Path, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered", stop: Stop = "not_declared"
+) -> Path:
     """Write ``make_statement``'s result to RUN/statement.json and return the path. Raises as it does."""
-    statement = make_statement(run_dir, store_dir=store_dir, tuning=tuning)
+    statement = make_statement(run_dir, store_dir=store_dir, tuning=tuning, stop=stop)
     path = Path(run_dir) / "statement.json"
     write_json(path, statement)
     return path
@@ -270,14 +346,14 @@ def _ledger(copy: Path, about: dict[str, Any], store_dir: Path | None) -> Ledger
     return contents
 
 
-def _lineage(evidence: Evidence, guarantee: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return every store in the lineage of the weights, oldest first. This run's entry comes from the ledger, not the manifest."""
-    own = {**evidence.manifest["lineage"][-1], "guarantee": None}
+def _lineage(facts: Facts, guarantee: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return every store in the lineage of the weights, oldest first. This run's guarantee comes from the ledger, not the manifest."""
+    own = dict(facts.own)
     if guarantee is not None:
         figures = {name: guarantee["this_run"][name] for name in ("epsilon", "delta", "epsilon_rdp")}
         total = {name: guarantee[name] for name in ("epsilon", "delta")} | {"method": guarantee["composition"]["methods"]["epsilon"]}
-        own["guarantee"] = {**figures, "steps": evidence.ledger.steps, "plan": evidence.plan.to_dict(), "total": total}
-    entries = [{"licence": None, **entry} for entry in [*evidence.ledger.lineage, own]]
+        own["guarantee"] = {**figures, "steps": facts.steps, "plan": facts.plan.to_dict(), "total": total}
+    entries = [{"licence": None, **entry} for entry in [*facts.inherited, own]]
     more = [
         {"deduplicated": phrases.deduplicated(entry.get("deduplicated")), "declared": phrases.declared(entry.get("declared"))}
         for entry in entries
@@ -295,7 +371,7 @@ def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
         {
             "run_id": run.run_id,
             "guarantee": run.guarantee,
-            "steps": run.spent.steps,
+            "steps": run.steps,
             "epsilon": run.spent.epsilon,
             "delta": run.spent.delta if run.guarantee == "dp" else None,
         }
@@ -309,13 +385,26 @@ def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
         "epsilon_filter": account.epsilon_filter,
         "unit_epsilon_total": account.unit_epsilon,
         "delta": account.delta,
-        "cap": None if account.cap is None else dataclasses.asdict(account.cap),
+        "cap": None if account.cap is None else dataclasses.asdict(account.cap) | {"covers_choice": account.cap_covers_choice},
     }
 
 
-def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
+def settings_of(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of model, data, optimizer, hardware and seed, without local paths."""
     config = manifest["config"]
     kept = {key: value for key, value in config.items() if key not in _NOT_SETTINGS}
     kept = {**kept, "data": {key: value for key, value in config["data"].items() if key != "store"}}
     return head_phrases.settings(kept, manifest["encoder"]) if head_phrases.is_head(config) else kept
+
+
+def versions_of(manifest: dict[str, Any]) -> dict[str, str]:
+    """Return the versions of the software that made a checkpoint, without the digest of the code."""
+    return {key: value for key, value in manifest["versions"].items() if key != "code_sha256"}
+
+
+@cache
+def phrase_version() -> str:
+    """Digest of the code that writes a statement's sentences: ``verify`` can write them again if its own is the same."""
+    modules = (head_phrases, lineage_phrases, numbers, phrases, rounding, unit_phrases)
+    texts = [Path(str(module.__file__)).read_bytes() for module in modules]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]

@@ -17,18 +17,9 @@ from dpvision.privacy.ledger import LedgerContents, read_ledger
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report.check_other_runs import check_other_runs
-from dpvision.report.recompute import (
-    Check,
-    check_epsilons,
-    check_figures,
-    check_schema,
-    compared,
-    differences,
-    failed,
-    not_checked,
-    ok,
-)
-from dpvision.report.statement import read_evidence, statement_of
+from dpvision.report.checks import Check, compared, differences, failed, not_checked, ok
+from dpvision.report.recompute import check_epsilons, check_figures, check_schema
+from dpvision.report.statement import read_evidence, settings_of, statement_of, versions_of
 from dpvision.runs.folder import read_run
 from dpvision.runs.versions import code_versions
 from dpvision.weights import lineage_digest, unpack
@@ -55,7 +46,7 @@ def verify_statement(path: str | Path, run_dir: str | Path | None = None, store_
     schema = check_schema(statement)
     if schema.status == "failed":
         return [schema, not_checked("everything else", "the statement does not fit its schema")]
-    checks = [schema, check_figures(statement), *check_epsilons(statement)]
+    checks = [schema, *check_figures(statement), *check_epsilons(statement)]
     copy = None
     if run_dir is None:
         checks.append(not_checked("run, weights, config, code, ledger, lineage, scores", NO_RUN))
@@ -124,8 +115,11 @@ def check_manifest(statement: dict[str, Any], folder: Path) -> list[Check]:
         ("run_id", statement["run_id"], manifest["run_id"]),
         ("steps_in_weights", statement["history"]["steps_in_weights"], manifest["updates"]),
         ("hash of the code", statement["hashes"]["code"], manifest["versions"]["code_sha256"]),
+        ("recipe", statement["recipe"], manifest["config"]["recipe"]),
+        ("settings", statement["settings"], json.loads(json.dumps(settings_of(manifest)))),
+        ("versions", statement["versions"], versions_of(manifest)),
     ]
-    checks = [compared("checkpoint", pairs, f"{folder.name} has the config, the steps and the code that the statement names")]
+    checks = [compared("checkpoint", pairs, f"{folder.name} has the config, settings, steps, versions and code that the statement names")]
     if statement["hashes"]["code"] == code_versions()["code_sha256"]:
         return [*checks, ok("code", "the dpvision installed here is the code that made the checkpoint")]
     made = statement["versions"].get("dpvision", "?")
@@ -147,6 +141,9 @@ def check_ledger(statement: dict[str, Any], path: Path, about: dict[str, Any]) -
         ("store_id of run.json", about["store_id"], ledger.store_id),
         *_plan_pairs(statement, ledger.plan),
     ]
+    restarts = statement["history"]["restarts"]
+    if restarts > ledger.restarts or (restarts != ledger.restarts and statement["hashes"]["ledger"] == ledger.digest):
+        pairs.append(("restarts", restarts, ledger.restarts))
     checks = [compared("ledger", pairs, "an unbroken chain of this run, under the plan of the statement")]
     checks.append(
         _reaches("ledger, last line", statement, ledger, "the run's copy ends before the line that the statement names: give the store")
@@ -217,6 +214,13 @@ def check_lineage(statement: dict[str, Any], root: Path, ledger: LedgerContents 
     for said, found in zip(stated[:-1], ledger.lineage, strict=False):
         for field in ("store_id", "visibility", "run_id", "guarantee"):
             digests.append((f"{field} of {str(found['store_id'])[:16]}", said[field], json.loads(json.dumps(found[field]))))
+    own = json.loads(json.dumps(manifest["lineage"][-1]))
+    for field in ("visibility", "licence"):
+        digests.append((f"{field} of this run's store", stated[-1][field], own.get(field)))
+    for said, kept in zip(stated, [*ledger.lineage, own], strict=False):
+        for field in ("licence", "declared", "deduplicated"):
+            plain = said[field] if not isinstance(said[field], dict) else {k: v for k, v in said[field].items() if k != "text"}
+            digests.append((f"{field} of {str(kept['store_id'])[:16]}", plain, json.loads(json.dumps(kept.get(field)))))
     wrong = [what for what, one, other in digests if one != other]
     if wrong:
         return failed("lineage", f"not the same in ledger, manifest, weights and statement: {', '.join(wrong)}")
@@ -246,7 +250,8 @@ def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | No
             return not_checked(name, "the dpvision installed here is not the code that made the checkpoint")
         if evidence.ledger.digest != statement["hashes"]["ledger"]:
             return not_checked(name, "the run's ledger, where it can be read, is not at the line that the statement names")
-        again = json.loads(json.dumps(statement_of(evidence, statement["history"]["tuning"]["declared"])))
+        stop = (statement["history"].get("stop") or {"declared": "not_declared"})["declared"]
+        again = json.loads(json.dumps(statement_of(evidence, statement["history"]["tuning"]["declared"], stop)))
     except DPVisionError as error:
         return failed(name, str(error))
     # More scores and runs may have been added since: these have checks of their own.

@@ -1,16 +1,12 @@
-"""The epsilon spent so far, for display."""
-
-import math
+"""The epsilon of a run under way, for display."""
 
 from dpvision.privacy.composition import Part, parts_of, total_epsilon, unit_epsilon
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import up
 
-_MILESTONES = 16
-
 
 class EpsilonMeter:
-    """Epsilon spent, for display: computed exactly at sixteen milestones and rounded up to the next one in between.
+    """Epsilon of a run that was charged some steps, for display: that of its whole plan from the first step on (``plan.stated_steps``).
 
     Args:
         behind: the private runs on the same store that the weights come from.
@@ -21,11 +17,11 @@ class EpsilonMeter:
         self._known: dict[tuple[bool, int], tuple[float, float | None]] = {}
 
     def at_most(self, steps: int) -> float | None:
-        """Upper bound on the epsilon of ``steps`` steps and of all runs behind the weights; None for a plan without a guarantee."""
+        """Epsilon that is stated after ``steps`` steps, with all runs behind the weights; None for a plan without a guarantee."""
         return self._bound(steps)[0]
 
     def this_run_at_most(self, steps: int) -> float | None:
-        """Upper bound on the epsilon of ``steps`` steps alone."""
+        """The same for this run alone."""
         return self._bound(steps, alone=True)[0]
 
     def unit_at_most(self, steps: int) -> float | None:
@@ -51,9 +47,8 @@ class EpsilonMeter:
     def _bound(self, steps: int, *, alone: bool = False) -> tuple[float | None, float | None]:
         if self._plan.guarantee != "dp":
             return None, None
-        total = self._plan.steps
-        milestone = min(total, math.ceil(math.ceil(steps * _MILESTONES / total) * total / _MILESTONES))
-        if (alone, milestone) not in self._known:
-            parts = parts_of([*(() if alone else self._behind), (self._plan, milestone)])
-            self._known[alone, milestone] = total_epsilon(parts)[0], unit_epsilon(parts)
-        return self._known[alone, milestone]
+        stated = self._plan.stated_steps(steps)
+        if (alone, stated) not in self._known:
+            parts = parts_of([*(() if alone else self._behind), (self._plan, stated)])
+            self._known[alone, stated] = total_epsilon(parts)[0], unit_epsilon(parts)
+        return self._known[alone, stated]

@@ -102,7 +102,7 @@ def inherit(
 
 
 def runs_on(lineage: Iterable[dict[str, Any]], store_id: str) -> tuple[Part, ...]:
-    """Return plans and charged steps of the private runs on a store in a lineage.
+    """Return plans and stated steps (``composition.parts_of``) of the private runs on a store in a lineage.
 
     Raises:
         PrivacyError: an entry has a guarantee without its plan or steps.
@@ -132,10 +132,11 @@ def shaped_in_confidence(lineage: Iterable[dict[str, Any]]) -> bool:
 
 
 def own_entry(plan: DPPlan, store: Store, run_id: str | None, steps: int, inherited: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Lineage entry of a run itself, after ``steps`` charged steps of ``plan`` on ``store``; ``inherited`` is its start's lineage."""
+    """Lineage entry of a run itself, after ``steps`` charged steps of ``plan`` on ``store``; ``inherited`` is its start's lineage. Its
+    epsilons are the stated ones, of the whole plan."""
     guarantee = None
     if plan.guarantee == "dp":
-        spent = plan.spent(steps)
+        spent = plan.spent(plan.stated_steps(steps))
         epsilon, delta, method = total_epsilon(parts_of([*runs_on(inherited, store.store_id), (plan, steps)]))
         guarantee = {
             "epsilon": spent.epsilon, "epsilon_rdp": spent.epsilon_rdp, "delta": plan.delta, "steps": steps, "plan": plan.to_dict(),
