@@ -69,9 +69,9 @@ def import_(
     """Import images into a store: tar shards and a memory-mapped index.
 
     SOURCE is a folder of images (class folders or flat), parquet files with image bytes, or WebDataset tars (indexed in
-    place). Files that are unreadable, too large or not images are left out; they are counted here and named only in the store's
-    confidential/ folder. A store is private unless you give --public. If a private store's labels are names (such as class folders),
-    give --classes: numbers assigned from the names found would depend on private images. With --dataset, SOURCE is the folder of that
+    place). Files that are unreadable, too large, hidden, masks of other images or no images are left out; they are counted here and
+    named only in the store's confidential/ folder. A store is private unless you give --public. If a private store's labels are names
+    (such as class folders), give --classes: numbers assigned from the names found would depend on private images. With --dataset, SOURCE is the folder of that
     data set's unpacked archives; docs/datasets.md has the layouts.
 
     Args:
@@ -79,8 +79,8 @@ def import_(
         store: New folder for the store.
         public: These images need no protection; figures and images from this store may be shown.
         unit_from: Field that names the person: column, JSON field, or `parent` for the folder's name.
-        label_from: Field that holds the label (class folders and `label` columns are found without it). A list gives an image several
-            labels; an empty list means that it belongs to none of the classes.
+        label_from: Field that holds the label (class folders and `label` columns are found without it). `parent` for a tar of class
+            folders. A list gives an image several labels; an empty list means that it belongs to none of the classes.
         label_separator: Separator between an image's labels in a text field, such as "|". An empty text is an empty list.
         classes: File with the class names in the order of their numbers, one per line or a JSON list.
         unknown_classes: For an image whose class is not declared: refuse the import, or keep the image unlabelled, so that it

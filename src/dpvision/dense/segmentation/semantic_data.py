@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dpvision.data.beside import is_hidden
 from dpvision.data.decode import BadImage, decode, stored_ids, stored_size
 from dpvision.data.ordered import ordered_map
 from dpvision.data.sources import IMAGE_EXTENSIONS
@@ -224,7 +225,7 @@ def _by_stem(folder: Path, extensions: set[str] | frozenset[str], what: str) -> 
         raise DataError(f"{_WHERE}: {what}={str(folder)!r} is not a folder; expected one with {what}. Check the path.")
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        if path.suffix[1:].lower() in extensions and not path.name.startswith("."):
+        if path.suffix[1:].lower() in extensions and not is_hidden(path.name):
             if path.stem in found:
                 raise DataError(f"{_WHERE}: {path} and {found[path.stem].name}; expected every stem once. Move one away.")
             found[path.stem] = path
