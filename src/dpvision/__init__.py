@@ -1,7 +1,7 @@
 """dpvision: train image models on images that must stay private.
 
     encoder = dpvision.load("runs/NAME")
-    features_BD = encoder(torch.from_numpy(encoder.preprocess(image))[None])
+    features_BD = encoder(torch.from_numpy(encoder.preprocess("photo.jpg"))[None])
 
 ``dir(dpvision)`` lists the public names; each is imported when it is first used. docs/tour.md describes the packages.
 """

@@ -33,7 +33,8 @@ def test_messy_photographs_decode_or_are_refused_as_their_manifest_says():
         if entry["file"].endswith(".heif"):  # Pillow alone, which made the manifest, does not read it
             assert decode(data).shape[2] == 3
             continue
-        if entry["decodes"] != "yes" or entry["width"] * entry["height"] > MAX_PIXELS:
+        grey_below = entry["file"] == "exif__corrupted.jpg"  # Pillow, which made the manifest, fills what is missing with grey
+        if entry["decodes"] != "yes" or entry["width"] * entry["height"] > MAX_PIXELS or grey_below:
             with pytest.raises(BadImage):
                 decode(data)
             continue

@@ -27,17 +27,42 @@ def test_scan_finds_what_tarfile_finds(tmp_path, kind):
     assert {m.name: data[m.offset : m.offset + m.size] for m in scan(path)} == members
 
 
-def test_folders_and_links_are_passed_over(tmp_path):
+def test_folders_are_passed_over_and_links_are_their_files(tmp_path):
     path = tmp_path / "t.tar"
+    long = "deep/" * 30 + "f.jpg"
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "global"}) as tar:
-        for name, kind in (("folder", tarfile.DIRTYPE), ("link", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE)):
+        links = (
+            ("a/sym.jpg", tarfile.SYMTYPE, "../f.jpg"),
+            ("hard.jpg", tarfile.LNKTYPE, "f.jpg"),
+            ("twice.jpg", tarfile.SYMTYPE, "hard.jpg"),
+        )
+        lost = (
+            ("lost.jpg", tarfile.SYMTYPE, "none.jpg"),
+            ("loop.jpg", tarfile.SYMTYPE, "loop.jpg"),
+            ("to_folder", tarfile.SYMTYPE, "folder"),
+        )
+        for name, kind, target in (("folder", tarfile.DIRTYPE, ""), *links, *lost):
             info = tarfile.TarInfo(name)
-            info.type, info.linkname = kind, "f.jpg"
+            info.type, info.linkname = kind, target
             tar.addfile(info)
         info = tarfile.TarInfo("f.jpg")
         info.size = 3
         tar.addfile(info, io.BytesIO(b"abc"))
-    assert [m.name for m in scan(path)] == ["f.jpg"] == [m.name for m in by_tarfile(path)]
+    found = {m.name: m for m in scan(path)}
+    data = path.read_bytes()
+    (file,) = by_tarfile(path)
+    for name in ("f.jpg", "a/sym.jpg", "hard.jpg", "twice.jpg"):
+        assert found.pop(name) == file._replace(name=name) and data[file.offset : file.offset + 3] == b"abc"
+    assert {name: m.problem for name, m in found.items()} == dict.fromkeys(("lost.jpg", "loop.jpg", "to_folder"), "link without its file")
+    for kind in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):  # a long target, after a long name
+        with tarfile.open(path, "w", format=kind) as tar:
+            info = tarfile.TarInfo(long)
+            info.size = 3
+            tar.addfile(info, io.BytesIO(b"abc"))
+            info = tarfile.TarInfo("x" * 150 + ".jpg")
+            info.type, info.linkname = tarfile.LNKTYPE, long
+            tar.addfile(info)
+        assert [(m.name, m.size) for m in scan(path)] == [(long, 3), ("x" * 150 + ".jpg", 3)]
 
 
 def test_a_header_without_the_ustar_magic_needs_its_checksum():

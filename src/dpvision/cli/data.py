@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _RECIPE_RECORDS = 50_000
 """Dataset size of the suggested recipes; smaller stores need a smaller batch."""
 _RECORDS_OF_A_UNIT = (1, 2, 4, 8)
+_DARK_BELOW = 1 << 15
+"""Images of 16 bits whose largest value is below may have fewer bits."""
 
 SceneLabel = Literal["shape", "colour", "texture", "count", "light", "background"]
 
@@ -56,6 +58,8 @@ def import_(
     unknown_classes: UnknownClasses = "refuse",
     captions: Path | None = None,
     require_captions: bool = False,
+    max_value: int | None = None,
+    window: tuple[float, float] | None = None,
     licence: str | None = None,
     dataset: str | None = None,
     split: str | None = None,
@@ -65,9 +69,9 @@ def import_(
     """Import images into a store: tar shards and a memory-mapped index.
 
     SOURCE is a folder of images (class folders or flat), parquet files with image bytes, or WebDataset tars (indexed in
-    place). Files that are unreadable, too large or not images are left out; they are counted here and named only in the store's
-    confidential/ folder. A store is private unless you give --public. If a private store's labels are names (such as class folders),
-    give --classes: numbers assigned from the names found would depend on private images. With --dataset, SOURCE is the folder of that
+    place). Files that are unreadable, too large, hidden, masks of other images or no images are left out; they are counted here and
+    named only in the store's confidential/ folder. A store is private unless you give --public. If a private store's labels are names
+    (such as class folders), give --classes: numbers assigned from the names found would depend on private images. With --dataset, SOURCE is the folder of that
     data set's unpacked archives; docs/datasets.md has the layouts.
 
     Args:
@@ -75,8 +79,8 @@ def import_(
         store: New folder for the store.
         public: These images need no protection; figures and images from this store may be shown.
         unit_from: Field that names the person: column, JSON field, or `parent` for the folder's name.
-        label_from: Field that holds the label (class folders and `label` columns are found without it). A list gives an image several
-            labels; an empty list means that it belongs to none of the classes.
+        label_from: Field that holds the label (class folders and `label` columns are found without it). `parent` for a tar of class
+            folders. A list gives an image several labels; an empty list means that it belongs to none of the classes.
         label_separator: Separator between an image's labels in a text field, such as "|". An empty text is an empty list.
         classes: File with the class names in the order of their numbers, one per line or a JSON list.
         unknown_classes: For an image whose class is not declared: refuse the import, or keep the image unlabelled, so that it
@@ -84,6 +88,9 @@ def import_(
         captions: File of captions: COCO's captions_*.json, lines NAME#NUMBER<TAB>CAPTION, or a CSV with columns image and caption.
             Captions next to an image (NAME.txt, NAME.json, a column `captions`, `caption` or `text`) are found without it.
         require_captions: Leave out images without a caption; a captioner needs at least one per image.
+        max_value: White in images of more than 8 bits whose files do not state it, such as 4095 for 12-bit cameras that write 16 bits. They
+            are stored as 8-bit PNG.
+        window: Black and white in images of more than 8 bits, e.g. -160 240 for Hounsfield units, or of floating-point values.
         licence: Licence of public images, for the statement.
         dataset: One of the papers' data sets, e.g. imagenet, cifar100, caltech101, aircraft. Labels and their order are then the same
             for each split.
@@ -94,9 +101,15 @@ def import_(
     if dataset is not None or split is not None:
         if captions is not None or require_captions:
             raise DataError("data import: captions with --dataset, whose images have labels only; expected none. Drop --dataset.")
+        if max_value is not None or window is not None:
+            raise DataError("data import: --max-value or --window with --dataset, whose images have 8 bits; expected neither. Drop it.")
         if classes is not None or unknown_classes != "refuse":
             raise DataError("data import: --classes with --dataset, which fixes its classes; expected only one of them. Drop one.")
         return _import_dataset(source, store, dataset, split, public, licence, workers, json, [unit_from, label_from, label_separator])
+    if max_value is not None and window is not None:
+        raise DataError("data import: --max-value and --window; expected one of them. Drop --max-value.")
+    if max_value is not None:
+        window = 0, max_value
     check_source(source)
     rule = ClassRule(None if classes is None else read_classes(classes), unknown_classes)
     from dpvision.data.importer import import_source
@@ -104,7 +117,7 @@ def import_(
     with Console(stderr=True).status("importing") as status:
         made = import_source(
             source, store, public=public, unit_from=unit_from, label_from=label_from, label_separator=label_separator, classes=rule,
-            captions=captions, require_captions=require_captions, licence=licence, workers=workers,
+            captions=captions, require_captions=require_captions, licence=licence, window=window, workers=workers,
             progress=lambda n: status.update(f"importing: {n:,} images"),
         )  # fmt: skip
     _said(made, json)
@@ -247,6 +260,18 @@ def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _range_lines(summary: dict[str, Any]) -> list[str]:
+    """Return a line if images of 16 bits do not fill their range."""
+    found = {name: n for name, n in summary.get("largest_values_of_16_bits", {}).items() if int(name.split()[-1]) < _DARK_BELOW}
+    if not found:
+        return []
+    most = int(list(found)[-1].split()[-1])
+    return [
+        f"{sum(found.values()):,} images of 16 bits are dark: their values do not pass {most}, and 65535 is white. If their range "
+        f"is smaller, import again with --max-value {most}, or with --window LOW HIGH."
+    ]
+
+
 def _said(store: "Store", as_json: bool, more: dict[str, Any] | None = None) -> None:
     from dpvision.data.declared import has_units
 
@@ -266,6 +291,7 @@ def _said(store: "Store", as_json: bool, more: dict[str, Any] | None = None) -> 
     lines = [f"{_label(store)}{store.num_records:,} records in {store.path} ({store.visibility}{labels})"]
     lines.append(pairs(_flat(summary | (more or {}))))
     lines += _left_out_lines(store, summary)
+    lines += _range_lines(summary)
     lines += _unit_lines(store) if has_units(store) else []
     first = _suggested(store)[0]
     units = f" --privacy.num-units {first['num_units']}" if "num_units" in first else ""

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
+from dpvision.data.beside import is_hidden
 from dpvision.data.sources import Sample, Source, file_sample, open_source
 from dpvision.errors import DataError
 
@@ -102,7 +103,7 @@ def _pairs(file: Path) -> Iterator[tuple[str, int]]:
 
 
 def _folders(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not is_hidden(entry.name))
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def _class_folders(dataset: Dataset, folder: Path, others: list[Path]) -> Source
 
 def _images_below(folder: Path, names: list[str]) -> Iterator[Sample]:
     for label, name in enumerate(names):
-        for file in sorted(os.listdir(folder / name)):
+        for file in sorted(file for file in os.listdir(folder / name) if not is_hidden(file)):
             yield file_sample(folder / name / file, f"{name}/{file}", {"label": label})
 
 
@@ -240,7 +241,10 @@ def _caltech101(dataset: Dataset, root: Path, split: str) -> Source:
     names = [name for name in _folders(folder) if name != "BACKGROUND_Google"]
     chosen: list[tuple[str, int]] = []
     for label, name in enumerate(names):
-        files = sorted(os.listdir(folder / name), key=lambda file: blake2b(f"{name}/{file}".encode()).digest())
+        files = sorted(
+            (file for file in os.listdir(folder / name) if not is_hidden(file)),
+            key=lambda file: blake2b(f"{name}/{file}".encode()).digest(),
+        )
         if len(files) <= _TRAIN_PER_CLASS:
             rule = f"expected more than {_TRAIN_PER_CLASS}, which are for training"
             raise DataError(f"dataset: {folder / name}: {len(files)} images; {rule}. Unpack the archive again.")

@@ -1,28 +1,30 @@
-"""Decode image files to uint8 RGB pixels: every colour mode, EXIF orientation applied, decompression bombs refused from the header.
+"""Decode image files to uint8 RGB pixels: the one reader of import, training, evaluation and prediction.
 
 The store keeps the original bytes. These rules apply each time a record is read, and depend on its bytes only:
 
-- JPEG in grey, YCbCr or RGB by simplejpeg; HEIF by pillow-heif, where it is installed; everything else, and JPEG that simplejpeg
-  refuses, by Pillow.
-- The EXIF orientation (1 to 8) is applied; another value, or EXIF that cannot be read, counts as upright.
-- Transparency is composed over white. Of animations and of files with several pages the first frame is taken.
-- 16 bits: the high byte, v >> 8 (what Pillow does to 16-bit colour, so that grey and colour agree). 32-bit integers are first clipped
-  to 0 ... 65535. Floating-point pixels have no agreed range and are refused.
-- CMYK and LAB by the formulas of Pillow and littlecms; embedded colour profiles are not applied.
+- JPEG by simplejpeg, whose verdict on damage is final; HEIF by pillow-heif, where it is installed; everything else by Pillow, CMYK JPEG
+  too once simplejpeg has found it whole.
+- The orientation (1 to 8) in EXIF, or else XMP, is applied once; another value, or EXIF that cannot be read, counts as upright.
+- Of animations and of files with several pages the first frame is taken.
+- Samples of other kinds than 8-bit RGB, and transparency: by ``rgb.to_rgb``.
+- Decompression bombs are refused from the header.
 
 Legend: H height, W width.
 """
 
 import io
-from typing import Literal
+from pathlib import Path
 
 import numpy as np
 import simplejpeg
-from PIL import Image, ImageCms
+from PIL import Image, ImageFile, TiffImagePlugin
 
+from dpvision.data.jpeg import decode_jpeg, jpeg_bits, may_be_turned, plain
+from dpvision.data.rgb import MAX_PIXELS as MAX_PIXELS
+from dpvision.data.rgb import BadImage as BadImage
+from dpvision.data.rgb import Window, is_deep, stated_range, to_8_bits, to_rgb
 from dpvision.errors import DataError
 
-MAX_PIXELS = 50_000_000
 MAX_ASPECT = 100
 MAX_FILE_BYTES = 1 << 29
 """No image of 50 megapixels is larger than this, even uncompressed with four channels of 16 bits."""
@@ -33,37 +35,124 @@ HEAD_BYTES = 16
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "AVIF", "JPEG2000")
 """Only these of Pillow's formats are opened: some of the others start programs or are not images."""
 
-Reason = Literal["not an image", "HEIF", "oversized", "damaged", "float pixels"]
 _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 """First brands of HEIF files, which phones write and Pillow alone does not read (ISO/IEC 23008-12, annex B)."""
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _ORIENTATION_TAG = 0x0112
+_LOW_BYTES = {"RGB;16B": "RGB;16L", "RGB;16L": "RGB;16B", "RGB;16N": "RGB;16B", "RGBX;16L": "RGBX;16B", "RGBX;16B": "RGBX;16L"}
+"""Pillow's readers of 16-bit colour, which keep the high bytes, and those that give the low bytes of the same file."""
 Image.init()  # registers every reader now: done lazily it is a race between the threads of the loader
 
 
-class BadImage(DataError):
-    """Bytes that cannot be decoded; ``reason`` is one of a fixed set, for counting."""
-
-    def __init__(self, reason: Reason, detail: str) -> None:
-        remedy = 'Install pillow-heif (the extra "heif"), or convert it to JPEG.' if reason == "HEIF" else "Leave it out or repair it."
-        super().__init__(f"image: {reason} ({detail}); expected an image of at most {MAX_PIXELS} pixels. {remedy}")
-        self.reason = reason
-
-
-def decode(data: bytes) -> np.ndarray:
-    """Return the upright pixels of an image, uint8 of shape (H, W, 3).
+def decode(data: bytes, *, upright: bool = True, window: Window | None = None) -> np.ndarray:
+    """Return the pixels of an image, uint8 of shape (H, W, 3).
 
     Args:
         data: a whole image file in one of ``FORMATS``, or HEIF where pillow-heif is installed.
+        upright: if False, the pixels as stored, not turned, for masks that refer to them.
+        window: declared range of samples of more than 8 bits, in place of the range that the file states or its bits imply.
 
     Raises:
         BadImage: not an image, more than ``MAX_PIXELS`` pixels or more elongated than ``MAX_ASPECT`` to 1 (both known from the
-            header, before any pixel is decoded), damaged or truncated, or floating-point.
+            header, before any pixel is decoded), damaged or truncated, floating-point of unknown range, or of an unsupported kind.
     """
-    if data[:2] == b"\xff\xd8":
-        pixels = _decode_jpeg(data)
-        if pixels is not None:
-            return pixels
-    return np.asarray(_open(data))
+    if data[:2] == b"\xff\xd8" and (pixels := _decode_jpeg(data, upright)) is not None:
+        return pixels
+    return np.asarray(_open(data, upright, window))
+
+
+def read_image(image: "str | Path | bytes | Image.Image | np.ndarray", window: Window | None = None) -> np.ndarray:
+    """Return the upright pixels of an image, uint8 (H, W, 3), those of ``decode`` for the same file.
+
+    Args:
+        image: path, bytes of a file, Pillow image, or uint8 RGB pixels (H, W, 3), taken as they are. A Pillow image that is not loaded is
+            read from its file; of one that is loaded or made, what Pillow knows of its samples is used.
+        window: as in ``decode``.
+
+    Raises:
+        BadImage: see ``decode``.
+        DataError: the file cannot be read, or an array of another type or shape.
+    """
+    if isinstance(image, str | Path):
+        image = _file_bytes(Path(image))
+    elif isinstance(image, Image.Image):
+        image = _unread_bytes(image) or image
+    if isinstance(image, bytes | bytearray | memoryview):
+        return decode(bytes(image), window=window)
+    if isinstance(image, Image.Image):
+        return np.asarray(_loaded(image, True, window))
+    if not isinstance(image, np.ndarray):
+        got = f"{type(image).__module__}.{type(image).__name__}"
+        raise DataError(f"preprocess: image={got}; expected a path, bytes of a file, a PIL image or a uint8 array. Pass the path.")
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+        what = "the range of its values" if image.dtype != np.uint8 else "three channels of RGB"
+        raise DataError(
+            f"preprocess: image={image.dtype} {image.shape}, an array without {what}; expected uint8 of shape (H, W, 3). Pass the path or "
+            "the bytes of its file, or a PIL image."
+        )
+    return image
+
+
+def stored_size(data: bytes) -> tuple[int, int]:
+    """Return width and height of the stored pixels, from the header. Raises BadImage."""
+    image = _opened(data)
+    if isinstance(image, TiffImagePlugin.TiffImageFile) and _orientation(image) >= 5:
+        return image.size[1], image.size[0]  # Pillow gives a TIFF's size as turned
+    return image.size
+
+
+def stored_ids(data: bytes) -> np.ndarray:
+    """Return the samples of an image of one channel as they are stored, or its palette indices: integers (H, W), for masks of ids.
+
+    Raises:
+        BadImage: see ``decode``, or several channels.
+    """
+    image = _opened(data)
+    if image.mode not in ("1", "L", "P", "I", "I;16", "I;16B", "I;16L"):
+        raise BadImage("unsupported", f"mode {image.mode}, {len(image.getbands())} channels")
+    try:
+        id_HW = np.asarray(image)
+    except Exception as error:
+        raise BadImage("damaged", f"{type(error).__name__}: {error}") from error
+    bits = _png_bits(data)
+    if image.mode == "L" and bits in (2, 4):  # Pillow scales them to 0 ... 255
+        return id_HW // (255 // (2**bits - 1))
+    return id_HW
+
+
+def largest_undeclared(data: bytes) -> int | None:
+    """Return the largest sample of an image of 16 bits whose file does not state their range; None for every other image.
+
+    Raises:
+        BadImage: see ``decode``.
+    """
+    if not (_png_bits(data) == 16 or data[:4] in _TIFF):
+        return None
+    image = _opened(data)
+    if not is_deep(image):
+        values = _colour_of_16_bits(data)
+    else:
+        values = None if image.mode == "F" or stated_range(image) is not None else np.asarray(image)
+    return None if values is None else max(0, int(values.max()))
+
+
+def in_8_bits(data: bytes, window: Window) -> bytes:
+    """Return an image of more than 8 bits as an upright 8-bit PNG of ``window``; every other image unchanged.
+
+    Raises:
+        BadImage: see ``decode``, or 16-bit colour of a kind that Pillow reads in 8 bits only.
+    """
+    pixels_HWC = decode(data, window=window)
+    if _png_bits(data) != 16 and data[:4] not in _TIFF:
+        return data
+    image = _opened(data)
+    if not is_deep(image) and _colour_of_16_bits(data) is None:
+        if _png_bits(data) == 16 or (isinstance(image, TiffImagePlugin.TiffImageFile) and max(image.tag_v2.get(258, (8,))) > 8):
+            raise BadImage("unsupported", f"a window for {image.mode} of 16 bits")
+        return data
+    file = io.BytesIO()
+    Image.fromarray(pixels_HWC).save(file, "PNG")
+    return file.getvalue()
 
 
 def may_be_image(head: bytes) -> bool:
@@ -86,31 +175,18 @@ def extension(data: bytes) -> str:
     return "ppm" if data[:1] == b"P" else "jp2"
 
 
-def upright_rgb(image: Image.Image) -> Image.Image:
-    """Upright RGB image of 8 bits from a Pillow image in any mode but F, by the rules at the top of this file.
-
-    Raises:
-        BadImage: floating-point pixels.
-    """
-    method = _TURN.get(_orientation(image))
-    made = _rgb(image)
-    return made if method is None else made.transpose(method)
-
-
-def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "RGB" and "transparency" not in image.info:
-        return image
-    if image.mode == "F":
-        raise BadImage("float pixels", "mode F")
-    if image.mode.startswith("I"):
-        high_byte = np.clip(np.asarray(image), 0, 65535).astype(np.uint16) >> 8
-        return Image.fromarray(high_byte.astype(np.uint8)).convert("RGB")
-    if image.mode == "LAB":
-        return ImageCms.profileToProfile(image, ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB"), outputMode="RGB") or image
-    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
-        over = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", over.size, "white"), over).convert("RGB")
-    return image.convert("RGB")
+def _loaded(image: Image.Image, upright: bool, window: Window | None, png_bits: int | None = None) -> Image.Image:
+    """Return an opened image as RGB, upright or as stored: Pillow turns a TIFF while it loads it, and nothing else."""
+    stored_as = _orientation(image) if isinstance(image, TiffImagePlugin.TiffImageFile) else 1
+    try:
+        image.load()  # the first frame, or page
+        made = to_rgb(image, window, png_bits)
+    except BadImage:
+        raise
+    except Exception as error:  # Pillow's readers raise a dozen types on damaged input; training must see one
+        raise BadImage("damaged", f"{type(error).__name__}: {error}") from error
+    turn = _TURN.get(_orientation(image)) if upright else _TURN.get(_INVERSE.get(stored_as, stored_as))
+    return made if turn is None else made.transpose(turn)
 
 
 def _check_size(width: int, height: int) -> None:
@@ -118,20 +194,24 @@ def _check_size(width: int, height: int) -> None:
         raise BadImage("oversized", f"{width} x {height} pixels")
 
 
-def _decode_jpeg(data: bytes) -> np.ndarray | None:
-    """Decode with simplejpeg; None if Pillow has to try (CMYK, or a file that only a lenient reader accepts)."""
+def _decode_jpeg(data: bytes, upright: bool) -> np.ndarray | None:
+    """Decode with simplejpeg; None for CMYK, once it is found whole."""
+    file = data
     try:
-        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
-        return None
-    _check_size(width, height)
+        try:
+            height, width, colours, _ = simplejpeg.decode_jpeg_header(file)
+        except ValueError:
+            file = plain(data)
+            height, width, colours, _ = simplejpeg.decode_jpeg_header(file)
+        _check_size(width, height)
+        pixels = decode_jpeg(file)
+    except ValueError as error:
+        if (bits := jpeg_bits(data)) not in (None, 8):
+            raise BadImage("unsupported", f"JPEG of {bits} bits") from None
+        raise BadImage("damaged" if _looks_like_image(data) else "not an image", str(error)) from None
     if colours not in ("YCbCr", "Gray", "RGB"):
         return None
-    try:
-        pixels = simplejpeg.decode_jpeg(data)
-    except ValueError:
-        return None
-    if b"Exif\0\0" in data:  # opening with Pillow costs several times the decoding of a small image: only where it may matter
+    if upright and may_be_turned(data):  # opening with Pillow costs several times the decoding of a small image: only where it may matter
         try:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
         except (OSError, SyntaxError, ValueError):
@@ -142,7 +222,24 @@ def _decode_jpeg(data: bytes) -> np.ndarray | None:
     return pixels
 
 
-def _open(data: bytes) -> Image.Image:
+def _open(data: bytes, upright: bool, window: Window | None) -> Image.Image:
+    image = _opened(data)
+    clear = image.info.get("transparency")
+    if image.mode == "RGB" and (window is not None or (clear is not None and _png_bits(data) == 16)):
+        values_HWC = _colour_of_16_bits(data)
+        if values_HWC is not None:
+            image.info.pop("transparency", None)
+            rgb_HWC = to_8_bits(values_HWC, window or (0, 65535))
+            if clear is not None:
+                rgb_HWC = np.where((values_HWC == np.array(clear)).all(axis=2, keepdims=True), np.uint8(255), rgb_HWC)
+            made = Image.fromarray(rgb_HWC)
+            turn = _TURN.get(_orientation(image)) if upright else None
+            return made if turn is None else made.transpose(turn)
+    return _loaded(image, upright, window, _png_bits(data))
+
+
+def _opened(data: bytes) -> Image.Image:
+    """Open an image, not loaded; its size is checked."""
     image: Image.Image
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
@@ -150,16 +247,70 @@ def _open(data: bytes) -> Image.Image:
         raise BadImage("oversized", str(error)) from None
     except Exception as error:
         if not _is_heif(data):
-            raise BadImage("damaged" if _looks_like_image(data) else "not an image", f"{type(error).__name__}: {error}") from error
+            raise _unopened(data, error) from error
         image = _open_heif(data)
     _check_size(*image.size)
+    return image
+
+
+def _unopened(data: bytes, error: Exception) -> BadImage:
+    if data[:4] in _TIFF:
+        try:
+            TiffImagePlugin.TiffImageFile(io.BytesIO(data))
+        except Exception as cause:
+            if "unknown pixel mode" in str(cause) or "unknown data organization" in str(cause):
+                return BadImage("unsupported", f"TIFF of {cause}")
+    return BadImage("damaged" if _looks_like_image(data) else "not an image", f"{type(error).__name__}: {error}")
+
+
+def _png_bits(data: bytes) -> int | None:
+    return data[24] if data[:4] == b"\x89PNG" and len(data) > 24 else None
+
+
+def _colour_of_16_bits(data: bytes) -> np.ndarray | None:
+    """Return the samples of 16-bit RGB, uint16 (H, W, 3) as stored; None for every other image. Pillow alone keeps the high bytes."""
+    parts = []
+    for low in (False, True):
+        image = _opened(data)
+        if image.mode != "RGB" or not isinstance(image, ImageFile.ImageFile) or not image.tile:
+            return None
+        tiles = []
+        for tile in image.tile:
+            raw, *rest = tile.args if isinstance(tile.args, tuple) else (tile.args,)
+            if raw not in _LOW_BYTES:
+                return None
+            raw = _LOW_BYTES[raw] if low else raw
+            tiles.append(tile._replace(args=(raw, *rest) if isinstance(tile.args, tuple) else raw))
+        image.tile = tiles
+        try:
+            image.load()
+        except Exception as error:
+            raise BadImage("damaged", f"{type(error).__name__}: {error}") from error
+        parts.append(np.asarray(image).astype(np.uint16))
+    return parts[0] << 8 | parts[1]
+
+
+def _file_bytes(path: Path) -> bytes:
     try:
-        image.load()  # the first frame, or page
-        return upright_rgb(image)
-    except BadImage:
-        raise
-    except Exception as error:  # Pillow's readers raise a dozen types on damaged input; training must see one
-        raise BadImage("damaged", f"{type(error).__name__}: {error}") from error
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise BadImage("oversized", f"{path}, {path.stat().st_size:,} bytes")
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"preprocess: {path}: {error.strerror}; expected an image file. Check the path.") from None
+
+
+def _unread_bytes(image: Image.Image) -> bytes | None:
+    """Return the file of a Pillow image that is not loaded yet, and leave it so; None if there is none."""
+    if not isinstance(image, ImageFile.ImageFile) or image.format not in (*FORMATS, "MPO") or not image.tile or image.tell() != 0:
+        return None
+    try:
+        place = image.fp.tell()  # type: ignore[union-attr]
+        image.fp.seek(0)  # type: ignore[union-attr]
+        data: bytes = image.fp.read()  # type: ignore[union-attr]
+        image.fp.seek(place)  # type: ignore[union-attr]
+    except (AttributeError, OSError, ValueError):
+        return None
+    return data
 
 
 def _open_heif(data: bytes) -> Image.Image:
@@ -186,6 +337,8 @@ def _looks_like_image(data: bytes) -> bool:
     return data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"II*\0", b"MM\0*")) or data[8:12] == b"WEBP"
 
 
+_INVERSE = {6: 8, 8: 6}
+"""Orientations that are not their own inverse."""
 _TURN = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

@@ -15,13 +15,14 @@ import numpy as np
 
 from dpvision.data.caption_files import CaptionFile
 from dpvision.data.captions import Captions, find_captions
-from dpvision.data.decode import BadImage, decode, extension
+from dpvision.data.decode import BadImage, decode, extension, in_8_bits, largest_undeclared
 from dpvision.data.import_labels import ClassRule, ImportedLabels
 from dpvision.data.merge import merge_duplicates
 from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
 from dpvision.data.person_names import person_name
 from dpvision.data.record_lines import append_line, have_captions
+from dpvision.data.rgb import Window, check_window
 from dpvision.data.sources import Sample, open_source
 from dpvision.data.store import ROW, Store, write_description
 from dpvision.data.store_key import keyed_hash, new_key
@@ -47,6 +48,7 @@ def import_source(
     captions: str | Path | None = None,
     require_captions: bool = False,
     licence: str | None = None,
+    window: Window | None = None,
     workers: int = 2,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
@@ -66,6 +68,8 @@ def import_source(
         captions: a file of captions for these images, see ``caption_files``; the source's own captions are kept too.
         require_captions: leave out images without a caption.
         licence: licence of the images, for the statement of runs on a public store.
+        window: the values that become black and white in images of more than 8 bits, which are stored as 8-bit PNG; images of tars are then
+            copied too.
         workers: threads that decode.
         progress: called from time to time with the number of images checked so far.
 
@@ -75,6 +79,8 @@ def import_source(
     """
     target, origin = Path(store_dir).resolve(), Path(source).resolve()
     _require_new(target)
+    if window is not None:
+        check_window(window, "data import")
     if origin.is_dir() and target.is_relative_to(origin):
         raise DataError(f"data import: store={store_dir} lies inside the source; expected it elsewhere. Choose another folder.")
     caption_file = CaptionFile(captions) if captions is not None else None
@@ -92,6 +98,7 @@ def import_source(
         caption_file=caption_file,
         require_captions=require_captions,
         licence=licence,
+        window=window,
         workers=workers,
         progress=progress,
     )
@@ -112,6 +119,7 @@ def import_samples(
     require_captions: bool = False,
     licence: str | None = None,
     metric: str | None = None,
+    window: Window | None = None,
     workers: int = 2,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
@@ -129,7 +137,7 @@ def import_samples(
         build = _Build(folder, files, unit_from, labels, licence, metric)
         done = 0
         named = samples if caption_file is None else caption_file.attach(samples)
-        for chunk in _checked(named, build.key, require_captions, workers):
+        for chunk in _checked(named, build.key, require_captions, window, workers):
             for checked in chunk:
                 build.add(checked)
             done += len(chunk)
@@ -169,13 +177,17 @@ class _Checked(NamedTuple):
     """Reason to leave the image out, or None."""
     record_id: int
     text: Captions
+    largest: int | None
+    """Largest sample of an image of 16 bits whose file does not state their range."""
 
 
-def _checked(samples: Iterable[Sample], key: bytes, require_captions: bool, workers: int) -> Iterator[list[_Checked]]:
+def _checked(
+    samples: Iterable[Sample], key: bytes, require_captions: bool, window: Window | None, workers: int
+) -> Iterator[list[_Checked]]:
     """Yield chunks of samples in order; threads decode the images and clean the captions."""
 
     def check(chunk: list[Sample]) -> list[_Checked]:
-        return [_check(sample, key, require_captions) for sample in chunk]
+        return [_check(sample, key, require_captions, window) for sample in chunk]
 
     return ordered_map(check, _chunks(samples), workers=workers, ahead=2 * workers)
 
@@ -192,16 +204,20 @@ def _chunks(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
         yield chunk
 
 
-def _check(sample: Sample, key: bytes, require_captions: bool) -> _Checked:
-    problem, text = sample.problem, find_captions(sample.fields)
+def _check(sample: Sample, key: bytes, require_captions: bool, window: Window | None) -> _Checked:
+    problem, text, largest = sample.problem, find_captions(sample.fields), None
     if problem is None:
         try:
-            decode(sample.image)
+            if window is None:
+                decode(sample.image)
+                largest = largest_undeclared(sample.image)
+            else:
+                sample = sample._replace(image=in_8_bits(sample.image, window), place=None)
         except BadImage as error:
             problem = error.reason
     if problem is None and require_captions and not text.kept:
         problem = "no caption"
-    return _Checked(sample, problem, -1 if problem is not None else keyed_hash(key, sample.image), text)
+    return _Checked(sample, problem, -1 if problem is not None else keyed_hash(key, sample.image), text, largest)
 
 
 class _Build:
@@ -230,16 +246,19 @@ class _Build:
         self._reasons: Counter[str] = Counter()
         self._num_captions = self._num_cut = 0
         self._dropped: Counter[str] = Counter()
+        self._largest: Counter[int] = Counter()
         self._fields_seen: set[str] = set()
 
     def add(self, checked: _Checked) -> None:
-        sample, problem, record_id, text = checked
+        sample, problem, record_id, text, largest = checked
         self._dropped += text.dropped
         if problem is not None:
             self._reasons[problem] += 1
             where = {"tar": sample.place[0].name} if sample.place else {}
             self._left_out.write(json.dumps({"key": sample.key, "reason": problem, **where}) + "\n")
             return
+        if largest is not None:
+            self._largest[largest.bit_length()] += 1
         self._fields_seen |= sample.fields.keys()
         captions, unit, value = text.kept, self._unit(sample), self._labels.value(sample)
         label = self._labels.number(sample.key, value)
@@ -309,6 +328,8 @@ class _Build:
             "captions_dropped": dict(sorted(self._dropped.items())),
             **more,
         }
+        if self._largest:
+            summary["largest_values_of_16_bits"] = {f"up to {2**bits - 1}": n for bits, n in sorted(self._largest.items())}
         (self._folder / "confidential" / "import.json").write_text(json.dumps(summary, indent=1))
 
 

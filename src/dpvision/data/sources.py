@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dpvision.data.beside import HIDDEN, MASK, check_folders, check_packed, check_table, check_tar, is_hidden, is_mask_of, split_of
 from dpvision.data.captions import CAPTION_FIELDS, MAX_TEXT_BYTES, decode_text
 from dpvision.data.decode import HEAD_BYTES, MAX_FILE_BYTES, may_be_image
+from dpvision.data.image_column import image_column, read_arrow
 from dpvision.data.metadata_table import METADATA_NAMES, read_metadata
 from dpvision.data.ordered import ordered_map
 from dpvision.data.tarindex import Member, scan
@@ -59,6 +61,7 @@ def open_source(
     unit_from: str | None = None,
     label_from: str | None = None,
     label_separator: str | None = None,
+    for_import: bool = True,
     workers: int = 2,
 ) -> Source:
     """Open an image folder, parquet files or WebDataset tars.
@@ -68,36 +71,41 @@ def open_source(
             ``photos/train-*.tar``.
         unit_from, label_from: fields to read (parquet columns, columns of metadata.csv, ``parent``, keys of the json).
         label_separator: if given, an empty label in a table is an empty list, not a missing label.
+        for_import: refuse what has two readings as a data set (``beside``): splits, masks, tables below the source, tars of class folders.
         workers: threads that scan tars.
 
     Raises:
         DataError: ``source`` does not exist or is of no known kind, or a field does not exist in it.
     """
-    kind, paths = _recognise(Path(source))
+    kind, paths = _recognise(Path(source), for_import)
     wanted = [name for name in (unit_from, label_from) if name is not None]
     if kind == "tar":
-        return Source(_tar_samples(paths, workers))
+        return Source(_tar_samples(paths, workers, for_import and "parent" not in wanted and label_from is None))
     if kind == "parquet":
         return _parquet_source(paths, label_from or "label", wanted)
     return _folder_source(paths[0], unit_from, label_from, label_separator is not None)
 
 
-def _recognise(source: Path) -> tuple[str, list[Path]]:
+def _recognise(source: Path, for_import: bool) -> tuple[str, list[Path]]:
     if source.is_dir():
-        tars, parquets = sorted(source.glob("*.tar")), sorted(source.rglob("*.parquet"))
+        image, tars, parquets = _survey(source, for_import)
         if tars and parquets:
             raise DataError(f"source: {source}: tars and parquet files; expected one kind. Name them, e.g. {source}/*.tar in quotes.")
         packed = [*tars, *parquets]
-        if packed and (image := next((Path(at, name) for at, _, names in os.walk(source) for name in names if _is_image(name)), None)):
+        if packed and image:
             raise DataError(
                 f"source: {packed[0]} beside the image {image}; expected one kind. Move the other away, or name the files, e.g. "
                 f"'{packed[0].parent}/*{packed[0].suffix}' in quotes."
             )
+        if for_import:
+            check_packed(source, packed)
         return ("tar", tars) if tars else ("parquet", parquets) if parquets else ("folder", [source])
     paths = sorted(path for path in source.parent.glob(source.name) if not path.is_dir()) if "*" in source.name else [source]
     kinds = {path.suffix for path in paths if path.is_file()}
     for kind in ("tar", "parquet"):
         if kinds == {f".{kind}"}:
+            if for_import:
+                check_packed(source.parent, paths)
             return kind, paths
     if not kinds:
         got = "nothing there"
@@ -110,6 +118,30 @@ def _recognise(source: Path) -> tuple[str, list[Path]]:
         f"source: {source}: {got}; expected a folder of images, .parquet files or uncompressed .tar files. Give the folder "
         "that the images are in."
     )
+
+
+def _survey(root: Path, for_import: bool) -> tuple[Path | None, list[Path], list[Path]]:
+    """Return an image below a folder, if there is one, and all tars and parquet files; hidden folders are passed over."""
+    image, tars, parquets = None, list[Path](), list[Path]()
+    listed = any((root / name).exists() for name in METADATA_NAMES)
+    inner = list[tuple[Path, tuple[str, ...], bool]]()
+    for at, below, names in os.walk(root, onerror=_raise, followlinks=True):
+        folder = Path(at)
+        _refuse_cycles(folder, below)
+        below[:] = sorted(name for name in below if not is_hidden(name))
+        images = [name for name in names if _is_image(name) and not is_hidden(name)]
+        image = folder / images[0] if images and image is None else image
+        if for_import:
+            for name in METADATA_NAMES:
+                if name in names and folder != root:
+                    check_table(folder / name, root)
+            if below and not listed:
+                inner.append((folder, tuple(below), bool(images)))
+        for suffix, found in ((".tar", tars), (".parquet", parquets)):
+            found += [folder / name for name in names if name.endswith(suffix) and not is_hidden(name)]
+    for folder, folders, has_images in inner:  # after the tables, which name what is lost
+        check_folders(folder, folders, top=folder == root, has_images=has_images)
+    return image, sorted(tars), sorted(parquets)
 
 
 def _require_fields(wanted: Iterable[str], known: Iterable[str], where: object) -> None:
@@ -131,24 +163,31 @@ def _folder_source(root: Path, unit_from: str | None, label_from: str | None, se
     counts = Counter({"table_rows_without_file": 0} if rows else {})
 
     def walk() -> Iterator[Sample]:
-        for folder, below, names in os.walk(root, onerror=_raise, followlinks=True):
-            _refuse_cycles(Path(folder), below)
+        for folder, below, names in os.walk(root, onerror=_raise_unless_hidden(root), followlinks=True):
             below.sort()
+            hidden = is_hidden(Path(folder).relative_to(root))
+            if not hidden:
+                _refuse_cycles(Path(folder), below)
             beside = _texts_beside(folder, names)
             texts = {path for found in beside.values() for path in found}
+            stems = {Path(name).stem for name in names if _is_image(name)}
             for name in sorted(names):
                 path = Path(folder, name)
                 if path in tables or path in texts:
                     continue
                 inside = path.relative_to(root)
+                row = rows.pop(inside.as_posix(), {})
+                if hidden or is_hidden(name) or (not row and _is_image(name) and is_mask_of(path.stem, stems)):
+                    yield Sample(inside.as_posix(), b"", {}, problem=HIDDEN if hidden or is_hidden(name) else MASK)
+                    continue
                 fields: dict[str, Any] = {}
                 if len(inside.parts) > 1:
                     fields["parent"] = inside.parts[-2]
                     # photos/PERSON/1.jpg with --unit-from parent: that folder is the person, not the class
-                    if not (unit_from == "parent" and len(inside.parts) == 2):
+                    if not (unit_from == "parent" and len(inside.parts) == 2) and not (columns and split_of(inside.parts[0])):
                         fields["label"] = inside.parts[0]
                 fields |= _read_beside(beside.get(path.stem, []) if _is_image(name) else [])
-                yield file_sample(path, inside.as_posix(), fields | rows.pop(inside.as_posix(), {}))
+                yield file_sample(path, inside.as_posix(), fields | row)
         if counts:
             counts["table_rows_without_file"] = len(rows)
 
@@ -205,6 +244,14 @@ def _text_or_bytes(data: bytes) -> str | bytes:
     return data if text is None else text.strip()
 
 
+def _raise_unless_hidden(root: Path) -> Callable[[OSError], None]:
+    def check(error: OSError) -> None:
+        if not is_hidden(Path(error.filename).relative_to(root)):
+            _raise(error)
+
+    return check
+
+
 def _raise(error: OSError) -> None:
     raise DataError(f"source: {error.filename}: {error.strerror}; expected a readable folder. Check its permissions.") from None
 
@@ -224,15 +271,15 @@ def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
 
 
 def _parquet_source(paths: list[Path], label: str, wanted: list[str]) -> Source:
-    schema = _arrow(paths[0], partial(pq.read_schema, paths[0]))
-    image = _image_column(schema, paths[0])
+    schema = read_arrow(paths[0], partial(pq.read_schema, paths[0]))
+    image, others = image_column(schema, paths[0])
     _require_fields(wanted, set(schema.names) - {image}, paths[0])
     useful = {label, *wanted, *CAPTION_FIELDS} - {image}
     columns, label_names = [image, *sorted(useful & set(schema.names))], _class_names(schema, label)
 
     def rows() -> Iterator[Sample]:
         for path in paths:
-            file = _arrow(path, partial(pq.ParquetFile, path))
+            file = read_arrow(path, partial(pq.ParquetFile, path))
             found = file.schema_arrow
             if image not in found.names or useful & set(found.names) != set(columns) - {image}:
                 raise DataError(f"source: {path}: columns {found.names}; expected those of {paths[0]}, {columns}. Import it separately.")
@@ -242,7 +289,7 @@ def _parquet_source(paths: list[Path], label: str, wanted: list[str]) -> Source:
                 )
             batches = file.iter_batches(batch_size=512, columns=columns)
             number = 0
-            while (batch := _arrow(path, partial(next, batches, None))) is not None:
+            while (batch := read_arrow(path, partial(next, batches, None))) is not None:
                 for row in batch.to_pylist():
                     cell = row.pop(image)
                     data, name = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
@@ -250,25 +297,7 @@ def _parquet_source(paths: list[Path], label: str, wanted: list[str]) -> Source:
                     number += 1
                     yield Sample(key, data, row) if data else Sample(key, b"", row, problem="no image")
 
-    return Source(rows(), label_names)
-
-
-def _arrow(path: Path, read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"source: {path}: {error}; expected a parquet file. Copy it again or remove it.") from None
-
-
-def _image_column(schema: pa.Schema, path: Path) -> str:
-    def holds_bytes(kind: pa.DataType) -> bool:
-        return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-
-    for field in schema:
-        in_struct = pa.types.is_struct(field.type) and any(f.name == "bytes" and holds_bytes(f.type) for f in field.type.fields)
-        if field.name not in CAPTION_FIELDS and (holds_bytes(field.type) or in_struct):  # captions may be binary too
-            return field.name
-    raise DataError(f"source: {path}: columns {schema.names}; expected one with image bytes (binary, or a struct with `bytes`). Add it.")
+    return Source(rows(), label_names, {"image_columns_not_read": others} if others else {})
 
 
 def _class_names(schema: pa.Schema, label: str) -> list[str] | None:
@@ -283,21 +312,32 @@ def _class_names(schema: pa.Schema, label: str) -> list[str] | None:
     return [str(name) for name in names]
 
 
-def _tar_samples(paths: list[Path], workers: int) -> Iterator[Sample]:
+def _tar_samples(paths: list[Path], workers: int, refuse_folders: bool) -> Iterator[Sample]:
+    seen: set[str] = set()
     for path, members in zip(paths, ordered_map(scan, paths, workers=workers, ahead=2 * workers), strict=True):
         groups: dict[str, dict[str, Member]] = {}
+        hidden = [member for member in members if is_hidden(member.name)]
         for member in members:
+            if is_hidden(member.name):
+                continue
             folder, _, name = member.name.removeprefix("./").rpartition("/")
             stem, _, extension = name.partition(".")  # WebDataset: the key ends at the first dot of the file's name
             parts = groups.setdefault(f"{folder}/{stem}" if folder else stem, {})
             if extension.lower() in parts:
                 raise DataError(f"source: {path}: two members {member.name}; expected different names. Merge tars with names of their own.")
             parts[extension.lower()] = member
+        if refuse_folders:
+            images = [key for key, parts in groups.items() if not IMAGE_EXTENSIONS.isdisjoint(parts)]
+            check_tar(path, images, all(set(parts) <= IMAGE_EXTENSIONS for parts in groups.values()), seen)
+        yield from (Sample(member.name, b"", {}, place=(path.resolve(), 0), problem=HIDDEN) for member in hidden)
         try:
             fd = os.open(path, os.O_RDONLY)
             try:
                 for key, parts in groups.items():
                     images = [extension for extension in parts if extension in IMAGE_EXTENSIONS]
+                    if set(parts) <= IMAGE_EXTENSIONS and is_mask_of(key, groups):
+                        yield Sample(key, b"", {}, place=(path.resolve(), 0), problem=MASK)
+                        continue
                     yield _tar_sample(fd, path.resolve(), key, parts)
                     for extension in images[1:]:
                         yield Sample(f"{key}.{extension}", b"", {}, place=(path.resolve(), 0), problem="second image of a name")
@@ -310,8 +350,11 @@ def _tar_samples(paths: list[Path], workers: int) -> Iterator[Sample]:
 def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Sample:
     member_of_image = next((member for extension, member in parts.items() if extension in IMAGE_EXTENSIONS), None)
     if member_of_image is None or member_of_image.size > MAX_FILE_BYTES:
-        return Sample(key, b"", {}, place=(path, 0), problem="no image" if member_of_image is None else "oversized")
+        broken = next((member.problem for member in parts.values() if member.problem), "no image")
+        return Sample(key, b"", {}, place=(path, 0), problem=broken if member_of_image is None else "oversized")
     place = (path, member_of_image.offset)
+    if broken := next((member.problem for member in parts.values() if member.problem), ""):
+        return Sample(key, b"", {}, place=place, problem=broken)
 
     def beside(extension: str, limit: int | None = None) -> bytes:
         size = parts[extension].size
@@ -328,4 +371,6 @@ def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Samp
             fields["label"] = int(label) if label.isdecimal() else label
     except (ValueError, RecursionError):  # damaged UTF-8 or JSON, or JSON nested too deeply
         return Sample(key, b"", {}, place=place, problem="damaged text")
+    folder = key.rpartition("/")[0]
+    fields = {"parent": folder.rpartition("/")[2]} | fields if folder else fields
     return Sample(key, os.pread(fd, member_of_image.size, member_of_image.offset), fields, place)

@@ -5,6 +5,7 @@ object for every member; this reads one 512-byte header per member with ``os.pre
 """
 
 import os
+import posixpath
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,21 +16,25 @@ from dpvision.errors import DataError
 BLOCK = 512
 _END = bytes(BLOCK)
 _REGULAR = (b"0", b"\0", b"7")
+_HARD, _SYMBOLIC, _SPARSE = b"1", b"2", b"S"
+_MAX_LINKS = 40
 _MAX_HEADER_DATA_BYTES = 1 << 20
 _MAX_TAIL_BYTES = 1 << 20
 """Zeros at a tar's end: 10 KiB by default, more with `tar --blocking-factor`."""
 
 
 class Member(NamedTuple):
-    """A regular file inside a tar: its bytes are [offset, offset + size) of the tar."""
+    """A file inside a tar, or a link to one: its bytes are [offset, offset + size) of the tar."""
 
     name: str
     offset: int
     size: int
+    problem: str = ""
+    """Why it has no bytes, or "": a link without its file, or a sparse file."""
 
 
 def scan(path: Path) -> list[Member]:
-    """List the regular members of a tar file in order; folders, links and devices are skipped.
+    """List the files of a tar in order, and links to them with the bytes of their files; folders and devices are skipped.
 
     Raises:
         DataError: the file cannot be read, is not an uncompressed tar, ends inside a member, or goes on after its end.
@@ -37,11 +42,33 @@ def scan(path: Path) -> list[Member]:
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
-            return list(_members(fd, os.fstat(fd).st_size, path))
+            return _with_links(list(_members(fd, os.fstat(fd).st_size, path)))
         finally:
             os.close(fd)
     except OSError as error:
         raise DataError(f"tar: {path}: {error.strerror}; expected a readable tar file. Check the path and its permissions.") from None
+
+
+class _Link(NamedTuple):
+    name: str
+    target: str
+    """A member's name, normalised."""
+
+
+def _with_links(found: list[Member | _Link]) -> list[Member]:
+    """Replace links, also links to links, by members with the bytes of their files."""
+    if not any(isinstance(one, _Link) for one in found):
+        return [one for one in found if isinstance(one, Member)]
+    by_name = {posixpath.normpath(one.name): one for one in found}
+    made = []
+    for one in found:
+        file: Member | _Link | None = one
+        for _ in range(_MAX_LINKS):
+            if not isinstance(file, _Link):
+                break
+            file = by_name.get(file.target)
+        made.append(file._replace(name=one.name) if isinstance(file, Member) else Member(one.name, 0, 0, "link without its file"))
+    return made
 
 
 def member_size(header: bytes) -> int:
@@ -59,9 +86,10 @@ def member_size(header: bytes) -> int:
     return int(header[124:136].strip(b"\0 ") or b"0", 8)
 
 
-def _members(fd: int, end: int, path: Path) -> Iterator[Member]:
+def _members(fd: int, end: int, path: Path) -> Iterator[Member | _Link]:
     position = 0
     long_name: str | None = None
+    long_target: str | None = None
     long_size: int | None = None
     while position + BLOCK <= end:
         header = os.pread(fd, BLOCK, position)
@@ -77,25 +105,35 @@ def _members(fd: int, end: int, path: Path) -> Iterator[Member]:
             ) from None
         kind = header[156:157]
         offset = position + BLOCK
-        if kind in (b"L", b"x"):
+        if kind in (b"L", b"K", b"x"):
             if size > _MAX_HEADER_DATA_BYTES:
                 raise DataError(f"tar: {path}: header of {size} bytes at byte {position}; expected at most 1 MiB. Repair or remove it.")
             data = os.pread(fd, size, offset)
             if kind == b"L":
                 long_name = _text(data)
+            elif kind == b"K":
+                long_target = _text(data)
             else:
                 pax = _pax(data, path)
                 long_name = pax.get("path", long_name)
+                long_target = pax.get("linkpath", long_target)
                 long_size = int(pax["size"]) if "size" in pax else long_size
         else:
             size = size if long_size is None else long_size
+            prefix = header[345:500] if header[257:263] == b"ustar\0" else b""  # GNU tar keeps times there
+            short = _text(header[:100])
+            name = long_name or (f"{_text(prefix)}/{short}" if prefix[:1] not in (b"", b"\0") else short)
             if kind in _REGULAR:
                 if offset + size > end:
                     break
-                prefix = header[345:500] if header[257:263] == b"ustar\0" else b""  # GNU tar keeps times there
-                short = _text(header[:100])
-                yield Member(long_name or (f"{_text(prefix)}/{short}" if prefix[:1] not in (b"", b"\0") else short), offset, size)
-            long_name = long_size = None
+                yield Member(name, offset, size)
+            elif kind in (_HARD, _SYMBOLIC):
+                size = 0  # links have no data, whatever their header says
+                target = long_target or _text(header[157:257])
+                yield _Link(name, posixpath.normpath(target if kind == _HARD else posixpath.join(posixpath.dirname(name), target)))
+            elif kind == _SPARSE:
+                yield Member(name, 0, 0, "sparse file")
+            long_name = long_target = long_size = None
         position = offset + (size + BLOCK - 1) // BLOCK * BLOCK
     if position > end or position + BLOCK <= end:
         raise DataError(f"tar: {path}: ends inside a member, at byte {end}; expected a whole file. Copy it again or remove it.")

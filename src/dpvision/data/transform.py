@@ -11,6 +11,7 @@ Legend: B records, V views, C channels, H height, W width, N random numbers.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,10 +19,10 @@ from PIL import Image
 from torch import Tensor
 
 from dpvision.config import DataConfig
-from dpvision.data.decode import BadImage, decode, upright_rgb
+from dpvision.data.decode import BadImage, decode, read_image
 from dpvision.data.keys import StepKey
+from dpvision.data.rgb import Window
 from dpvision.devices import send
-from dpvision.errors import DataError
 
 CROP_RATIO = (3 / 4, 4 / 3)
 CROP_TRIES = 10
@@ -236,18 +237,18 @@ class Preprocess:
     data: DataConfig = field(default_factory=DataConfig)
     """Settings of resize and crop."""
 
-    def __call__(self, image: Image.Image | np.ndarray) -> np.ndarray:
-        """Transform a Pillow image in any mode (turned upright by its EXIF), or uint8 pixels (H, W, 3), to float32 x_CHW.
+    def __call__(self, image: str | Path | bytes | Image.Image | np.ndarray, window: Window | None = None) -> np.ndarray:
+        """Transform an image to float32 x_CHW. The path, or the bytes, of a file give what training and evaluation see of it.
+
+        Args:
+            image: path, bytes, Pillow image, or uint8 RGB pixels (H, W, 3); see ``decode.read_image``. An array has no orientation, no
+                transparency and no range of values other than 0 ... 255, so they must have been applied.
+            window: the values that become black and white, for grey of more than 8 bits; as declared at the import (``--window``).
 
         Raises:
-            DataError: an array of another type or shape, or a floating-point image.
+            DataError: the image cannot be read, or an array of another type or shape.
         """
-        if isinstance(image, np.ndarray):
-            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
-                got = f"{image.dtype} {image.shape}"
-                raise DataError(f"preprocess: image={got}; expected uint8 of shape (H, W, 3). Convert it, or pass a PIL image.")
-            image = Image.fromarray(image)
-        image = upright_rgb(image)
+        image = Image.fromarray(read_image(image, window))
         pixels_HWC, side = evaluation_view(image, self.image_size, self.data)
         x_CHW = np.empty((3, self.image_size, self.image_size), dtype=np.float32)
         normalise_canvas(pixels_HWC, side, self.mean, self.std, x_CHW)

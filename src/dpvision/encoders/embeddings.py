@@ -111,7 +111,7 @@ def _embed_source(
 
     def readable() -> Iterator[tuple[str, np.ndarray]]:
         nonlocal total
-        for sample in open_source(source, workers=workers).samples:
+        for sample in open_source(source, for_import=False, workers=workers).samples:
             total += 1
             if sample.problem is None:
                 with contextlib.suppress(BadImage):

@@ -1,7 +1,7 @@
 """The encoder type: a function from images to named features.
 
     encoder = dpvision.load("runs/demo")
-    feature_BD = encoder(torch.from_numpy(encoder.preprocess(image))[None])
+    feature_BD = encoder(torch.from_numpy(encoder.preprocess("photo.jpg"))[None])
 
 Legend: B images, L tokens, D width, C channels, H height, W width.
 """
@@ -84,7 +84,7 @@ class Encoder:
 
     @property
     def preprocess(self) -> Preprocess:
-        """Preprocessing as a function from one PIL image, or uint8 array (H, W, 3), to float32 (3, H, W)."""
+        """Preprocessing as a function from one image (path, bytes, PIL image or uint8 array) to float32 (3, H, W)."""
         return preprocess_of(self.image_size, self.data)
 
     def tensors(self) -> Iterator[Tensor]:

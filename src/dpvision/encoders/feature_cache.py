@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dpvision.data import decode, loader, transform
+from dpvision.data import decode, jpeg, loader, rgb, transform
 from dpvision.data.store import Store
 from dpvision.encoders import collect, pooled
 from dpvision.errors import DataError
@@ -289,7 +289,7 @@ def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
 
 def features_key(encoder: str, store: Store, rows: np.ndarray) -> str:
     """Return the cache key of the features of ``rows`` by the encoder with this fingerprint."""
-    digest = _digest([encoder, store.store_id, code_digest(decode, loader, transform, collect, pooled)])
+    digest = _digest([encoder, store.store_id, code_digest(decode, jpeg, rgb, loader, transform, collect, pooled)])
     digest.update(store.index["id"][rows].tobytes())
     return digest.hexdigest()[:40]
 

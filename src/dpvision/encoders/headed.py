@@ -1,7 +1,7 @@
 """Load the classifier of a head's run: its public encoder, verified, and the head on top.
 
     classifier = dpvision.load_classifier("runs/first")
-    score_BK = classifier(torch.from_numpy(classifier.preprocess(image))[None])
+    score_BK = classifier(torch.from_numpy(classifier.preprocess("photo.jpg"))[None])
 
 Legend: B images, K classes.
 """

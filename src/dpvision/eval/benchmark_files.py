@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
+from dpvision.data.beside import is_hidden
 from dpvision.errors import DataError
 
 Box = tuple[float, float, float, float]
@@ -34,7 +35,7 @@ def image_finder(folder: Path, what: str) -> Callable[[str], Path | None]:
     """
     if not folder.is_dir():
         raise DataError(f"{what}: {folder} is not a folder; expected the folder of images. Check the path.")
-    below = sorted(entry for entry in folder.iterdir() if entry.is_dir())
+    below = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not is_hidden(entry.name))
     having: dict[str, list[Path]] = defaultdict(list)
     for part in (folder, *below):
         for file in part.iterdir():

@@ -1,7 +1,7 @@
 """Images with a class per pixel: a folder of images, a folder of masks with the same stems, and a map from ids to classes.
 
 ADE20K's benchmark (``ADEChallengeData2016``) has such a pair for training and validation: id 0 is "other" and ignored, 1 to 150 are the
-classes. Masks refer to the stored pixels, so an image's EXIF orientation is not applied here.
+classes. Masks refer to the stored pixels, so an image's orientation is not applied here.
 
 Legend: H height, W width, K classes.
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
 
-from dpvision.data.decode import FORMATS, MAX_PIXELS
+from dpvision.data.beside import is_hidden
+from dpvision.data.decode import BadImage, decode, stored_ids, stored_size
 from dpvision.data.ordered import ordered_map
 from dpvision.data.sources import IMAGE_EXTENSIONS
 from dpvision.errors import DataError
@@ -24,7 +24,6 @@ IGNORED = 255
 """Class number of pixels that do not count."""
 MAX_CLASSES = 255
 ADE20K_CLASSES = 150
-_SINGLE = {"L", "P", "1", "I", "I;16", "I;16B", "I;16L"}
 _WHERE = "segmentation"
 
 
@@ -169,7 +168,10 @@ def open_folder(
     def look(pair: tuple[Path, Path]) -> bool:
         image_path, mask = pair
         class_HW = read_mask(mask, image_path, classes)
-        size = _opened(image_path).size
+        try:
+            size = stored_size(_bytes(image_path))
+        except BadImage as error:
+            raise DataError(f"{_WHERE}: {image_path}: {error}") from None
         if size != class_HW.shape[::-1]:
             got = f"{class_HW.shape[1]} x {class_HW.shape[0]} px for an image of {size[0]} x {size[1]}"
             raise DataError(f"{_WHERE}: {mask}: {got}; expected the image's size. Resize it without interpolation.")
@@ -186,26 +188,23 @@ def open_folder(
 
 
 def read_pixels(path: Path) -> np.ndarray:
-    """Return the stored pixels of an image, uint8 RGB (H, W, 3), ignoring transparency. Raises DataError."""
-    image = _opened(path)
+    """Return the stored pixels of an image, uint8 RGB (H, W, 3), by the rules of ``data.decode``; not turned. Raises DataError."""
     try:
-        return np.asarray(image.convert("RGB"))
-    except Exception as error:  # Pillow's readers raise a dozen types on damaged input
-        raise DataError(f"{_WHERE}: {path}: {error}; expected a whole image. Restore it.") from None
+        return decode(_bytes(path), upright=False)
+    except BadImage as error:
+        raise DataError(f"{_WHERE}: {path}: {error}") from None
 
 
 def read_mask(path: Path, image_path: Path, classes: ClassMap) -> np.ndarray:
     """Return the class numbers of a mask, uint8 (H, W). Raises DataError as ``open_folder``."""
-    image = _opened(path)
-    if image.mode not in _SINGLE:
-        got = f"{path}: mode {image.mode}, {len(image.getbands())} channels"
-        raise DataError(
-            f"{_WHERE}: {got}; expected one channel with an id for each pixel (of {image_path.name}). Convert its colours to ids."
-        )
     try:
-        id_HW = np.asarray(image)
-    except Exception as error:
-        raise DataError(f"{_WHERE}: {path}: {error}; expected a whole PNG. Restore it.") from None
+        id_HW = stored_ids(_bytes(path))
+    except BadImage as error:
+        if error.reason == "unsupported":
+            rule = f"expected one channel with an id for each pixel (of {image_path.name}). Convert its colours to ids."
+        else:
+            rule = "expected a whole PNG. Restore it." if error.reason == "damaged" else "expected an image. Restore it."
+        raise DataError(f"{_WHERE}: {path}: {error.detail}; {rule}") from None
     class_HW, unknown = classes.numbers(id_HW)
     if unknown:
         some = ", ".join(map(str, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
@@ -214,15 +213,11 @@ def read_mask(path: Path, image_path: Path, classes: ClassMap) -> np.ndarray:
     return class_HW
 
 
-def _opened(path: Path) -> Image.Image:
+def _bytes(path: Path) -> bytes:
     try:
-        image = Image.open(path, formats=FORMATS)
-    except Exception as error:
-        why = getattr(error, "strerror", None) or type(error).__name__
-        raise DataError(f"{_WHERE}: {path} ({why}); expected an image. Restore it.") from None
-    if image.width * image.height > MAX_PIXELS:
-        raise DataError(f"{_WHERE}: {path}: {image.width} x {image.height} px; expected at most {MAX_PIXELS:,} pixels. Remove it.")
-    return image
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{_WHERE}: {path} ({error.strerror}); expected an image. Restore it.") from None
 
 
 def _by_stem(folder: Path, extensions: set[str] | frozenset[str], what: str) -> dict[str, Path]:
@@ -230,7 +225,7 @@ def _by_stem(folder: Path, extensions: set[str] | frozenset[str], what: str) -> 
         raise DataError(f"{_WHERE}: {what}={str(folder)!r} is not a folder; expected one with {what}. Check the path.")
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        if path.suffix[1:].lower() in extensions and not path.name.startswith("."):
+        if path.suffix[1:].lower() in extensions and not is_hidden(path.name):
             if path.stem in found:
                 raise DataError(f"{_WHERE}: {path} and {found[path.stem].name}; expected every stem once. Move one away.")
             found[path.stem] = path

@@ -204,7 +204,7 @@ def _file_images(place: str | Path, workers: int) -> Iterator[ImageFile]:
     if path.is_file() and path.suffix not in (".tar", ".parquet"):
         return _one_file(path)
     folder = f"{path}/" if path.is_dir() else ""
-    samples = open_source(path, workers=workers).samples
+    samples = open_source(path, for_import=False, workers=workers).samples
     return (ImageFile(folder + sample.key, sample.image, sample.problem) for sample in samples)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from dpvision.data import decode, loader, transform
+from dpvision.data import decode, jpeg, loader, rgb, transform
 from dpvision.data.store import Store
 from dpvision.encoders.collect import collect_features
 from dpvision.encoders.encoder import Encoder
@@ -94,6 +94,6 @@ class EvaluationCache:
         stores = [features_key(mark, *part) for part in parts]
         labels = [store.labels[rows].tolist() for store, rows in parts]
         own = dict.fromkeys(sys.modules[kind.__module__] for kind in PROTOCOLS.values())
-        code = code_digest(decode, loader, transform, any_of_labels, metric, epochs, protocol, records, *own)
+        code = code_digest(decode, jpeg, rgb, loader, transform, any_of_labels, metric, epochs, protocol, records, *own)
         any_of = [] if scoring.any_of is None else [scoring.any_of.name, scoring.any_of.digest()]
         return score_key(repr(asked), scoring.metric, stores, labels, code, *any_of)
