@@ -22,7 +22,7 @@ from dpvision.privacy.ledger import Ledger, set_cap, store_account
 from dpvision.privacy.plan import make_plan
 from dpvision.report import check_other_runs as other_runs_module
 from dpvision.report import verify as verify_module
-from dpvision.report.checks import Check
+from dpvision.report.check_result import Check
 from dpvision.report.statement import write_statement
 from dpvision.report.verify import verify_statement
 

@@ -12,7 +12,7 @@ from dpvision.cli.output import emit, parse
 from dpvision.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dpvision.report.checks import Check
+    from dpvision.report.check_result import Check
 
 
 def run(argv: Sequence[str]) -> None:

@@ -16,9 +16,10 @@ from dpvision.privacy.account import RunAccount, StoreAccount
 from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import DPPlan
-from dpvision.report import phrases
-from dpvision.report.checks import Check, failed, listed, not_checked, ok, same, unverified
-from dpvision.report.statement import Facts, compose, phrase_version
+from dpvision.report import choice_phrases, phrases
+from dpvision.report.check_result import Check, failed, listed, not_checked, ok, same, unverified
+from dpvision.report.phrase_version import phrase_version
+from dpvision.report.statement import Facts, compose
 from dpvision.weights import lineage_digest
 
 TOLERANCE = 0.01
@@ -40,6 +41,8 @@ _NAME = re.compile(
 """Texts that are figures or names; all others are sentences."""
 _NEWER = re.compile(r"phrases|history\.stop\b.*|guarantee\.this_run\.executed\b.*|scope\.unit\.sampling_unit")
 """Leaves that statements of older versions lack."""
+_PLANNED = "epsilon_of_all_planned_steps"
+"""What older versions stated beside the epsilon of the executed steps."""
 _MOVES = 20
 _GARBAGE = (DPVisionError, ArithmeticError, AttributeError, IndexError, KeyError, MemoryError, TypeError, ValueError)
 
@@ -55,6 +58,8 @@ def check_leaves(statement: dict[str, Any]) -> list[Check]:
         again["history"]["other_runs"] = statement["history"]["other_runs"]
     else:
         again["history"]["other_runs"] = {**statement["history"]["other_runs"], "text": texts[0]}
+    if (this := (statement["guarantee"] or {}).get("this_run", {})) and _PLANNED in this:
+        again["guarantee"]["this_run"][_PLANNED] = plans[-3][2]
     earlier = tuple(f"history.lineage[{i}].guarantee." for i in range(len(statement["history"]["lineage"]) - 1))
     known = statement.get("phrases") == phrase_version()
     figures, words, declared = _Tally(), _Tally(), 0
@@ -78,7 +83,7 @@ def check_leaves(statement: dict[str, Any]) -> list[Check]:
                 "sentences", f"{words.number} sentences NOT compared: another version wrote them. Rely on the headline and figures only"
             )
         )
-    return [*checks, listed("declared", f"{_declarations(statement)}; {declared} values in all, not computed: compare them with --run")]
+    return [*checks, listed("other values", f"{_declarations(statement)}; {declared} values in all, not computed: compare them with --run")]
 
 
 class _Tally:
@@ -202,7 +207,7 @@ def _other_runs_texts(statement: dict[str, Any]) -> list[str]:
     """Return the sentences that fit the stated figures of other runs; how often the store was moved is not among the figures."""
     stated = statement["history"]["other_runs"]
     if not stated["known"]:
-        return [phrases.OTHER_RUNS_UNKNOWN]
+        return [choice_phrases.OTHER_RUNS_UNKNOWN]
     nothing = PrivacySpent(None, None, 0.0, 0, None, None)
     runs = tuple(RunAccount(run["run_id"], run["guarantee"], 0, run["steps"], 0, nothing) for run in stated["runs"])
     unprotected = tuple(run["run_id"] for run in stated["runs"] if run["guarantee"] != "dp" and run["steps"])
@@ -215,7 +220,7 @@ def _other_runs_texts(statement: dict[str, Any]) -> list[str]:
         )
         for people, moves in product((False, True), range(_MOVES))
     )  # fmt: skip
-    return list(dict.fromkeys(phrases.other_runs(account, statement["run_id"]) for account in made))
+    return list(dict.fromkeys(choice_phrases.other_runs(account, statement["run_id"]) for account in made))
 
 
 def _declarations(statement: dict[str, Any]) -> str:

@@ -11,10 +11,11 @@ from dpvision.privacy.ledger import StoreAccount, store_account
 from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import View
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report import phrases
-from dpvision.report.checks import Check, compared, differences, failed, not_checked, ok
+from dpvision.report import choice_phrases
+from dpvision.report.check_result import Check, compared, differences, failed, not_checked, ok
+from dpvision.report.phrase_version import phrase_version
 from dpvision.report.recompute import recomputed
-from dpvision.report.statement import other_runs, phrase_version
+from dpvision.report.statement import other_runs
 
 _NAME = "other runs"
 
@@ -112,4 +113,4 @@ def _texts(stated: dict[str, Any], run_id: str, parts: list[Part], account: Stor
         cap_covers_choice=bool((stated["cap"] or {}).get("covers_choice")),
         draws_people=any(plan.sampling_unit == "person" for plan, steps in parts if plan.guarantee == "dp" and steps),
     )
-    return {phrases.other_runs(replace(then, moves=moves), run_id) for moves in range(account.moves + 1)}
+    return {choice_phrases.other_runs(replace(then, moves=moves), run_id) for moves in range(account.moves + 1)}

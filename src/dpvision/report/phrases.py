@@ -5,12 +5,10 @@ from typing import Any
 from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
 from dpvision.dp.rounding import RESERVE, added_bound
 from dpvision.privacy.composition import Method
-from dpvision.privacy.ledger import StoreAccount
 from dpvision.privacy.plan import DPPlan, default_delta
 from dpvision.privacy.printed import up
 from dpvision.privacy.refusal import MAX_DELTA
-from dpvision.report.numbers import count, factor, one_in, percent_up, short
-from dpvision.report.schema import Stop, Tuning
+from dpvision.report.numbers import count, factor, one_in, percent_up
 
 TRUST_MODEL = (
     "Whoever runs the training is trusted with the images. The guarantee holds against everybody who receives what is released, even if "
@@ -32,59 +30,6 @@ HEADS = (
     "private images needs a guarantee of its own, which this statement does not give."
 )
 NO_AUDITS = "No attack was run against this model. The bounds on attacks in this statement are proven and do not rely on one."
-OTHER_RUNS_UNKNOWN = (
-    "Unknown: the store was not available when this statement was written. If other runs used the same images, their cost adds to this; "
-    "`dpvision ledger STORE` computes the total."
-)
-COPIES_UNKNOWN = (
-    "Not included: a second import of the same images, or a copy of the store used elsewhere, has separate ledgers, and the cost charged "
-    "there adds to this."
-)
-TUNING: dict[Tuning, str] = {
-    "none": "Declared by the operator: the settings were fixed before the first run on these images, and the checkpoint is the last one.",
-    "public": (
-        "Declared by the operator: settings and checkpoint were chosen by public scores alone. A choice among several runs on the same "
-        "images is covered by the total of those runs, not by the epsilon of the one that was chosen."
-    ),
-    "charged": (
-        "Declared by the operator: settings and checkpoint were chosen among runs on these images, by public scores of their weights. "
-        "Each of those runs is charged to the store's ledgers. The choice costs their total (other_runs), not the epsilon of this run."
-    ),
-    "not_covered": (
-        "Not covered: it is not recorded how the settings and the checkpoint were chosen. If they were chosen by results on these images, "
-        "that choice has a privacy cost that epsilon does not include."
-    ),
-}
-CHOICE = (
-    "The choice of this run among several on the same images: it costs the total of those runs (history.other_runs: "
-    "epsilon_filter, and for a person unit_epsilon_total), which is larger than the epsilon of this run. {}"
-)
-CHOSEN_LATER = (
-    "That settings of one run behind the weights followed results of another on the same images, which was not declared otherwise: their "
-    "total is a guarantee for settings fixed beforehand. {}"
-)
-NO_CAP = "A total over runs chosen from earlier results is a guarantee only against a cap set before the first run, and there is none."
-STOP = (
-    "That the run ended at this step, if confidential figures decided it: losses, gradient norms, scores of private images. Ends decided "
-    "by released weights, public scores or outside events are covered by epsilon, which is that of all planned steps."
-)
-STOPPED = {
-    "independent": (
-        "{steps:,} of {planned:,} planned steps were executed. Declared by the operator: nothing computed from the images had an influence "
-        "on where the run ended. Every figure is nevertheless for all planned steps; those of the executed steps stand beside it."
-    ),
-    "not_declared": (
-        "{steps:,} of {planned:,} planned steps were executed. Every figure is for all planned steps: the released weights, or their "
-        "scores, may have decided where the run ended, which the epsilon of the executed steps does not cover."
-    ),
-}
-"""Text of ``history.stop``, by the operator's declaration."""
-SELECTION = (
-    "Charged: one setting of a public list was chosen by its score on these images, in a private selection. A secret random number of "
-    "runs was made, each with a setting drawn from the list and with a noisy score, and the best of them is released; epsilon covers all "
-    "of them and the choice. For all other settings: "
-)
-"""Precedes the operator's declaration about the rest."""
 SIDE_CHANNELS = [
     "Time: the duration of a step depends on how many images it drew. Times are not released.",
     "Floating point: noise is added in finite precision, whose rounding an attacker could in theory exploit.",
@@ -108,11 +53,6 @@ COMPOSITION: dict[Method, str] = {
     ),
     "basic": "One of them has no Renyi accounting: their epsilons, each at an equal share of delta, are added.",
 }
-
-TWINS = (
-    "Whether a public image was also among the private ones: a public store in the lineage was cleared of such images, and the images "
-    "missing from it reveal them. For an image without a public twin the guarantee holds in full, because it does not change that store."
-)
 
 
 def in_words(plan: DPPlan, guarantee: dict[str, Any] | None) -> list[str]:
@@ -212,43 +152,6 @@ def declared(by: dict[str, Any] | None) -> dict[str, Any] | None:
     return {**by, "text": f"Declared to be public by {who}: {by['name']}, from {by['source']}. This was not verified."}
 
 
-def stop(plan: DPPlan, steps: int, declared: Stop) -> dict[str, Any] | None:
-    """Return how a run ended that was charged some of its planned steps; None for one that executed all of them, or none."""
-    if not 0 < steps < plan.steps:
-        return None
-    return {"declared": declared, "text": STOPPED[declared].format(steps=steps, planned=plan.steps)}
-
-
-def not_covered_of(
-    lineage: list[dict[str, Any]],
-    tuning: Tuning,
-    guarantee: dict[str, Any],
-    ended_early: dict[str, Any] | None,
-    other_runs: dict[str, Any],
-) -> list[str]:
-    """Return what the guarantee does not cover because of a statement's lineage, and of how the run was chosen and ended.
-
-    Args:
-        ended_early: from ``stop``.
-        other_runs: ``history.other_runs`` of the statement.
-    """
-    named = [entry["declared"]["name"] for entry in lineage if entry["declared"]]
-    cap = other_runs.get("cap")
-    capped = NO_CAP
-    if cap is not None and cap["covers_choice"]:
-        capped = f"The owner's cap, set before the first run, covers it: epsilon {cap['epsilon']:g} at delta {short(cap['delta'])}."
-    elif not other_runs["known"]:
-        capped = NO_CAP.replace("and there is none", "which is not known here")
-    adaptive = guarantee["composition"]["methods"]["epsilon"] in ("filter", "basic")
-    return [
-        *([STOP] if ended_early is not None and ended_early["declared"] != "independent" else []),
-        *([f"Weights that were declared to be public ({', '.join(named)}): their training data was not verified."] if named else []),
-        *([CHOSEN_LATER.format(capped)] if adaptive else []),
-        *([CHOICE.format(capped)] if tuning == "charged" else []),
-        *([TWINS] if any(entry["deduplicated"] for entry in lineage) else []),
-    ]
-
-
 def trust_model(plan: DPPlan) -> str:
     """Return the trust model: who may see what."""
     if plan.selection is None:
@@ -269,11 +172,6 @@ def deduplicated(record: dict[str, Any] | None) -> dict[str, Any] | None:
             f"({'; '.join(record['methods'])}). Their number is not given because it depends on the private images."
         ),
     }
-
-
-def tuning(plan: DPPlan, declared: Tuning) -> str:
-    """Return how settings and checkpoint were chosen."""
-    return (SELECTION if plan.selection is not None else "") + TUNING[declared]
 
 
 def selection(plan: DPPlan) -> dict[str, Any] | None:
@@ -420,33 +318,3 @@ def preprocessing(config: dict[str, Any]) -> list[str]:
         *([TOKENIZER] if told else []),
         f"Crops, flips{', the choice among captions' if told else ''} and masks depend on the seed, the step and the {own} only.",
     ]
-
-
-def other_runs(account: StoreAccount, run_id: str) -> str:
-    """Return the total cost of all runs on the store."""
-    others = sum(run.run_id != run_id for run in account.runs)
-    if account.unprotected:
-        return (
-            f"{count(len(account.unprotected), 'run')} without a guarantee used the same images. Their results are confidential; if they "
-            "were released, or used to choose settings, no total would hold."
-        )
-    unknown = COPIES_UNKNOWN if not account.moves else f"{COPIES_UNKNOWN} {_moved(account.moves)}"
-    if not others:
-        return f"None is known: this is the only run in the store's ledgers. {unknown}"
-    of_unit = account.unit_epsilon
-    person = "" if of_unit is None else f"epsilon {up(of_unit, 2)} for a person with all their images"
-    image = f"epsilon {up(account.epsilon or 0.0, 2)}"
-    chosen = (
-        "epsilon_filter describes settings chosen after seeing earlier runs; it is no guarantee, for lack of a cap set before the first."
-    )
-    if account.cap is not None and account.cap_covers_choice:
-        chosen = "The owner's cap, set before the first run, is a guarantee also for settings chosen after seeing earlier runs."
-    total = f"{person}," if account.draws_people else image if of_unit is None else f"{person}, and {image} for an image,"
-    return (
-        f"{count(others, 'other run')} used the same images. Together they cost {total} at delta {short(account.delta or 0.0)} if their "
-        f"settings were fixed beforehand; every run counts with all its planned steps. {chosen} {unknown}"
-    )
-
-
-def _moved(moves: int) -> str:
-    return f"The operator declared {count(moves, 'time')} that the store was moved and that no copy of it is in use."

@@ -15,7 +15,7 @@ from dpvision.privacy.plan import DPPlan, View
 from dpvision.privacy.printed import up
 from dpvision.privacy.second_accountant import Release, release
 from dpvision.report.again import COARSE, TOLERANCE, check_leaves
-from dpvision.report.checks import Check, failed, not_checked, ok, unverified
+from dpvision.report.check_result import Check, failed, not_checked, ok, unverified
 from dpvision.report.schema import problems, statement_schema
 from dpvision.runs.lineage import private_stores
 
@@ -146,7 +146,7 @@ def recomputed(name: str, stated: float, parts: list[Part], delta: float, view: 
             said += f", {up(found, 4)} by the second accountant{' for settings fixed beforehand' if method == 'filter' else ''}"
             if not stated >= found * (1 - TOLERANCE) - _SLACK:
                 return failed(name, said)
-    if found is None or method == "filter" or not stated <= found * (1 + COARSE) + 1e-3:
+    if found is None or truncated or method == "filter" or not stated <= found * (1 + COARSE) + 1e-3:
         try:
             first = by_first_accountant(parts, delta, view, method)
         except _NOT_COMPUTED as error:
@@ -156,6 +156,11 @@ def recomputed(name: str, stated: float, parts: list[Part], delta: float, view: 
         if not first * (1 - TOLERANCE) - _SLACK <= stated <= first * (1 + COARSE) + _SLACK:
             return failed(name, f"{said}: not the figure of this mechanism")
     return ok(name, said)
+
+
+def _of_less(truncated: bool, method: str) -> str:
+    """Return in what way the second accountant's figure is for less than was stated, as text."""
+    return " for plain Poisson draws" if truncated else " for settings fixed beforehand" if method == "filter" else ""
 
 
 def by_first_accountant(parts: list[Part], delta: float, view: View, method: str) -> float:

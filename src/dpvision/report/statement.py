@@ -6,12 +6,10 @@ docs/statement.md explains every field; docs/statement.schema.json is the schema
 import dataclasses
 import hashlib
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.dp import rounding
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.eval.score import is_of_the_run
 from dpvision.eval.score_file import read_scores
@@ -19,9 +17,10 @@ from dpvision.files import write_json
 from dpvision.privacy.ledger import LedgerContents, StoreAccount, read_ledger, store_account
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report import head_phrases, lineage_phrases, numbers, phrases, unit_phrases
+from dpvision.report import choice_phrases, head_phrases, phrases, unit_phrases
 from dpvision.report.guarantee import guarantee_of, headline, other_stores
 from dpvision.report.lineage_phrases import entry_text
+from dpvision.report.phrase_version import phrase_version
 from dpvision.report.schema import Stop, Tuning
 from dpvision.runs.folder import read_run
 from dpvision.weights import lineage_digest
@@ -147,7 +146,7 @@ def compose(facts: Facts) -> dict[str, Any]:
     in_words = unit_phrases.in_words(plan, guarantee) if guarantee and of_unit else phrases.in_words(plan, guarantee)
     head = head_phrases.is_head(config)
     lineage, of_people = _lineage(facts, guarantee), plan.sampling_unit == "person"
-    ended_early = None if guarantee is None else phrases.stop(plan, steps, facts.stop)
+    ended_early = None if guarantee is None else choice_phrases.stop(plan, steps, facts.stop)
     return {
         "format": FORMAT,
         "phrases": phrase_version(),
@@ -159,7 +158,7 @@ def compose(facts: Facts) -> dict[str, Any]:
         "scope": {
             "released": head_phrases.released(plan) if head else phrases.released(plan),
             "not_covered": phrases.not_covered(plan)
-            + ([] if guarantee is None else phrases.not_covered_of(lineage, tuning, guarantee, ended_early, facts.other_runs)),
+            + ([] if guarantee is None else choice_phrases.not_covered_of(lineage, tuning, guarantee, ended_early, facts.other_runs)),
             "trust_model": phrases.trust_model(plan),
             "adjacency": unit_phrases.ADJACENCY_OF_PEOPLE if of_people else phrases.ADJACENCY,
             "unit": {
@@ -200,7 +199,7 @@ def compose(facts: Facts) -> dict[str, Any]:
             "restarts": facts.restarts,
             "stop": ended_early,
             "other_runs": facts.other_runs,
-            "tuning": {"declared": tuning, "charged": plan.selection is not None, "text": phrases.tuning(plan, tuning)},
+            "tuning": {"declared": tuning, "charged": plan.selection is not None, "text": choice_phrases.tuning(plan, tuning)},
             "preprocessing": head_phrases.preprocessing(config) if head else phrases.preprocessing(config),
             "lineage": lineage,
             "heads_and_evaluations": head_phrases.HEADS if head else phrases.HEADS,
@@ -366,7 +365,7 @@ def _lineage(facts: Facts, guarantee: dict[str, Any] | None) -> list[dict[str, A
 def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
     """Return all runs in the store's ledgers, including this one; without the store's account, that they are unknown."""
     if account is None:
-        return {"known": False, "text": phrases.OTHER_RUNS_UNKNOWN}
+        return {"known": False, "text": choice_phrases.OTHER_RUNS_UNKNOWN}
     runs = [
         {
             "run_id": run.run_id,
@@ -379,7 +378,7 @@ def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
     ]
     return {
         "known": True,
-        "text": phrases.other_runs(account, run_id),
+        "text": choice_phrases.other_runs(account, run_id),
         "runs": runs,
         "epsilon_total": account.epsilon,
         "epsilon_filter": account.epsilon_filter,
@@ -400,11 +399,3 @@ def settings_of(manifest: dict[str, Any]) -> dict[str, Any]:
 def versions_of(manifest: dict[str, Any]) -> dict[str, str]:
     """Return the versions of the software that made a checkpoint, without the digest of the code."""
     return {key: value for key, value in manifest["versions"].items() if key != "code_sha256"}
-
-
-@cache
-def phrase_version() -> str:
-    """Digest of the code that writes a statement's sentences: ``verify`` can write them again if its own is the same."""
-    modules = (head_phrases, lineage_phrases, numbers, phrases, rounding, unit_phrases)
-    texts = [Path(str(module.__file__)).read_bytes() for module in modules]
-    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]

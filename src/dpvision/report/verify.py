@@ -17,7 +17,7 @@ from dpvision.privacy.ledger import LedgerContents, read_ledger
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report.check_other_runs import check_other_runs
-from dpvision.report.checks import Check, compared, differences, failed, not_checked, ok
+from dpvision.report.check_result import Check, compared, differences, failed, not_checked, ok
 from dpvision.report.recompute import check_epsilons, check_figures, check_schema
 from dpvision.report.statement import read_evidence, settings_of, statement_of, versions_of
 from dpvision.runs.folder import read_run

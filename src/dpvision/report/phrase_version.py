@@ -1,0 +1,16 @@
+"""The version of a statement's sentences."""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+from dpvision.dp import rounding
+from dpvision.report import choice_phrases, head_phrases, lineage_phrases, numbers, phrases, unit_phrases
+
+_MODULES = (choice_phrases, head_phrases, lineage_phrases, numbers, phrases, rounding, unit_phrases)
+
+
+@cache
+def phrase_version() -> str:
+    """Digest of the code that writes a statement's sentences: ``verify`` can write them again if its own is the same."""
+    return hashlib.sha256(b"".join(Path(str(module.__file__)).read_bytes() for module in _MODULES)).hexdigest()[:16]
