@@ -70,7 +70,7 @@ def once(record_id_B: np.ndarray) -> np.ndarray:
     Raises:
         PrivacyError: one occurs twice.
     """
-    ids = np.sort(record_id_B)
+    ids = np.sort(record_id_B, kind="stable")  # linear for parts in order, such as those of a sum
     if (ids[1:] == ids[:-1]).any():
         raise PrivacyError(
             "clip: a record is twice in a sum, and would move it by twice the clipping norm; expected another record in each valid row of "
