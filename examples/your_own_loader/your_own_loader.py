@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpvision import PrivacyConfig, make_plan, privatize
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
+from dpvision.dp.buckets import num_buckets, passes
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.sampling import derive_rng
@@ -28,10 +29,13 @@ plan = make_plan(PrivacyConfig(dataset_size=1500, expected_batch_size=500, steps
 with Ledger.open(store, os.urandom(4).hex(), plan, resume=False) as ledger:  # the secret key is new at every start and never stored
     while ledger.steps < plan.steps:
         key, total = StepKey(0, ledger.append()), ClippedSum.zeros(net, plan.max_grad_norm)  # charged before the deed
-        batches[:] = filter(len, torch.from_numpy(plan.draw(key.step, len(loader.dataset), derive_rng(secret, key.step))).split(128))
+        drawn = plan.draw(key.step, len(loader.dataset), derive_rng(secret, key.step))
+        # Batches by the records' hashes: were the draw cut into slices, one record fewer would shift all later ones.
+        batches[:] = [drawn[part] for part in passes(key, order[drawn].numpy(), num_buckets(500, 128), 128)]
         for image, label, ids in loader:  # no turn for an empty draw: that step is noise alone
             batch = Batch(record_id_B=ids, valid_B=ids >= 0, image_BVCHW=image[:, None], label_B=label)
-            total += clipped_sum(lambda m, b, _: ce(m(b.image_BVCHW[:, 0]), b.label_B), net, batch, key, max_grad_norm=plan.max_grad_norm)
+            losses = lambda m, b, _: ce(m(b.image_BVCHW[:, 0]), b.label_B)  # noqa: E731
+            total += clipped_sum(losses, net, batch, key, max_grad_norm=plan.max_grad_norm, rows=128)
         for name, gradient in privatize(total, plan, key.step, secret).grads.items():
             net.get_parameter(name).grad = gradient
         optimizer.step()

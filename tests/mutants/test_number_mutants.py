@@ -155,6 +155,38 @@ def test_half_precision_norm(method: str) -> None:
                 check_outer()
 
 
+class TurningLoss(nn.Module):
+    """sin(10^8 y) of a product whose last bits depend on the number of rows, as those of float32 products on some processors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(192, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (1e8 * self.linear(x.flatten(1)) * (1 + 2.0**-23 * (len(x) < 16))).sin()[:, 0]
+
+
+def turning_losses(model: nn.Module, batch: Batch, _key: Any) -> torch.Tensor:
+    return model(batch.image_BVCHW)
+
+
+def test_bits_follow_company() -> None:
+    """Fifteen equal records, and one more."""
+
+    def check() -> None:
+        model = seeded(TurningLoss)
+        for i in range(8):
+            batch = rows(make_batch(8), [i] * 16)._replace(record_id_B=torch.arange(16))
+            whole, part = (
+                flat(clipped_sum(turning_losses, model, rows(batch, [*range(n)]), KEY, max_grad_norm=C, rows=16).grads) for n in (16, 15)
+            )
+            assert (whole.double() - part.double()).norm() <= C, "one record moves the sum by more than the clip norm"
+
+    check()
+    with planted(clip, "next_size", lambda sizes, num_records: num_records, "one record moves the sum"):
+        check()
+
+
 def test_half_precision_weights() -> None:
     """256 records of one direction, three of them shorter: a bfloat16 sum near the middle of two numbers."""
 

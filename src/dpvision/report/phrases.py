@@ -273,8 +273,9 @@ def sensitivity(plan: DPPlan, config: dict[str, Any]) -> str:
             f"{moved}, but for rounding this is measured, not proven; {kept}, and the largest move found is {LARGEST_FOUND:.4f} times that."
         )
     return (
-        f"{moved}, including rounding: {kept}, and rounding is proven to add at most {100 * added_bound():.2f}% if a record's gradient "
-        f"does not depend on the other rows of the batch. The largest move found is {LARGEST_FOUND:.4f} times the bound."
+        f"{moved}, including rounding: {kept}, and rounding is proven to add at most {100 * added_bound():.2f}%. That a record's bits do "
+        "not depend on the other rows of a pass was checked on public records at every start. "
+        f"The largest move found is {LARGEST_FOUND:.4f} times the bound."
     )
 
 
