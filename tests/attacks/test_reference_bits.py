@@ -39,7 +39,8 @@ from dpvision.dp.clip import ClippedSum, check_bits, clipped_sum
 from dpvision.dp.noise import privatize
 from dpvision.dp.per_record import take
 from dpvision.dp.rounding import proven_bound
-from dpvision.dp.support import check_at_sizes, check_exact, check_separable
+from dpvision.dp.separable import check_separable
+from dpvision.dp.support import check_at_sizes, check_exact
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.models import make_model
 from dpvision.models.layers import Attention
