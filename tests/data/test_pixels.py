@@ -229,6 +229,39 @@ def test_a_bmp_whose_alphas_are_all_zero_is_opaque():
     assert decode(saved(Image.new("RGBA", (4, 4), (200, 0, 0, 0)), "PNG")).min() == 255
 
 
+def test_premultiplied_grey_is_composed_over_white():
+    grey = np.array([[[100, 200], [0, 0]]], np.uint8)  # 100 of 200: half of a channel that covers 200 / 255
+    raw = tiff(grey[..., 0], 8, 1, ((338, 3, 1),), raw=grey.tobytes()).replace(
+        struct.pack("<HHII", 277, 3, 1, 1), struct.pack("<HHII", 277, 3, 1, 2)
+    )
+    raw = raw.replace(struct.pack("<HHII", 258, 3, 1, 8), struct.pack("<HHIHH", 258, 3, 2, 8, 8))
+    assert decode(raw)[0, :, 0].tolist() == pytest.approx([100 + 55, 255], abs=1)
+
+
+def test_a_stated_range_of_colour_is_the_range():
+    colour = np.stack([RAMP >> 4, RAMP >> 5, RAMP >> 6], -1).astype("<u2")
+    data = tiff(colour[..., 0], 16, 2, ((281, 3, 4095),), raw=colour.tobytes())
+    data = data.replace(struct.pack("<HHII", 277, 3, 1, 1), struct.pack("<HHII", 277, 3, 1, 3))
+    at = data.index(struct.pack("<HHII", 258, 3, 1, 16))
+    data = data[:at] + struct.pack("<HHII", 258, 3, 3, len(data)) + data[at + 12 :] + struct.pack("<HHH", 16, 16, 16)
+    assert np.array_equal(decode(data), (colour >> 4).astype(np.uint8))
+
+
+@pytest.mark.parametrize("kind", ["AVIF", "WEBP", "JPEG", "PNG", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_format_is_turned_once(kind, orientation):
+    corner = np.zeros((16, 32, 3), np.uint8)
+    corner[:8, :8] = 255
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    expected = {1: (0, 0), 2: (0, -1), 3: (-1, -1), 4: (-1, 0), 5: (0, 0), 6: (0, -1), 7: (-1, -1), 8: (-1, 0)}[orientation]
+    data = saved(Image.fromarray(corner), kind, exif=exif, quality=95)
+    pixels = decode(data)
+    assert pixels.shape == ((16, 32, 3) if orientation < 5 else (32, 16, 3))
+    assert [at for at in ((0, 0), (0, -1), (-1, 0), (-1, -1)) if pixels[at].min() > 128] == [expected]
+    assert np.array_equal(PLAIN(Image.open(io.BytesIO(data))), PLAIN(pixels))
+
+
 # --- JPEG ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -294,13 +327,24 @@ def test_an_unstated_range_that_images_do_not_fill_is_told_and_can_be_declared(t
     said = capsys.readouterr().out
     assert "--max-value 4095" in said and "up to 4095" in said
     assert main(["data", "import", str(folder), str(tmp_path / "bright"), "--public", "--max-value", "4095"]) in (0, None)
-    assert "--max-value 4095" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "--max-value 4095" not in said and "window=(0, 4095)" in said
     from dpvision.data.open import open_store
 
     store = open_store(tmp_path / "bright")
     assert decode(store.read(0))[0, :, 0].tolist() == (RAMP >> 8)[0].tolist()
     assert np.array_equal(decode(store.read(2)), noise(1, 8, 8))
     assert np.array_equal(PLAIN(folder / "1.png", window=(0, 4095)), PLAIN(store.read(0)))
+
+
+def test_dark_colour_with_alpha_is_told_too(tmp_path):
+    rgba = np.stack([RAMP >> 4, RAMP >> 4, RAMP >> 4, np.full_like(RAMP, 65535)], -1)
+    source = tmp_path / "src"
+    source.mkdir()
+    (source / "1.png").write_bytes(raw_png(rgba, 16, 6))
+    assert import_source(source, tmp_path / "s", public=True).import_summary()["largest_values_of_16_bits"] == {"up to 4095": 1}
+    with pytest.raises(DataError, match="unsupported"):  # what a window cannot be applied to is left out
+        import_source(source, tmp_path / "t", public=True, window=(0, 4095))
 
 
 def test_a_window_copies_the_images_of_a_tar(tmp_path):

@@ -71,8 +71,13 @@ def import_(
     SOURCE is a folder of images (class folders or flat), parquet files with image bytes, or WebDataset tars (indexed in
     place). Files that are unreadable, too large, hidden, masks of other images or no images are left out; they are counted here and
     named only in the store's confidential/ folder. A store is private unless you give --public. If a private store's labels are names
+<<<<<<< HEAD
     (such as class folders), give --classes: numbers assigned from the names found would depend on private images. With --dataset,
     SOURCE is the folder of that data set's unpacked archives; docs/datasets.md has the layouts.
+=======
+    (such as class folders), give --classes: numbers assigned from the names found would depend on private images. With --dataset, SOURCE
+    is the folder of that data set's unpacked archives; docs/datasets.md has the layouts.
+>>>>>>> wt-f
 
     Args:
         source: Folder, parquet file or tar file to import.
@@ -261,7 +266,10 @@ def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
 
 
 def _range_lines(summary: dict[str, Any]) -> list[str]:
-    """Return a line if images of 16 bits do not fill their range."""
+    """Return a line if images of 16 bits do not fill their range, or on the declared range."""
+    if "window" in summary:
+        low, high = summary["window"]
+        return [f"For prediction on files of more than 8 bits, declare the same range: preprocess(FILE, window=({low:g}, {high:g}))."]
     found = {name: n for name, n in summary.get("largest_values_of_16_bits", {}).items() if int(name.split()[-1]) < _DARK_BELOW}
     if not found:
         return []

@@ -4,7 +4,7 @@ Names decide. Files that are never data are left out and counted; a layout that 
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path, PurePath
 from shlex import quote
 
@@ -28,7 +28,7 @@ _SYSTEM = frozenset(
         "__pycache__",
     ]
 )
-"""Folders that NAS devices, macOS, Windows and file systems make among images, in lower case; others begin with a dot."""
+"""Folders that NAS devices, photo programs, macOS, Windows and file systems make among images, in lower case; others begin with a dot."""
 _SPLITS = {
     "train": "train", "training": "train", "trn": "train", "trainval": "trainval",
     "val": "val", "valid": "val", "validation": "val", "dev": "val",
@@ -39,15 +39,19 @@ _IMAGE_FOLDERS = frozenset(["image", "images", "img", "imgs", "jpegimages", "pho
 _MASK_FOLDERS = frozenset(
     ("mask", "masks", "annotation", "annotations", "gt", "groundtruth", "ground_truth", "seg", "segmentation", "segmentations", "labels")
 ) | {"label_images", "segmentationclass", "segmentationobject"}
-_MASK_NAME = re.compile(r"(.+?)[ _.-]+(?:mask|masks|seg|segmentation|gt|groundtruth|ground_truth|annotation)(?:[ _-]?\d+)?", re.IGNORECASE)
+_MASK_NAME = re.compile(
+    r"(.*[^ _.-])[ _.-]+(?:mask|masks|seg|segmentation|gt|groundtruth|ground_truth|annotation)(?:[ _-]?\d+)?", re.IGNORECASE
+)
 
 
-def is_hidden(path: str | PurePath) -> bool:
-    """Whether a part of a path relative to the source is hidden, or a folder that a system makes."""
-    return any((part.startswith(".") and part not in (".", "..")) or part.lower() in _SYSTEM for part in PurePath(path).parts)
+def is_hidden(path: str) -> bool:
+    """Whether a part of a path relative to the source, with slashes, is hidden or a folder that a system makes."""
+    if "/" in path:
+        return any(is_hidden(part) for part in path.split("/"))
+    return (path[:1] == "." and path not in (".", "..")) or path.lower() in _SYSTEM
 
 
-def is_mask_of(stem: str, stems: Iterable[str]) -> bool:
+def is_mask_of(stem: str, stems: Container[str]) -> bool:
     """Whether a file is a mask by its name, as 1_mask beside 1; ``stems`` of the images of its folder."""
     found = _MASK_NAME.fullmatch(stem)
     return found is not None and found[1] in stems
@@ -76,8 +80,8 @@ def check_folders(folder: Path, below: Sequence[str], *, top: bool, has_images: 
     if images and masks:
         train = f"--train {quote(str(folder / images[0]))} --train-masks {quote(str(folder / masks[0]))}"
         raise DataError(
-            f"source: {folder}: the folder {masks[0]} beside {images[0]} holds masks, no class; expected images only. Import the images: "
-            f"{_commands([folder / images[0]])}; for segmentation: dpvision evaluate segmentation ENCODER {train} ..."
+            f"source: {folder}: the folder {masks[0]} beside {images[0]} holds masks or annotations, no class; expected images only. "
+            f"Import the images: {_commands([folder / images[0]])}; for segmentation: dpvision evaluate segmentation ENCODER {train} ..."
         )
 
 

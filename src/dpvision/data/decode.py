@@ -129,11 +129,14 @@ def largest_undeclared(data: bytes) -> int | None:
     if not (_png_bits(data) == 16 or data[:4] in _TIFF):
         return None
     image = _opened(data)
-    if not is_deep(image):
-        values = _colour_of_16_bits(data)
-    else:
-        values = None if image.mode == "F" or stated_range(image) is not None else np.asarray(image)
-    return None if values is None else max(0, int(values.max()))
+    if image.mode == "F" or stated_range(image) is not None or (not is_deep(image) and max(_png_bits(data) or 0, _tiff_bits(image)) < 16):
+        return None
+    if is_deep(image):
+        return max(0, int(np.asarray(image).max()))
+    values_HWC = _colour_of_16_bits(data)
+    if values_HWC is None:  # with alpha: Pillow gives the high bytes only
+        return int(np.asarray(image)[..., :3].max()) << 8 | 255
+    return int(values_HWC.max())
 
 
 def in_8_bits(data: bytes, window: Window) -> bytes:
@@ -147,7 +150,7 @@ def in_8_bits(data: bytes, window: Window) -> bytes:
         return data
     image = _opened(data)
     if not is_deep(image) and _colour_of_16_bits(data) is None:
-        if _png_bits(data) == 16 or (isinstance(image, TiffImagePlugin.TiffImageFile) and max(image.tag_v2.get(258, (8,))) > 8):
+        if _png_bits(data) == 16 or _tiff_bits(image) > 8:
             raise BadImage("unsupported", f"a window for {image.mode} of 16 bits")
         return data
     file = io.BytesIO()
@@ -225,6 +228,7 @@ def _decode_jpeg(data: bytes, upright: bool) -> np.ndarray | None:
 def _open(data: bytes, upright: bool, window: Window | None) -> Image.Image:
     image = _opened(data)
     clear = image.info.get("transparency")
+    window = window or (stated_range(image) if image.mode == "RGB" and _tiff_bits(image) == 16 else None)
     if image.mode == "RGB" and (window is not None or (clear is not None and _png_bits(data) == 16)):
         values_HWC = _colour_of_16_bits(data)
         if values_HWC is not None:
@@ -261,6 +265,11 @@ def _unopened(data: bytes, error: Exception) -> BadImage:
             if "unknown pixel mode" in str(cause) or "unknown data organization" in str(cause):
                 return BadImage("unsupported", f"TIFF of {cause}")
     return BadImage("damaged" if _looks_like_image(data) else "not an image", f"{type(error).__name__}: {error}")
+
+
+def _tiff_bits(image: Image.Image) -> int:
+    """Return a TIFF's bits per sample; 8 for every other image."""
+    return max(image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (8,))) if isinstance(image, TiffImagePlugin.TiffImageFile) else 8
 
 
 def _png_bits(data: bytes) -> int | None:

@@ -143,7 +143,8 @@ def import_samples(
             done += len(chunk)
             if progress is not None:
                 progress(done)
-        more = dict(counts or {}) | ({} if caption_file is None else caption_file.summary())
+        more: dict[str, Any] = dict(counts or {}) | ({} if caption_file is None else caption_file.summary())
+        more |= {} if window is None else {"window": list(window)}
         build.finish("public" if public else "private", done, more)
     return open_store(target)
 
@@ -282,7 +283,7 @@ class _Build:
         name = None if field is None else person_name(sample.fields.get(field), field, sample.key)
         return -1 if name is None else keyed_hash(self.key, name.encode("utf-8", "surrogatepass"))
 
-    def finish(self, visibility: str, num_seen: int, more: dict[str, int]) -> None:
+    def finish(self, visibility: str, num_seen: int, more: dict[str, Any]) -> None:
         self._flush()
         rows = np.concatenate(self._blocks)
         left_out = dict(sorted(self._reasons.items()))

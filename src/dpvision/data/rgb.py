@@ -69,6 +69,7 @@ def to_rgb(image: Image.Image, window: Window | None = None, png_bits: int | Non
     if image.mode == "LAB":
         return ImageCms.profileToProfile(image, ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB"), outputMode="RGB") or image
     if image.has_transparency_data:
+        image = image.convert("LA") if image.mode == "La" else image  # Pillow goes no other way
         over = _with_scaled_trns(image, png_bits).convert("RGBA")
         if image.format == "BMP" and not np.asarray(over)[..., 3].any():
             return over.convert("RGB")
@@ -92,7 +93,7 @@ def to_8_bits(values: np.ndarray, window: Window) -> np.ndarray:
 
 
 def stated_range(image: Image.Image) -> Window | None:
-    """Return the range of its grey samples that the file states, or None; 16 bits alone state none, as 12-bit cameras write them too."""
+    """Return the range of its samples that the file states, or None; 16 bits alone state none, as 12-bit cameras write them too."""
     if not isinstance(image, TiffImagePlugin.TiffImageFile):
         return (0, 65535) if image.format in _SCALED and image.mode != "F" else None
     if image.mode == "F":
@@ -101,6 +102,8 @@ def stated_range(image: Image.Image) -> Window | None:
     bits = _tag(image, TiffImagePlugin.BITSPERSAMPLE)
     if bits is not None and bits < 16:
         return 0, 2**bits - 1
+    if bits == 16 and _tag(image, _SAMPLE_FORMAT) == _SIGNED:
+        return None
     most = _tag(image, _MAX_SAMPLE_VALUE)  # of other values it may be the largest of this image, which states no range
     return (0, most) if isinstance(most, int) and 255 <= most < 65535 and most & (most + 1) == 0 else None
 

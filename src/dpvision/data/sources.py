@@ -129,14 +129,14 @@ def _survey(root: Path, for_import: bool) -> tuple[Path | None, list[Path], list
         folder = Path(at)
         _refuse_cycles(folder, below)
         below[:] = sorted(name for name in below if not is_hidden(name))
-        images = [name for name in names if _is_image(name) and not is_hidden(name)]
-        image = folder / images[0] if images and image is None else image
+        first = next((name for name in names if _is_image(name) and not is_hidden(name)), None)
+        image = folder / first if first and image is None else image
         if for_import:
             for name in METADATA_NAMES:
                 if name in names and folder != root:
                     check_table(folder / name, root)
             if below and not listed:
-                inner.append((folder, tuple(below), bool(images)))
+                inner.append((folder, tuple(below), first is not None))
         for suffix, found in ((".tar", tars), (".parquet", parquets)):
             found += [folder / name for name in names if name.endswith(suffix) and not is_hidden(name)]
     for folder, folders, has_images in inner:  # after the tables, which name what is lost
@@ -165,19 +165,19 @@ def _folder_source(root: Path, unit_from: str | None, label_from: str | None, se
     def walk() -> Iterator[Sample]:
         for folder, below, names in os.walk(root, onerror=_raise_unless_hidden(root), followlinks=True):
             below.sort()
-            hidden = is_hidden(Path(folder).relative_to(root))
+            hidden = is_hidden(Path(folder).relative_to(root).as_posix())
             if not hidden:
                 _refuse_cycles(Path(folder), below)
             beside = _texts_beside(folder, names)
             texts = {path for found in beside.values() for path in found}
-            stems = {Path(name).stem for name in names if _is_image(name)}
+            stems = _image_stems(names)
             for name in sorted(names):
                 path = Path(folder, name)
                 if path in tables or path in texts:
                     continue
                 inside = path.relative_to(root)
                 row = rows.pop(inside.as_posix(), {})
-                if hidden or is_hidden(name) or (not row and _is_image(name) and is_mask_of(path.stem, stems)):
+                if hidden or is_hidden(name) or (not row and is_mask_of(path.stem, stems) and _is_image(name)):
                     yield Sample(inside.as_posix(), b"", {}, problem=HIDDEN if hidden or is_hidden(name) else MASK)
                     continue
                 fields: dict[str, Any] = {}
@@ -203,15 +203,20 @@ def _refuse_cycles(folder: Path, below: list[str]) -> None:
 
 
 def _is_image(name: str) -> bool:
-    return Path(name).suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS
+    return os.path.splitext(name)[1].lower().removeprefix(".") in IMAGE_EXTENSIONS
+
+
+def _image_stems(names: list[str]) -> set[str]:
+    return {os.path.splitext(name)[0] for name in names if _is_image(name)}
 
 
 def _texts_beside(folder: str, names: list[str]) -> dict[str, list[Path]]:
     """NAME.txt and NAME.json files next to an image of that name, by NAME."""
-    stems = {Path(name).stem for name in names if _is_image(name)}
     found: dict[str, list[Path]] = {}
-    for name in sorted(names):
-        if Path(name).suffix.lower() in _BESIDE and Path(name).stem in stems:
+    texts = sorted(name for name in names if name.lower().endswith(_BESIDE))
+    stems = _image_stems(names) if texts else set()
+    for name in texts:
+        if Path(name).stem in stems:
             found.setdefault(Path(name).stem, []).append(Path(folder, name))
     return found
 
@@ -246,7 +251,7 @@ def _text_or_bytes(data: bytes) -> str | bytes:
 
 def _raise_unless_hidden(root: Path) -> Callable[[OSError], None]:
     def check(error: OSError) -> None:
-        if not is_hidden(Path(error.filename).relative_to(root)):
+        if not is_hidden(Path(error.filename).relative_to(root).as_posix()):
             _raise(error)
 
     return check
