@@ -71,13 +71,8 @@ def import_(
     SOURCE is a folder of images (class folders or flat), parquet files with image bytes, or WebDataset tars (indexed in
     place). Files that are unreadable, too large, hidden, masks of other images or no images are left out; they are counted here and
     named only in the store's confidential/ folder. A store is private unless you give --public. If a private store's labels are names
-<<<<<<< HEAD
     (such as class folders), give --classes: numbers assigned from the names found would depend on private images. With --dataset,
     SOURCE is the folder of that data set's unpacked archives; docs/datasets.md has the layouts.
-=======
-    (such as class folders), give --classes: numbers assigned from the names found would depend on private images. With --dataset, SOURCE
-    is the folder of that data set's unpacked archives; docs/datasets.md has the layouts.
->>>>>>> wt-f
 
     Args:
         source: Folder, parquet file or tar file to import.
