@@ -28,14 +28,12 @@ optimizer, ce, secret = torch.optim.Adam(net.parameters(), lr=0.002), torch.nn.C
 plan = make_plan(PrivacyConfig(dataset_size=1500, expected_batch_size=500, steps=80, target_epsilon=8.0, max_grad_norm=1.0))
 with Ledger.open(store, os.urandom(4).hex(), plan, resume=False) as ledger:  # the secret key is new at every start and never stored
     while ledger.steps < plan.steps:
-        key, total = StepKey(0, ledger.append()), ClippedSum.zeros(net, plan.max_grad_norm)  # charged before the deed
-        drawn = plan.draw(key.step, len(loader.dataset), derive_rng(secret, key.step))
-        # Batches by the records' hashes: were the draw cut into slices, one record fewer would shift all later ones.
-        batches[:] = [drawn[part] for part in passes(key, order[drawn].numpy(), num_buckets(500, 128), 128)]
+        key, norm = StepKey(0, ledger.append()), plan.max_grad_norm  # charged before the deed
+        drawn, total = plan.draw(key.step, len(loader.dataset), derive_rng(secret, key.step)), ClippedSum.zeros(net, norm)
+        batches[:] = [drawn[part] for part in passes(key, order[drawn].numpy(), num_buckets(500, 128), 128)]  # by hash, not in slices
         for image, label, ids in loader:  # no turn for an empty draw: that step is noise alone
             batch = Batch(record_id_B=ids, valid_B=ids >= 0, image_BVCHW=image[:, None], label_B=label)
-            losses = lambda m, b, _: ce(m(b.image_BVCHW[:, 0]), b.label_B)  # noqa: E731
-            total += clipped_sum(losses, net, batch, key, max_grad_norm=plan.max_grad_norm, rows=128)
+            total += clipped_sum(lambda m, b, _: ce(m(b.image_BVCHW[:, 0]), b.label_B), net, batch, key, max_grad_norm=norm, rows=128)
         for name, gradient in privatize(total, plan, key.step, secret).grads.items():
             net.get_parameter(name).grad = gradient
         optimizer.step()

@@ -22,20 +22,17 @@ if not store.exists():
     (store / "store.json").write_text(f'{{"store_id": "{os.urandom(16).hex()}"}}')
 x, y = (torch.from_numpy(a) for a in load_digits(return_X_y=True))
 x, order = x.float().view(-1, 1, 1, 8, 8) / 16, torch.randperm(len(x), generator=torch.Generator().manual_seed(0))  # B V C H W
-train, test = order[:1500], order[1500:]
 net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
-optimizer, ce = torch.optim.Adam(net.parameters(), lr=0.02), torch.nn.CrossEntropyLoss(reduction="none")
+optimizer, ce, secret = torch.optim.Adam(net.parameters(), lr=0.02), torch.nn.CrossEntropyLoss(reduction="none"), new_key()
 plan = make_plan(PrivacyConfig(dataset_size=1500, expected_batch_size=500, steps=150, target_epsilon=3.0, max_grad_norm=1.0))
-secret = new_key()  # new at every start and never stored
 with Ledger.open(store, os.urandom(4).hex(), plan, resume=False) as ledger:
     while ledger.steps < plan.steps:
         step = ledger.append()  # charged before the deed
-        i = train[plan.draw(step, len(train), derive_rng(secret, step))]
+        i = order[plan.draw(step, 1500, derive_rng(secret, step))]
         batch = Batch(record_id_B=i, valid_B=torch.ones(len(i), dtype=torch.bool), image_BVCHW=x[i], label_B=y[i])
-        key, norm = StepKey(0, step), plan.max_grad_norm
-        # A step's records in one call: they are split by hash into passes of 300 rows, at which a record's bits are checked once.
-        total = clipped_sum(lambda m, b, _: ce(m(b.image_BVCHW), b.label_B), net, batch, key, max_grad_norm=norm, rows=300)
+        total = clipped_sum(lambda m, b, _: ce(m(b.image_BVCHW), b.label_B), net, batch, StepKey(0, step), max_grad_norm=1.0, rows=300)
         for name, gradient in privatize(total, plan, step, secret).grads.items():
             net.get_parameter(name).grad = gradient
         optimizer.step()
-    print(f"accuracy {(net(x[test]).argmax(1) == y[test]).double().mean():.1%} at epsilon {plan.spent(ledger.steps).epsilon:.2f}")
+    right = net(x[order[1500:]]).argmax(1) == y[order[1500:]]
+    print(f"accuracy {right.double().mean():.1%} at epsilon {plan.spent(ledger.steps).epsilon:.2f}")

@@ -53,7 +53,7 @@ def batch_of(num: int, ids: list[int] | None = None, views: int = 1) -> Batch:
 
 
 def summed(num: int = 3, model: nn.Module | None = None, **settings: Any) -> ClippedSum:
-    return clipped_sum(dot, model or Linear(), batch_of(num, **settings), KEY, max_grad_norm=C)
+    return clipped_sum(dot, model or Linear(), batch_of(num, **settings), KEY, max_grad_norm=C, rows=16)
 
 
 def drawn(plan: DPPlan, step: int, at_least: int = 3) -> DPPlan:

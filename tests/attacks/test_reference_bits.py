@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "oracles"))
 
+from made import key
 from zoo import KEY
 
 from dpvision.config import (
@@ -166,13 +167,15 @@ def test_a_batch_larger_than_a_pass_is_split_by_hashes() -> None:
 
 
 def test_a_sum_whose_bits_were_not_checked_is_not_released() -> None:
-    plan = make_plan(PrivacyConfig(dataset_size=100, expected_batch_size=10, steps=1, max_grad_norm=1.0, noise_multiplier=1.0))
+    plan = make_plan(
+        PrivacyConfig(dataset_size=9, expected_batch_size=9, sampling="full_batch", steps=1, noise_multiplier=20.0, delta=1e-3)
+    )
     model = Turning(fewer_rows)
     sums = {rows: clipped_sum(turning_losses, model, vectors(9), KEY, max_grad_norm=1.0, rows=rows) for rows in (None, ROWS, 24)}
-    privatize(sums[ROWS], plan, 0, b"n" * 32)
+    privatize(sums[ROWS], plan, 0, key())
     for total in (sums[None], sums[None] + sums[ROWS], ClippedSum.add_up(model, 1.0, [sums[ROWS], sums[None]])):
         with pytest.raises(PrivacyError, match=r"without rows=.*clipped_sum\(\.\.\., rows=64\)"):
-            privatize(total, plan, 0, b"n" * 32)
+            privatize(total, plan, 0, key())
     with pytest.raises(PrivacyError, match=r"passes of 16 and of 24 rows.*Give one rows="):
         sums[ROWS] + sums[24]
     with pytest.raises(ConfigError, match=r"rows=0; expected at least 1"):

@@ -391,8 +391,10 @@ def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
 def settings_of(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of model, data, optimizer, hardware and seed, without local paths."""
     config = manifest["config"]
-    kept = {key: value for key, value in config.items() if key not in _NOT_SETTINGS}
-    kept = {**kept, "data": {key: value for key, value in config["data"].items() if key != "store"}}
+    kept = {
+        **{k: v for k, v in config.items() if k not in _NOT_SETTINGS},
+        "data": {k: v for k, v in config["data"].items() if k != "store"},
+    }
     return head_phrases.settings(kept, manifest["encoder"]) if head_phrases.is_head(config) else kept
 
 
