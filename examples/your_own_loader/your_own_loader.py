@@ -1,7 +1,7 @@
 """For other people's loops: an unmodified timm transformer and torch's own DataLoader, trained with dpvision's guarantee."""
 
-import os
 from pathlib import Path
+from uuid import uuid4
 
 import timm
 import torch
@@ -19,14 +19,14 @@ from dpvision.privacy.stream import new_key
 
 if not (store := Path(__file__).parent / "stores/digits").exists():  # a random id names the data set to the ledger
     store.mkdir(parents=True)
-    (store / "store.json").write_text(f'{{"store_id": "{os.urandom(16).hex()}"}}')
+    (store / "store.json").write_text(f'{{"store_id": "{uuid4().hex}"}}')
 x, y = (torch.from_numpy(a) for a in load_digits(return_X_y=True))
 x, order = x.float().view(-1, 1, 8, 8) / 8 - 1, torch.randperm(len(x), generator=torch.Generator().manual_seed(0))  # B C H W
 loader, test = DataLoader(TensorDataset(x[order[:1500]], y[order[:1500]], order[:1500]), batch_sampler=(batches := [])), order[1500:]
 net = timm.models.VisionTransformer(8, patch_size=4, in_chans=1, num_classes=10, embed_dim=64, depth=2, num_heads=4)
 optimizer, ce, secret = torch.optim.Adam(net.parameters(), lr=0.002), torch.nn.CrossEntropyLoss(reduction="none"), new_key()
 plan = make_plan(PrivacyConfig(dataset_size=1500, expected_batch_size=500, steps=80, target_epsilon=8.0, max_grad_norm=1.0))
-with Ledger.open(store, os.urandom(4).hex(), plan, resume=False) as ledger:  # the secret key is new at every start and never stored
+with Ledger.open(store, uuid4().hex[:8], plan, resume=False) as ledger:  # the secret key is new at every start and never stored
     while ledger.steps < plan.steps:
         key, norm = StepKey(0, ledger.append()), plan.max_grad_norm  # charged before the deed
         drawn, total = plan.draw(key.step, len(loader.dataset), derive_rng(secret, key.step)), ClippedSum.zeros(net, norm)

@@ -11,6 +11,9 @@ HEADS = (
     "cost no further privacy. Its encoder was not changed."
 )
 
+_NOT_SETTINGS = {"recipe", "privacy", "init_from", "public_weights"}
+"""Config entries left out: they are elsewhere in the statement, or are local paths."""
+
 
 def is_head(config: dict[str, Any]) -> bool:
     """Return whether a run's config is of a head."""
@@ -67,3 +70,13 @@ def settings(kept: dict[str, Any], encoder: dict[str, Any]) -> dict[str, Any]:
     frozen |= {"name": encoder["name"], "licence": encoder["licence"], "fingerprint": encoder["fingerprint"]}
     unused = {"labels"} if kept["model"]["candidates"] else {"labels", "candidates", "selection_runs", "selection_shape"}
     return {**kept, "model": {**{k: v for k, v in kept["model"].items() if k not in unused}, "encoder": frozen}}
+
+
+def settings_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of model, data, optimizer, hardware and seed, without local paths."""
+    config = manifest["config"]
+    kept = {
+        **{k: v for k, v in config.items() if k not in _NOT_SETTINGS},
+        "data": {k: v for k, v in config["data"].items() if k != "store"},
+    }
+    return settings(kept, manifest["encoder"]) if is_head(config) else kept

@@ -26,8 +26,6 @@ from dpvision.runs.folder import read_run
 from dpvision.weights import lineage_digest
 
 FORMAT = "dpvision-statement-1"
-_NOT_SETTINGS = {"recipe", "privacy", "init_from", "public_weights"}
-"""Config entries left out: they are elsewhere in the statement, or are local paths."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +115,7 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered", stop: Stop 
             inherited=ledger.lineage,
             own={**manifest["lineage"][-1], "guarantee": None},
             config=manifest["config"],
-            settings=settings_of(manifest),
+            settings=head_phrases.settings_of(manifest),
             from_store=evidence.from_store,
             updates=manifest["updates"],
             restarts=ledger.restarts,
@@ -386,16 +384,6 @@ def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
         "delta": account.delta,
         "cap": None if account.cap is None else dataclasses.asdict(account.cap) | {"covers_choice": account.cap_covers_choice},
     }
-
-
-def settings_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of model, data, optimizer, hardware and seed, without local paths."""
-    config = manifest["config"]
-    kept = {
-        **{k: v for k, v in config.items() if k not in _NOT_SETTINGS},
-        "data": {k: v for k, v in config["data"].items() if k != "store"},
-    }
-    return head_phrases.settings(kept, manifest["encoder"]) if head_phrases.is_head(config) else kept
 
 
 def versions_of(manifest: dict[str, Any]) -> dict[str, str]:

@@ -18,8 +18,9 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report.check_other_runs import check_other_runs
 from dpvision.report.check_result import Check, compared, differences, failed, not_checked, ok
+from dpvision.report.head_phrases import settings_of
 from dpvision.report.recompute import check_epsilons, check_figures, check_schema
-from dpvision.report.statement import read_evidence, settings_of, statement_of, versions_of
+from dpvision.report.statement import read_evidence, statement_of, versions_of
 from dpvision.runs.folder import read_run
 from dpvision.runs.versions import code_versions
 from dpvision.weights import lineage_digest, unpack
