@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpvision.config import PrivacyConfig
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
-from dpvision.dp.buckets import num_buckets, passes
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.noise import privatize
 from dpvision.privacy.ledger import Ledger
@@ -29,14 +28,11 @@ optimizer, ce, secret = torch.optim.Adam(net.parameters(), lr=0.002), torch.nn.C
 plan = make_plan(PrivacyConfig(dataset_size=1500, expected_batch_size=500, steps=80, target_epsilon=8.0, max_grad_norm=1.0))
 with Ledger.open(store, new_key().hex()[:8], plan, resume=False) as ledger:  # the secret key is new at every start and never stored
     while ledger.steps < plan.steps:
-        key, total = StepKey(0, ledger.append()), ClippedSum.zeros(net, plan.max_grad_norm)  # charged before the deed
-        drawn = plan.draw(key.step, len(loader.dataset), derive_rng(secret, key.step))
-        # Batches by the records' hashes: were the draw cut into slices, one record fewer would shift all later ones.
-        batches[:] = [drawn[part] for part in passes(key, order[drawn].numpy(), num_buckets(500, 128), 128)]
+        key, total = StepKey(0, ledger.append()), ClippedSum.zeros(net, C := plan.max_grad_norm)  # charged before the deed
+        batches[:] = filter(len, [plan.draw(key.step, len(loader.dataset), derive_rng(secret, key.step))])  # split below, by hash
         for image, label, ids in loader:  # no turn for an empty draw: that step is noise alone
             batch = Batch(record_id_B=ids, valid_B=ids >= 0, image_BVCHW=image[:, None], label_B=label)
-            losses = lambda m, b, _: ce(m(b.image_BVCHW[:, 0]), b.label_B)  # noqa: E731
-            total += clipped_sum(losses, net, batch, key, max_grad_norm=plan.max_grad_norm, rows=128)
+            total += clipped_sum(lambda m, b, _: ce(m(b.image_BVCHW[:, 0]), b.label_B), net, batch, key, max_grad_norm=C, rows=128)
         for name, gradient in privatize(total, plan, key.step, secret).grads.items():
             net.get_parameter(name).grad = gradient
         optimizer.step()

@@ -31,10 +31,8 @@ with Ledger.open(store, new_key().hex()[:8], plan, resume=False) as ledger:
     while ledger.steps < plan.steps:
         step = ledger.append()  # charged before the deed
         i = train[plan.draw(step, len(train), derive_rng(secret, step))]
-        batch = Batch(record_id_B=i, valid_B=torch.ones(len(i), dtype=torch.bool), image_BVCHW=x[i], label_B=y[i])
-        key, norm = StepKey(0, step), plan.max_grad_norm
-        # A step's records in one call: they are split by hash into passes of 300 rows, at which a record's bits are checked once.
-        total = clipped_sum(lambda m, b, _: ce(m(b.image_BVCHW), b.label_B), net, batch, key, max_grad_norm=norm, rows=300)
+        batch, key = Batch(record_id_B=i, valid_B=i >= 0, image_BVCHW=x[i], label_B=y[i]), StepKey(0, step)
+        total = clipped_sum(lambda m, b, _: ce(m(b.image_BVCHW), b.label_B), net, batch, key, max_grad_norm=plan.max_grad_norm, rows=300)
         for name, gradient in privatize(total, plan, step, secret).grads.items():
             net.get_parameter(name).grad = gradient
         optimizer.step()
