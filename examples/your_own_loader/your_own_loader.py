@@ -8,12 +8,13 @@ import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpvision import PrivacyConfig, make_plan, privatize
+from dpvision.config import PrivacyConfig
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
-from dpvision.dp.buckets import num_buckets, passes
 from dpvision.dp.clip import ClippedSum, clipped_sum
+from dpvision.dp.noise import privatize
 from dpvision.privacy.ledger import Ledger
+from dpvision.privacy.plan import make_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.stream import new_key
 
@@ -28,12 +29,11 @@ optimizer, ce, secret = torch.optim.Adam(net.parameters(), lr=0.002), torch.nn.C
 plan = make_plan(PrivacyConfig(dataset_size=1500, expected_batch_size=500, steps=80, target_epsilon=8.0, max_grad_norm=1.0))
 with Ledger.open(store, uuid4().hex[:8], plan, resume=False) as ledger:  # the secret key is new at every start and never stored
     while ledger.steps < plan.steps:
-        key, norm = StepKey(0, ledger.append()), plan.max_grad_norm  # charged before the deed
-        drawn, total = plan.draw(key.step, len(loader.dataset), derive_rng(secret, key.step)), ClippedSum.zeros(net, norm)
-        batches[:] = [drawn[part] for part in passes(key, order[drawn].numpy(), num_buckets(500, 128), 128)]  # by hash, not in slices
+        key, total = StepKey(0, ledger.append()), ClippedSum.zeros(net, C := plan.max_grad_norm)  # charged before the deed
+        batches[:] = filter(len, [plan.draw(key.step, len(loader.dataset), derive_rng(secret, key.step))])  # split below, by hash
         for image, label, ids in loader:  # no turn for an empty draw: that step is noise alone
             batch = Batch(record_id_B=ids, valid_B=ids >= 0, image_BVCHW=image[:, None], label_B=label)
-            total += clipped_sum(lambda m, b, _: ce(m(b.image_BVCHW[:, 0]), b.label_B), net, batch, key, max_grad_norm=norm, rows=128)
+            total += clipped_sum(lambda m, b, _: ce(m(b.image_BVCHW[:, 0]), b.label_B), net, batch, key, max_grad_norm=C, rows=128)
         for name, gradient in privatize(total, plan, key.step, secret).grads.items():
             net.get_parameter(name).grad = gradient
         optimizer.step()

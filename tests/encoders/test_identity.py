@@ -1,6 +1,7 @@
 """Encoders that look at more than one image are refused by name; one that has changed is not taken for the old one."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.fixed import fixed_encoder
-from dpvision.encoders.identity import check_alone, check_same, describe
+from dpvision.encoders.identity import check_alone, check_places, check_same, describe
 from dpvision.errors import CheckpointError, ConfigError
 
 from ..eval.labelled import MEAN, STD, conv_encoder, vit_encoder
@@ -33,6 +34,39 @@ def test_honest_encoders_pass_and_their_width_is_found(encoder: Encoder) -> None
     pooling, width = check_alone(encoder)
     x_BCHW = torch.randn(2, 3, encoder.image_size, encoder.image_size)
     assert encoder.poolings(x_BCHW)[pooling].shape == (2, width)
+
+
+def _foreign(library: str) -> Encoder:
+    net: nn.Module
+    if library == "timm":
+        net = pytest.importorskip("timm").models.VisionTransformer(32, 8, num_classes=0, embed_dim=48, depth=1, num_heads=3)
+    else:
+        net = pytest.importorskip("torchvision").models.resnet18(num_classes=10)
+    return replace(_of(net.eval()), image_size=32)
+
+
+@pytest.mark.parametrize("rows", [5, 16, 32])
+@pytest.mark.parametrize(
+    "make", [vit_encoder, conv_encoder, lambda: fixed_encoder("hog", 16), lambda: _foreign("timm"), lambda: _foreign("torchvision")],
+    ids=["our transformer", "our convnet", "hog", "timm", "torchvision"],
+)  # fmt: skip
+def test_features_have_the_same_bits_at_every_place_of_a_pass(make: Callable[[], Encoder], rows: int) -> None:
+    """One image fewer in a store moves all later ones by a place."""
+    encoder = make()
+    check_places(encoder, check_alone(encoder)[0], rows)
+
+
+def test_an_encoder_whose_last_bits_depend_on_the_place_is_refused() -> None:
+    base = vit_encoder()
+
+    def uneven(x_BCHW: Tensor) -> dict[str, Tensor]:
+        up_B1 = 1 + 2.0**-23 * (torch.arange(len(x_BCHW)) == 6).float()[:, None]
+        return {name: x_BD * up_B1 for name, x_BD in base.poolings(x_BCHW).items()}
+
+    check_alone(replace(base, poolings=uneven))
+    check_places(replace(base, poolings=uneven), "mean", 6)
+    with pytest.raises(ConfigError, match=r"change in their last bits with an image's place among 8; .*Use another"):
+        check_places(replace(base, poolings=uneven), "mean", 8)
 
 
 def test_batch_statistics_are_refused_and_the_layer_is_named() -> None:

@@ -27,7 +27,8 @@ from dpvision.data.declared import count_units, has_units, rounded_up
 from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.encoders.encoder import Encoder
-from dpvision.encoders.identity import check_alone
+from dpvision.encoders.feature_file import rows_of_pass
+from dpvision.encoders.identity import check_alone, check_places
 from dpvision.encoders.open import open_encoder
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 from dpvision.models.timm_cache import find_timm_weights
@@ -103,6 +104,8 @@ def prepare(config: RunConfig, plan: DPPlan | None = None, encoder: Encoder | No
     if not model.candidates:
         optim = with_rate(config.optim, plan, bounded=not encoder.standard_rows)
         config = replace(config, model=_with_decay(config.model, encoder, plan), optim=optim)
+    if plan.guarantee == "dp" and encoder.family != "fixed":
+        check_places(encoder, pooling, rows_of_pass(encoder, config.hardware.physical_batch_size, device), device)
     check_store(plan, store, row_N)
     if by_person:
         check_people(store)

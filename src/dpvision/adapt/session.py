@@ -32,7 +32,7 @@ from dpvision.checkpoint import Checkpoint
 from dpvision.config import RunConfig
 from dpvision.devices import loader_threads
 from dpvision.encoders.centre import texture_centre
-from dpvision.encoders.feature_file import feature_array
+from dpvision.encoders.feature_file import feature_array, rows_of_pass
 from dpvision.encoders.identity import check_same, describe
 from dpvision.errors import DataError, PrivacyError
 from dpvision.files import write_json
@@ -189,7 +189,8 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
     keep = not made.encoder.confidential or made.store.visibility == "private"
     feature_ND = feature_array(
         made.encoder, cfg.encoder.pooling, cfg.encoder.width, made.store, made.row_N, dataset_size=made.plan.dataset_size, keep=keep,
-        batch_size=hardware.physical_batch_size, workers=loader_threads(hardware.workers, made.device), device=made.device,
+        batch_size=rows_of_pass(made.encoder, hardware.physical_batch_size, made.device),
+        workers=loader_threads(hardware.workers, made.device), device=made.device,
         progress=progress,
     )  # fmt: skip
     needs_centre = cfg.centre == "textures" and not made.encoder.standard_rows

@@ -57,6 +57,25 @@ def check_alone(encoder: Encoder, pooling: str | None = None, device: str | torc
     return pooling, whole_BD.shape[1]
 
 
+@torch.inference_mode()
+def check_places(encoder: Encoder, pooling: str, num_rows: int, device: str | torch.device = "cpu") -> None:
+    """Refuse an encoder whose features of an image change a bit with its place among ``num_rows`` images: a record that leaves moves all
+    later ones by a place. Images are always computed ``num_rows`` at a time (``feature_file``).
+
+    Raises:
+        ConfigError: they do.
+    """
+    size, generator = encoder.image_size, torch.Generator().manual_seed(0)
+    x_BCHW = torch.randn(num_rows, 3, size, size, generator=generator).to(device)
+    reference_BD = encoder(x_BCHW, pooling)
+    for rows in ([*range(num_rows)][::-1], [0] * num_rows):
+        if not torch.equal(encoder(x_BCHW[rows], pooling), reference_BD[rows]):
+            raise ConfigError(
+                f"encoder: features of {encoder.name} change in their last bits with an image's place among {num_rows}; expected a "
+                "function of one image. Use another --hardware.physical-batch-size, a multiple of 16, or OMP_NUM_THREADS=1."
+            )
+
+
 def describe(encoder: Encoder, pooling: str, width: int, device: str | torch.device = "cpu") -> dict[str, Any]:
     """Return a description of an encoder for manifests, ready for JSON and without paths; ``check_same`` compares with it."""
     return {
