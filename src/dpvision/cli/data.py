@@ -12,7 +12,7 @@ from dpvision.cli.output import CONFIG, SourcePath, StorePath, emit, pairs
 from dpvision.cli.overlap import overlap
 from dpvision.cli.paths import check_sheet, check_source, check_store
 from dpvision.cli.tokenizer import tokenizer
-from dpvision.data.import_labels import ClassRule, UnknownClasses, read_classes
+from dpvision.data.import_labels import ClassRule, UnknownClasses, read_rule
 from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.runs.folder import require_confidential
 
@@ -78,7 +78,8 @@ def import_(
         label_from: Field that holds the label (class folders and `label` columns are found without it). A list gives an image several
             labels; an empty list means that it belongs to none of the classes.
         label_separator: Separator between an image's labels in a text field, such as "|". An empty text is an empty list.
-        classes: File with the class names in the order of their numbers, one per line or a JSON list.
+        classes: File with the class names in the order of their numbers, one per line or a JSON list; or a JSON object from the labels in
+            SOURCE to names, {"1": "cat", "2": "dog"}.
         unknown_classes: For an image whose class is not declared: refuse the import, or keep the image unlabelled, so that it
             contributes exactly zero in training.
         captions: File of captions: COCO's captions_*.json, lines NAME#NUMBER<TAB>CAPTION, or a CSV with columns image and caption.
@@ -98,7 +99,7 @@ def import_(
             raise DataError("data import: --classes with --dataset, which fixes its classes; expected only one of them. Drop one.")
         return _import_dataset(source, store, dataset, split, public, licence, workers, json, [unit_from, label_from, label_separator])
     check_source(source)
-    rule = ClassRule(None if classes is None else read_classes(classes), unknown_classes)
+    rule = ClassRule(unknown=unknown_classes) if classes is None else read_rule(classes, unknown_classes)
     from dpvision.data.importer import import_source
 
     with Console(stderr=True).status("importing") as status:

@@ -324,8 +324,7 @@ def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Samp
         if "txt" in parts:
             fields.setdefault("text", _text_or_bytes(beside("txt", MAX_TEXT_BYTES + 1)))
         if "cls" in parts:
-            label = beside("cls").decode().strip()
-            fields["label"] = int(label) if label.isdecimal() else label
+            fields["label"] = beside("cls").decode().strip()
     except (ValueError, RecursionError):  # damaged UTF-8 or JSON, or JSON nested too deeply
         return Sample(key, b"", {}, place=place, problem="damaged text")
     return Sample(key, os.pread(fd, member_of_image.size, member_of_image.offset), fields, place)

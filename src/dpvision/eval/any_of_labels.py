@@ -65,6 +65,20 @@ class AnyOfLabels:
         return float(np.bincount(np.concatenate([np.fromiter(accepted, np.int64) for accepted in counted])).max() / len(counted))
 
 
+def same_numbers(numbered: Store, store: Store, any_of: AnyOfLabels | None) -> Store:
+    """Return ``numbered``; refuse sets of correct classes, which have the numbers of ``store``, if its classes got other numbers.
+
+    Raises:
+        DataError: ``any_of`` is given, and ``numbered`` is not ``store`` itself.
+    """
+    if any_of is not None and numbered is not store:
+        raise DataError(
+            f"labels: {any_of.name} has the class numbers of {store.path}, numbered unlike the training store; expected one "
+            "list of classes. Import the test images with the same --classes."
+        )
+    return numbered
+
+
 def load_any_of_labels(path: str | Path, store: Store, num_classes: int | None = None) -> AnyOfLabels:
     """Load the labels of a store's records from a file.
 

@@ -117,7 +117,8 @@ def check_labels(store: Store, rows: np.ndarray, num_classes: int, *, multi_labe
     if (outside := len(np.unique(place_M[class_M >= num_classes]))) > 0:
         raise DataError(
             f"{where}: {OPERATOR_ONLY}label={int(class_M.max())} in {outside} records is outside the range; "
-            f"expected 0 to {num_classes - 1}. Pass --model.num-classes {int(class_M.max()) + 1}, or import with the right classes."
+            f"expected 0 to {num_classes - 1}: numbers count from 0. Pass --model.num-classes {int(class_M.max()) + 1}; or, if yours count "
+            "from 1 or skip numbers, import with --classes FILE, which lists them."
         )
     count_K = np.bincount(class_M, minlength=num_classes)
     if multi_label and len(rows) and ((count_K == 0) | (count_K == len(rows))).all():
