@@ -131,7 +131,7 @@ def test_one_number_has_one_spelling_and_one_name_one_form(tmp_path: Path) -> No
 @pytest.mark.parametrize("public", [False, True])
 def test_names_among_numbers_are_refused(tmp_path: Path, public: bool) -> None:
     labels = ["7", "cat"]
-    with pytest.raises(DataError, match="both names and numbers, such as 'cat' and '7'|class names"):
+    with pytest.raises(DataError, match=r"both names and numbers, such as 'cat' and '7'|class names"):
         import_labels(tmp_path / "s", labels, public=public)
     store = import_labels(tmp_path / "d", labels, public=public, classes=ClassRule(("cat", "7")))
     assert store.labels.tolist() == [1, 0]
@@ -151,7 +151,7 @@ def test_numbers_of_a_source_with_names_are_those_names(tmp_path: Path) -> None:
     assert import_labels(tmp_path / "c", ["dog", "cat"], label_names=["cat", "dog"]).labels.tolist() == [1, 0]
     declared = import_labels(tmp_path / "d", [0, 1], label_names=["1", "2"], classes=ClassRule(("2", "1")))
     assert declared.labels.tolist() == [1, 0]
-    with pytest.raises(DataError, match="not declared .'emu'.; expected the 2 declared ones"):
+    with pytest.raises(DataError, match=r"not declared .'emu'.; expected the 2 declared ones"):
         import_labels(tmp_path / "e", ["emu"], label_names=["cat", "dog"], public=True)
 
 
@@ -159,7 +159,7 @@ def test_lists_follow_the_same_rule(tmp_path: Path) -> None:
     for public in (False, True):
         store = import_labels(tmp_path / f"a{public}", [[1, 3], ["1", "3"], "1|3", -1], public=public, label_separator="|")
         assert [store.record(i).labels for i in range(4)] == [(1, 3)] * 3 + [()] and store.labelled.tolist() == [True] * 3 + [False]
-    with pytest.raises(DataError, match="counted from 1, 1 is 'cat'"):
+    with pytest.raises(DataError, match=r"counted from 1, 1 is 'cat'"):
         import_labels(tmp_path / "b", [[1], [2]], classes=ClassRule(("cat", "dog")))
 
 
@@ -168,7 +168,7 @@ def test_lists_follow_the_same_rule(tmp_path: Path) -> None:
 )
 def test_class_files_with_two_readings_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "classes").write_text(text)
-    with pytest.raises(DataError, match="classes: .*different names"):
+    with pytest.raises(DataError, match=r"classes: .*different names"):
         read_rule(tmp_path / "classes")
 
 

@@ -13,6 +13,8 @@ from dpvision.cli.overlap import overlap
 from dpvision.cli.paths import check_sheet, check_source, check_store
 from dpvision.cli.tokenizer import tokenizer
 from dpvision.data.import_labels import ClassRule, UnknownClasses, read_rule
+from dpvision.data.join import UNMATCHED_FILE
+from dpvision.data.person_names import SHARED_FILE, SharedImages, Unmatched
 from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.runs.folder import require_confidential
 
@@ -50,6 +52,8 @@ def import_(
     store: StorePath,
     public: bool = False,
     unit_from: str | None = None,
+    unmatched: Unmatched = "refuse",
+    shared_images: SharedImages = "refuse",
     label_from: str | None = None,
     label_separator: str | None = None,
     classes: Path | None = None,
@@ -75,6 +79,9 @@ def import_(
         store: New folder for the store.
         public: These images need no protection; figures and images from this store may be shown.
         unit_from: Field that names the person: column, JSON field, or `parent` for the folder's name.
+        unmatched: With --unit-from, for an image without a person: refuse the import, make it a person of its own, or leave it out.
+        shared_images: With --unit-from, for an image of two persons: refuse the import, or keep it for the first. Statements then list this
+            as not covered.
         label_from: Field that holds the label (class folders and `label` columns are found without it). A list gives an image several
             labels; an empty list means that it belongs to none of the classes.
         label_separator: Separator between an image's labels in a text field, such as "|". An empty text is an empty list.
@@ -95,6 +102,10 @@ def import_(
     if dataset is not None or split is not None:
         if captions is not None or require_captions:
             raise DataError("data import: captions with --dataset, whose images have labels only; expected none. Drop --dataset.")
+        if (unmatched, shared_images) != ("refuse", "refuse"):
+            raise DataError(
+                "data import: --unmatched or --shared-images with --dataset, whose images have no persons; expected neither. Drop them."
+            )
         if classes is not None or unknown_classes != "refuse":
             raise DataError("data import: --classes with --dataset, which fixes its classes; expected only one of them. Drop one.")
         return _import_dataset(source, store, dataset, split, public, licence, workers, json, [unit_from, label_from, label_separator])
@@ -104,7 +115,8 @@ def import_(
 
     with Console(stderr=True).status("importing") as status:
         made = import_source(
-            source, store, public=public, unit_from=unit_from, label_from=label_from, label_separator=label_separator, classes=rule,
+            source, store, public=public, unit_from=unit_from, unmatched=unmatched, shared_images=shared_images, label_from=label_from,
+            label_separator=label_separator, classes=rule,
             captions=captions, require_captions=require_captions, licence=licence, workers=workers,
             progress=lambda n: status.update(f"importing: {n:,} images"),
         )  # fmt: skip
@@ -240,9 +252,15 @@ def split(
 def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
     """Return lines with the list of files left out, and how to convert unsupported formats."""
     left_out = summary.get("left_out")
+    confidential = store.path / "confidential"
+    lines = [
+        f"{text}: {confidential / name}"
+        for text, name in (("Rows without a file, files without a row", UNMATCHED_FILE), ("Images of two persons, with both", SHARED_FILE))
+        if (confidential / name).exists()
+    ]
     if not left_out:
-        return []
-    lines = [f"Files left out, with the reason: {store.path / 'confidential' / 'left_out.jsonl'}"]
+        return lines
+    lines += [f"Files left out, with the reason: {store.path / 'confidential' / 'left_out.jsonl'}"]
     if "HEIF" in left_out:
         lines.append("HEIF images (.heic) need pillow-heif: pip install pillow-heif, or convert them: magick mogrify -format jpg *.heic")
     return lines

@@ -3,7 +3,7 @@
 import numpy as np
 
 from dpvision.data.declared import count_units, fits, has_units, rounded_up, shared_images
-from dpvision.data.store import Store
+from dpvision.data.store import SHARED_KEPT, Store
 from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.privacy.plan import DPPlan
 
@@ -70,7 +70,7 @@ def check_people(store: Store) -> None:
     The message holds private counts: it is for the operator's terminal, and goes into no file of the run.
 
     Raises:
-        DataError: a record has no person, or an image was found under two.
+        DataError: a record has no person, or an image was found under two and the operator did not ask to keep it for the first.
     """
     where = f"store: {store.store_id[:8]}: {OPERATOR_ONLY}"
     if missing := int((store.index["unit"] < 0).sum()):
@@ -78,10 +78,10 @@ def check_people(store: Store) -> None:
             f"{where}{missing} of {store.num_records} records have no {store.meta['unit_field']}; expected one each with "
             "sampling_unit='person'. Give every image its person in the source and import again, or leave those images out."
         )
-    if shared := shared_images(store):
+    if SHARED_KEPT not in store.meta and (shared := shared_images(store)):
         raise DataError(
             f"{where}{shared} files have the bytes of an image of another person; expected one person for each image with "
-            "sampling_unit='person'. Remove such files from all but one person in the source, and import again."
+            "sampling_unit='person'. Remove such files from all but one person and import again, or with --shared-images first."
         )
 
 
