@@ -137,7 +137,7 @@ def test_a_pattern_chooses_among_tars(tmp_path):
 
 
 def test_written_shards_are_webdataset_and_import_again_in_place(tmp_path, monkeypatch):
-    monkeypatch.setattr("dpvision.data.importer.SHARD_BYTES", 8000)
+    monkeypatch.setattr("dpvision.data.shard_writer.SHARD_BYTES", 8000)
     samples = [Sample(f"odd name.{i}", png(i), {"label": f"c{i % 3}", "captions": [f"é {i}"], "who": f"u{i // 2}"}) for i in range(20)]
     first = import_samples(samples, tmp_path / "a", unit_from="who", public=True)
     assert len(first.shard_paths) > 2

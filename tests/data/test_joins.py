@@ -19,7 +19,8 @@ from dpvision.data.sources import Sample
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.errors import DataError
-from dpvision.report.phrases import SHARED_IMAGES, not_covered_of
+from dpvision.report.lineage_phrases import SHARED_IMAGES
+from dpvision.report.phrases import not_covered_of
 
 from .image_files import encode, js, noise, png, write_folder, write_tar
 

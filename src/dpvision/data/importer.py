@@ -9,13 +9,13 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from dpvision.data.caption_files import CaptionFile
 from dpvision.data.captions import Captions, find_captions
-from dpvision.data.decode import BadImage, decode, extension
+from dpvision.data.decode import BadImage, decode
 from dpvision.data.import_labels import ClassRule, ImportedLabels
 from dpvision.data.import_people import (
     NO_PERSON,
@@ -32,14 +32,12 @@ from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
 from dpvision.data.person_names import SHARED_FILE, SharedImages, Unmatched
 from dpvision.data.record_lines import append_line, have_captions, line_of
+from dpvision.data.shard_writer import ShardWriter, new_store_folder, require_new
 from dpvision.data.sources import Missed, Sample, Source, open_source
 from dpvision.data.store import ROW, Store, write_description
 from dpvision.data.store_key import keyed_hash, new_key
-from dpvision.data.tarindex import TarWriter
-from dpvision.errors import CheckpointError, DataError
-from dpvision.files import new_folder
+from dpvision.errors import DataError
 
-SHARD_BYTES = 1 << 28
 _CHUNK, _CHUNK_BYTES = 64, 1 << 26
 """A chunk ends at this many samples or bytes, whichever comes first."""
 _ROWS_IN_LIST = 1 << 16
@@ -88,7 +86,7 @@ def import_source(
             half-made is left behind.
     """
     target, origin = Path(store_dir).resolve(), Path(source).resolve()
-    _require_new(target)
+    require_new(target)
     if origin.is_dir() and target.is_relative_to(origin):
         raise DataError(f"data import: store={store_dir} lies inside the source; expected it elsewhere. Choose another folder.")
     caption_file = CaptionFile(captions) if captions is not None else None
@@ -173,29 +171,6 @@ def import_samples(
     return open_store(target)
 
 
-def _require_new(target: Path) -> None:
-    if target.exists():
-        raise DataError(f"data: {target} exists; expected a new folder. Choose another name, or remove it first.")
-
-
-@contextlib.contextmanager
-def new_store_folder(target: Path, *, private: bool) -> Iterator[Path]:
-    """Yield a temporary folder next to ``target``; rename it to ``target`` if the block succeeds, remove it if not.
-
-    Raises:
-        DataError: ``target`` exists, or a write fails (disk full).
-    """
-    _require_new(target)
-    try:
-        with new_folder(target, mode=0o700 if private else 0o777) as folder:
-            yield folder
-    except (OSError, CheckpointError) as error:
-        problem = getattr(error, "strerror", None) or error
-        raise DataError(
-            f"data: {target}: {problem}; expected to write the store. Nothing was kept: free space or choose another disk."
-        ) from error
-
-
 class _Checked(NamedTuple):
     sample: Sample
     problem: str | None
@@ -261,7 +236,7 @@ class _Build:
         self._unmatched = files.enter_context((folder / "confidential" / UNMATCHED_FILE).open("w"))
         self._without_row, self._num_without_row = missed.files, 0
         self.write_missed(missed._replace(files=frozenset()))
-        self._writer = _ShardWriter(folder, files)
+        self._writer = ShardWriter(folder, files)
         self._in_place: dict[Path, int] = {}
         self._rows: list[tuple[int, ...]] = []
         self._blocks: list[np.ndarray] = []
@@ -387,44 +362,3 @@ class _Build:
             **more,
         }
         (self._folder / "confidential" / "import.json").write_text(json.dumps(summary, indent=1))
-
-
-class _ShardWriter:
-    """Writes tar shards of about ``SHARD_BYTES``: NUMBER.jpg, and NUMBER.json with key, captions, label and unit."""
-
-    def __init__(self, folder: Path, files: contextlib.ExitStack) -> None:
-        self._folder, self._files = folder, files
-        self._tar: TarWriter | None = None
-        self._file: BinaryIO | None = None
-        self._done: list[tuple[str, int]] = []
-        self._number = 0
-
-    def add(self, sample: Sample, captions: tuple[str, ...], label: Any, unit: int) -> tuple[int, int]:
-        """Write one sample; return its shard number and the image's offset in it."""
-        if self._tar is not None and self._tar.position >= SHARD_BYTES:
-            self._close()
-        if self._tar is None:
-            (self._folder / "shards").mkdir(exist_ok=True)
-            self._file = self._files.enter_context((self._folder / self._name()).open("wb"))
-            self._tar = TarWriter(self._file)
-        name = f"{self._number:09d}"
-        self._number += 1
-        offset = self._tar.add(f"{name}.{extension(sample.image)}", sample.image)
-        beside = {"key": sample.key, "captions": captions, "label": label, "unit": None if unit < 0 else f"{unit:016x}"}
-        self._tar.add(f"{name}.json", json.dumps({k: v for k, v in beside.items() if v not in (None, ())}).encode())
-        return len(self._done), offset
-
-    def _name(self) -> str:
-        return f"shards/shard-{len(self._done):06d}.tar"
-
-    def _close(self) -> None:
-        assert self._tar is not None and self._file is not None
-        self._done.append((self._name(), self._tar.finish()))
-        self._file.close()
-        self._tar = self._file = None
-
-    def finish(self) -> list[tuple[str, int]]:
-        """Close the last shard; return (path inside the store, size in bytes) of each."""
-        if self._tar is not None:
-            self._close()
-        return self._done

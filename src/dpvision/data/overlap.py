@@ -19,10 +19,10 @@ import numpy as np
 
 from dpvision.data.declared import shared_images
 from dpvision.data.decode import BadImage, decode
-from dpvision.data.importer import new_store_folder
 from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
 from dpvision.data.perceptual import RADIUS, nearest_within, perceptual_hashes
+from dpvision.data.shard_writer import new_store_folder
 from dpvision.data.store import SHARED_KEPT, Store, write_description
 from dpvision.data.store_key import copy_key
 from dpvision.errors import DataError

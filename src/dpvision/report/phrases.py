@@ -8,6 +8,7 @@ from dpvision.privacy.composition import Method
 from dpvision.privacy.ledger import StoreAccount
 from dpvision.privacy.plan import DPPlan, default_delta
 from dpvision.privacy.refusal import MAX_DELTA
+from dpvision.report.lineage_phrases import curated
 from dpvision.report.numbers import count, factor, one_in, percent_up, round_up, short
 from dpvision.report.schema import Tuning
 
@@ -87,15 +88,6 @@ COMPOSITION: dict[Method, str] = {
     ),
     "basic": "One of them has no Renyi accounting: their epsilons, each at an equal share of delta, are added.",
 }
-
-SHARED_IMAGES = (
-    "Who has an image that was found under two persons: the import kept each such image for the first of them, as the operator asked. What "
-    "remains of the second person depends on the first."
-)
-TWINS = (
-    "Whether a public image was also among the private ones: a public store in the lineage was cleared of such images, and the images "
-    "missing from it reveal them. For an image without a public twin the guarantee holds in full, because it does not change that store."
-)
 
 
 def in_words(plan: DPPlan, guarantee: dict[str, Any] | None) -> list[str]:
@@ -201,8 +193,7 @@ def not_covered_of(lineage: list[dict[str, Any]], tuning: Tuning) -> list[str]:
     return [
         *([f"Weights that were declared to be public ({', '.join(named)}): their training data was not verified."] if named else []),
         *([CHOICE] if tuning == "charged" else []),
-        *([SHARED_IMAGES] if any(entry.get("shared_images_kept") for entry in lineage) else []),
-        *([TWINS] if any(entry["deduplicated"] for entry in lineage) else []),
+        *curated(lineage),
     ]
 
 
