@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.plan import make_plan
 
 from ..data.image_files import encode, png, spoil
-from ..train.people_store import NUM_IMAGES, PEOPLE, people_store
+from ..train.people_store import NUM_IMAGES, PEOPLE, people_store, shared_store
 from .heads_of_people import C, moves, people_head_config, stream_of, sums, without_person
 
 SUMS = ("gradient at zero", "gradient", "moments", "prototypes")
@@ -365,10 +366,11 @@ def test_the_command_line_says_what_a_persons_row_is_and_refuses_what_is_not_the
     samples = [Sample(f"{i}", png(i, 16, 16), {"person": f"p{i // 2}", "label": f"c{i % 3}"}) for i in range(20)]
     records = import_samples([replace_person(s, None) for s in samples], tmp_path / "records", classes=CLASSES)
     assert "has no units" in refused(*command(records.path), "--dataset-size", "20")
-    missing = import_samples([*samples, Sample("x", png(50), {"label": "c1"})], tmp_path / "missing", unit_from="person", classes=CLASSES)
+    options: dict[str, Any] = {"unit_from": "person", "unmatched": "own-person", "classes": CLASSES}
+    missing = import_samples([*samples, Sample("x", png(50), {"label": "c1"})], tmp_path / "missing", **options)
     assert "1 of 21 records have no person" in refused(*command(missing.path, num_units=11), "--dataset-size", "21")
     two = [*samples, Sample("x", png(0, 16, 16), {"person": "p7", "label": "c0"})]
-    shared = import_samples(two, tmp_path / "shared", unit_from="person", classes=CLASSES)
+    shared = shared_store(two, tmp_path / "shared", classes=CLASSES)
     assert "1 files have the bytes of an image of another person" in refused(*command(shared.path), "--dataset-size", "20")
 
 

@@ -99,7 +99,7 @@ def test_all_kinds_of_sources_and_lists_keep_to_the_declared_classes(tmp_path: P
     source_names = {b"huggingface": json.dumps({"info": {"features": {"label": {"names": ["oak", "ash", "birch"]}}}}).encode()}
     tables = {
         "text": pa.table({"image": png, "label": ["oak", "birch", "ash", None]}),
-        "numbers": pa.table({"image": png, "label": [2, 1, 3, -1]}),
+        "numbers": pa.table({"image": png, "label": [2, 0, 3, -1]}),  # with a 0, so that numbers count from 0
         "named": pa.table({"image": png, "label": [0, 2, 1, -1]}).replace_schema_metadata(source_names),
         "lists": pa.table({"image": png, "label": [["oak", "birch"], [], ["oak", "ash"], None]}),
     }
@@ -109,7 +109,8 @@ def test_all_kinds_of_sources_and_lists_keep_to_the_declared_classes(tmp_path: P
             import_source(tmp_path / f"{name}.parquet", tmp_path / "refused", classes=DECLARED)
         store = import_source(tmp_path / f"{name}.parquet", tmp_path / name, classes=ClassRule(CLASSES, "unlabelled"))
         labels = [store.record(i).labels for i in range(4)]
-        assert labels == ([(1, 2), (), (), ()] if name == "lists" else [(2,), (1,), (), ()]), name
+        second = (0,) if name == "numbers" else (1,)
+        assert labels == ([(1, 2), (), (), ()] if name == "lists" else [(2,), second, (), ()]), name
         assert store.labelled.tolist() == [True, True, False, False]
 
 

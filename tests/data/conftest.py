@@ -17,4 +17,4 @@ def store(tmp_path) -> Store:
         person = {"person": f"p{int((i * 0.8) ** 0.7)}"} if i >= 5 else {}
         samples.append(Sample(f"k{i}", image, {"label": f"class {i % 4}", "captions": [f"one {i}", f"two {i}"], **person}))
     classes = ClassRule(tuple(f"class {k}" for k in range(4)))
-    return import_samples(samples, tmp_path / "store", unit_from="person", classes=classes)
+    return import_samples(samples, tmp_path / "store", unit_from="person", unmatched="own-person", classes=classes)

@@ -73,7 +73,8 @@ def test_parent_folder_as_unit_is_not_taken_for_a_class(tmp_path):
 def test_a_table_beside_the_images_gives_units_labels_and_captions(tmp_path):
     source = write_folder(tmp_path / "src", {"a/1.png": png(1), "a/2.png": png(2), "3.png": png(3)})
     (source / "metadata.csv").write_text('file_name,patient,finding,text\na/1.png,p1,yes,"one, two"\na/2.png,p1,no,\n')
-    store = import_source(source, tmp_path / "s", unit_from="patient", label_from="finding", classes=ClassRule(("no", "yes")))
+    options = {"unit_from": "patient", "label_from": "finding", "classes": ClassRule(("no", "yes"))}
+    store = import_source(source, tmp_path / "s", unmatched="own-person", **options)
     records = by_key(store)
     assert records["a/1.png"].unit == records["a/2.png"].unit is not None
     assert records["3.png"].unit is None
@@ -115,7 +116,7 @@ def test_webdataset_tars_are_indexed_where_they_are(tmp_path):
     write_folder(tmp_path / "src", {"README.md": b"notes"})
     tar = write_tar(tmp_path / "src" / "t-0.tar", members)
     before = tar.read_bytes()
-    store = import_source(tmp_path / "src", tmp_path / "s", unit_from="who")
+    store = import_source(tmp_path / "src", tmp_path / "s", unit_from="who", unmatched="own-person")
     assert tar.read_bytes() == before
     assert store.shard_paths == [tar]
     assert not (store.path / "shards").exists()
@@ -136,7 +137,7 @@ def test_a_pattern_chooses_among_tars(tmp_path):
 
 
 def test_written_shards_are_webdataset_and_import_again_in_place(tmp_path, monkeypatch):
-    monkeypatch.setattr("dpvision.data.importer.SHARD_BYTES", 8000)
+    monkeypatch.setattr("dpvision.data.shard_writer.SHARD_BYTES", 8000)
     samples = [Sample(f"odd name.{i}", png(i), {"label": f"c{i % 3}", "captions": [f"é {i}"], "who": f"u{i // 2}"}) for i in range(20)]
     first = import_samples(samples, tmp_path / "a", unit_from="who", public=True)
     assert len(first.shard_paths) > 2
@@ -173,7 +174,7 @@ def test_an_image_of_two_units_stays_with_the_first_and_takes_nothing_from_the_o
         Sample("0", png(1), {"caption": "mine", "who": "ann", "label": 1}),
         Sample("1", png(1), {"caption": "theirs", "who": "bob", "label": 2}),
     ]
-    store = import_samples(samples, tmp_path / "s", unit_from="who")
+    store = import_samples(samples, tmp_path / "s", unit_from="who", shared_images="first")
     assert store.captions(0) == ("mine",)
     assert store.labels.tolist() == [1]
     summary = store.import_summary()

@@ -25,13 +25,16 @@ from .test_importer import by_key, parquet, structs
 # --- persons ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("same", [(7, 7.0, "7", " 7 "), ("Zoë", "Zoe\u0308"), (None, "", "  ", float("nan"))])
+@pytest.mark.parametrize(
+    "same",
+    [(7, 7.0, "7", " 7 "), ("Zoë", "Zoe\u0308"), (None, "", "  ", float("nan"), "nan", "NaN", "null", "None", "<NA>", -1, -1.0, "-1")],
+)
 def test_one_person_has_one_name(same):
     assert len({person_name(value, "patient", "1.png") for value in same}) == 1
 
 
 def test_different_persons_have_different_names():
-    values = [7, 70, 0.0, -7, "07", "a", "A", "True"]
+    values = [7, 70, 0.0, -7, "07", "a", "A", "True", "NA", "-"]
     assert len({person_name(value, "patient", "1.png") for value in values}) == len(values)
 
 
@@ -44,7 +47,7 @@ def test_what_names_no_single_person_is_refused(value):
 def test_a_person_is_one_unit_over_parquet_files_of_two_types(tmp_path):
     parquet(tmp_path / "src" / "0.parquet", {"image": structs(png(0), png(1)), "patient": [7, 8]})
     parquet(tmp_path / "src" / "1.parquet", {"image": structs(png(2), png(3), png(4)), "patient": [7.0, 8.0, None]})
-    store = import_source(tmp_path / "src", tmp_path / "s", unit_from="patient")
+    store = import_source(tmp_path / "src", tmp_path / "s", unit_from="patient", unmatched="own-person")
     assert len(set(store.index["unit"].tolist()) - {-1}) == 2 and len(store.eligible_rows(1, 0)) == 3
 
 
@@ -91,7 +94,7 @@ def test_rows_of_an_image_that_disagree_are_refused(tmp_path, column, options):
 
 
 def test_rows_that_match_no_file_are_counted_and_a_table_that_matches_none_is_refused(tmp_path):
-    table = "file_name,label\n0.png,x\n1.PNG,x\n"
+    table = "file_name,label\n0.png,x\n2.png,x\n"
     source = write_folder(tmp_path / "src", {"0.png": png(0), "1.png": png(1), "metadata.csv": table.encode()})
     assert import_source(source, tmp_path / "s", public=True).import_summary()["table_rows_without_file"] == 1
     (source / "metadata.csv").write_text("file_name,label\nsrc/0.png,x\n")

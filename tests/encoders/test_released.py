@@ -71,6 +71,28 @@ def test_a_masked_autoencoders_file_gives_timms_features(tmp_path, kind):
     assert all(p.requires_grad for p in encoder.backbone().parameters())
 
 
+@pytest.mark.parametrize(
+    ("kind", "width", "heads"),
+    [("mae", 768, 12), ("mae", 1024, 16), ("mae", 1280, 16), ("vip", 192, 12), ("vip", 384, 12), ("vip", 576, 12), ("vip", 768, 12)],
+)
+def test_published_encoders_have_their_published_heads(tmp_path, kind, width, heads):
+    """A width of 1280 has heads of 80 (He et al. 2022), and ViP's small encoders have 12 heads; the shapes do not show it."""
+    model = VisionTransformer(
+        img_size=2 * PATCH, patch_size=PATCH, embed_dim=width, depth=1, num_heads=heads, num_classes=0, global_pool="token", mlp_ratio=1,
+        norm_layer=partial(torch.nn.LayerNorm, eps=1e-6),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        parameter.data = width**-0.5 * 2 * torch.randn(parameter.shape, generator=generator)
+    model.pos_embed.data = _table(2, width)
+    torch.save({"model": model.state_dict()}, tmp_path / "published.pth")
+    x_BCHW = torch.randn(2, 3, 2 * PATCH, 2 * PATCH, generator=generator)
+    with torch.no_grad():
+        (found_BLD,) = open_encoder(f"{kind}:{tmp_path / 'published.pth'}").blocks(x_BCHW)
+        (truth_BLD,) = model.eval().forward_intermediates(x_BCHW, intermediates_only=True, output_fmt="NLC")
+    torch.testing.assert_close(found_BLD[:, 1:], truth_BLD, atol=1e-4, rtol=1e-4)
+
+
 def test_what_is_no_masked_autoencoder_is_refused_with_the_first_tensor(tmp_path):
     from safetensors.torch import save_file
 

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from dpvision.data import importer
 from dpvision.data.import_labels import ClassRule, ImportedLabels
-from dpvision.data.importer import import_samples
+from dpvision.data.import_people import WithoutPerson
+from dpvision.data.importer import import_samples, import_source
 from dpvision.data.overlap import write_without
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
@@ -64,6 +66,40 @@ def test_classes_from_private_names(tmp_path: Path, scenes: Store) -> None:
 
     check()
     with planted(importer, "ImportedLabels", as_public, "one more record renumbers the others"):
+        check()
+
+
+def test_person_lost_in_a_join(tmp_path: Path) -> None:
+    def check() -> None:
+        folder = tmp_path / f"images{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        for i, pixels in enumerate(np.arange(3 * 192, dtype=np.uint8).reshape(3, 8, 8, 3)):
+            Image.fromarray(pixels).save(folder / f"{i}.png")
+        (folder / "metadata.csv").write_text("file_name,patient\n0.png,p1\n01.png,p1\n2.png,p2\n")  # 1.png is of p1 too
+        try:
+            store = import_source(folder, tmp_path / f"store-{folder.name}", unit_from="patient")
+        except DataError:
+            return
+        units = store.index["unit"]
+        assert units[0] == units[1], "a patient is two persons"
+
+    check()
+    with planted(WithoutPerson, "refuse", lambda self, field: None, "a patient is two persons"):
+        check()
+
+
+def test_image_of_two_persons(tmp_path: Path, scenes: Store) -> None:
+    def check() -> None:
+        people = ["p1", "p2", "p2"]
+        samples = [Sample(str(i), scenes.read(i // 2), {"patient": person}) for i, person in enumerate(people)]
+        try:
+            store = import_samples(samples, tmp_path / f"s{len(list(tmp_path.iterdir()))}", unit_from="patient")
+        except DataError:
+            return
+        assert store.num_records == len(samples), "without p1, the image is p2's: removing one person changes another"
+
+    check()
+    with planted(importer, "refuse_shared", lambda field, found: None, "removing one person changes another"):
         check()
 
 

@@ -1,7 +1,9 @@
 """A store of people with 1 to 9 images each, and a config that draws them; used by the mutants too."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +12,10 @@ from torch import Tensor
 from dpvision.config import DataConfig, HardwareConfig, MAEConfig, OptimConfig, PrivacyConfig, RunConfig, ViTConfig
 from dpvision.data.import_labels import ClassRule
 from dpvision.data.importer import import_samples
+from dpvision.data.open import open_store
 from dpvision.data.people import People
 from dpvision.data.sources import Sample
-from dpvision.data.store import Store
+from dpvision.data.store import SHARED_KEPT, Store
 from dpvision.privacy.stream import Key
 from dpvision.train.loop import Session
 from dpvision.train.step import step_sum
@@ -37,6 +40,14 @@ def people_store(folder: Path, unlabelled: int = 0) -> Store:
             samples.append(Sample(f"{p}-{i}", png(100 * p + i, 16, 16), {"person": f"person {p}", "label": label}))
     classes = ClassRule(tuple(f"class {k}" for k in range(3)), unknown="unlabelled")
     return import_samples(samples, folder, unit_from="person", classes=classes)
+
+
+def shared_store(samples: list[Sample], folder: Path, **options: Any) -> Store:
+    """A store as earlier versions imported it: an image of two people was kept for the first, without the operator's choice."""
+    store = import_samples(samples, folder, unit_from="person", shared_images="first", **options)
+    meta = {name: value for name, value in store.meta.items() if name != SHARED_KEPT}
+    (folder / "store.json").write_text(json.dumps(meta))
+    return open_store(folder)
 
 
 def people_config(store: Store) -> RunConfig:

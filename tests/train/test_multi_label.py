@@ -216,14 +216,17 @@ def test_scores_that_would_mean_nothing_are_refused(config: RunConfig, halves: t
         score_own_head(tmp_path / "several", test, any_of=real)
     with pytest.raises(DataError, match=r"several labels per record; expected one for probes.*drop --train"):
         evaluate(tmp_path / "several", halves[0], test, protocols=(OwnHead(),))
-    renamed = import_samples(
-        (Sample(f"k{i}", test.read(i), {"label": [LABELS[i % 8]]}) for i in range(20)), tmp_path / "named", public=True
+    by_name = [[LABELS[label] for label in test.record(i).labels] for i in range(20)]
+    renamed = import_samples((Sample(f"k{i}", test.read(i), {"label": by_name[i]}) for i in range(20)), tmp_path / "named", public=True)
+    same = import_samples(
+        (Sample(f"k{i}", test.read(i), {"label": [*test.record(i).labels]}) for i in range(20)), tmp_path / "same", label_names=[*LABELS]
     )
-    with pytest.raises(DataError, match=r"differ from the training store's \('disc' and 'cross'\).*data split"):
-        score_own_head(tmp_path / "several", renamed)
-    too_many = _store(tmp_path / "many", [[0], [NUM_CLASSES]])
-    with pytest.raises(DataError, match=f"label={NUM_CLASSES}; expected 0 to {NUM_CLASSES - 1}"):
-        score_own_head(tmp_path / "several", too_many)
+    assert renamed.label_names != same.label_names, "numbered by the alphabet"
+    ours, theirs = (score_own_head(tmp_path / "several", store, workers=1) for store in (same, renamed))
+    assert [score.value for score in ours] == [score.value for score in theirs], "classes are matched by name"
+    numbers = _store(tmp_path / "many", [[0], [NUM_CLASSES]])
+    with pytest.raises(DataError, match=f"classes of the stores differ: '0', '{NUM_CLASSES}' of"):
+        score_own_head(tmp_path / "several", numbers)
     unlabelled = _store(tmp_path / "none", [[], []])
     with pytest.raises(DataError, match="none of 2 records has any class"):
         score_own_head(tmp_path / "several", unlabelled, workers=1)

@@ -31,13 +31,16 @@ from dpvision.privacy.composition import check_total
 from dpvision.privacy.plan import DPPlan, draft_plan, make_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.second_accountant import epsilon, release
+from dpvision.report.lineage_phrases import SHARED_IMAGES
+from dpvision.report.schema import problems, statement_schema
+from dpvision.report.statement import make_statement
 from dpvision.train import loop, objectives
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session, resumed_session
 from dpvision.train.step import step_sum
 
 from ..data.image_files import encode, png, spoil
-from .people_store import NUM_IMAGES, PEOPLE, SIZES, people_config, people_store, sums, without
+from .people_store import NUM_IMAGES, PEOPLE, SIZES, people_config, people_store, shared_store, sums, without
 
 KEY = key()
 C = 0.5
@@ -383,10 +386,10 @@ def test_the_command_line_draws_people_and_refuses_what_is_not_theirs(
 
 def test_a_record_without_a_person_or_with_two_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samples = [Sample(f"{i}", png(i, 16, 16), {"person": f"p{i // 2}"}) for i in range(40)]
-    missing = import_samples([*samples, Sample("x", png(50), {})], tmp_path / "missing", unit_from="person")
+    missing = import_samples([*samples, Sample("x", png(50), {})], tmp_path / "missing", unit_from="person", unmatched="own-person")
     declared = {"dataset_size": 41, "num_units": 21, "expected_batch_size": 2}
     assert "1 of 41 records have no person" in refused(command(missing.path, **declared), capsys)
-    shared = import_samples([*samples, Sample("x", png(0, 16, 16), {"person": "p7"})], tmp_path / "shared", unit_from="person")
+    shared = shared_store([*samples, Sample("x", png(0, 16, 16), {"person": "p7"})], tmp_path / "shared")
     declared = {"dataset_size": 40, "num_units": 20, "expected_batch_size": 2}
     assert "1 files have the bytes of an image of another person" in refused(command(shared.path, **declared), capsys)
     for half in split_store(shared.path, tmp_path / "a", tmp_path / "b", 0.5):
@@ -396,3 +399,15 @@ def test_a_record_without_a_person_or_with_two_is_refused(tmp_path: Path, capsys
             with new_session(settings, tmp_path / "run"):
                 pass
     assert open_store(import_samples(samples, tmp_path / "good", unit_from="person").path).meta["shared_images"] == 0
+
+
+def test_a_choice_to_keep_shared_images_for_the_first_trains_and_is_stated(tmp_path: Path) -> None:
+    samples = [Sample(f"{i}", png(i, 16, 16), {"person": f"p{i // 2}"}) for i in range(40)]
+    twice = Sample("x", png(0, 16, 16), {"person": "p7"})
+    store = import_samples([*samples, twice], tmp_path / "shared", unit_from="person", shared_images="first")
+    settings = with_privacy(people_config(store), dataset_size=40, num_units=20, expected_batch_size=2, steps=1)
+    with new_session(settings, tmp_path / "run") as session:
+        fit(session, quiet=True)
+    statement = make_statement(tmp_path / "run", store_dir=store.path)
+    assert problems(statement, statement_schema()) == []
+    assert statement["scope"]["not_covered"].count(SHARED_IMAGES) == 1

@@ -275,10 +275,10 @@ def _progress_line(args: AdaptArgs, made: "Prepared") -> Iterator[tuple[Callable
 def _check_test(args: AdaptArgs, config: RunConfig) -> None:
     """Refuse a test store that cannot be scored, before the budget is spent."""
     from dpvision.data.open import open_store
-    from dpvision.eval.probes.own_head import check_scorable
+    from dpvision.eval.probes.own_head import scorable
 
     if args.test is not None:
-        check_scorable(config, open_store(args.test))
+        scorable(config, open_store(args.test))
 
 
 def _score(args: AdaptArgs, root: Path) -> "list[Score]":

@@ -12,7 +12,9 @@ from dpvision.cli.output import CONFIG, SourcePath, StorePath, emit, pairs
 from dpvision.cli.overlap import overlap
 from dpvision.cli.paths import check_sheet, check_source, check_store
 from dpvision.cli.tokenizer import tokenizer
-from dpvision.data.import_labels import ClassRule, UnknownClasses, read_classes
+from dpvision.data.import_labels import ClassRule, UnknownClasses, read_rule
+from dpvision.data.join import UNMATCHED_FILE
+from dpvision.data.person_names import SHARED_FILE, SharedImages, Unmatched
 from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.runs.folder import require_confidential
 
@@ -52,6 +54,8 @@ def import_(
     store: StorePath,
     public: bool = False,
     unit_from: str | None = None,
+    unmatched: Unmatched = "refuse",
+    shared_images: SharedImages = "refuse",
     label_from: str | None = None,
     label_separator: str | None = None,
     classes: Path | None = None,
@@ -79,10 +83,14 @@ def import_(
         store: New folder for the store.
         public: These images need no protection; figures and images from this store may be shown.
         unit_from: Field that names the person: column, JSON field, or `parent` for the folder's name.
+        unmatched: With --unit-from, for an image without a person: refuse the import, make it a person of its own, or leave it out.
+        shared_images: With --unit-from, for an image of two persons: refuse the import, or keep it for the first. Statements then list this
+            as not covered.
         label_from: Field that holds the label (class folders and `label` columns are found without it). `parent` for a tar of class
             folders. A list gives an image several labels; an empty list means that it belongs to none of the classes.
         label_separator: Separator between an image's labels in a text field, such as "|". An empty text is an empty list.
-        classes: File with the class names in the order of their numbers, one per line or a JSON list.
+        classes: File with the class names in the order of their numbers, one per line or a JSON list; or a JSON object from the labels in
+            SOURCE to names, {"1": "cat", "2": "dog"}.
         unknown_classes: For an image whose class is not declared: refuse the import, or keep the image unlabelled, so that it
             contributes exactly zero in training.
         captions: File of captions: COCO's captions_*.json, lines NAME#NUMBER<TAB>CAPTION, or a CSV with columns image and caption.
@@ -103,6 +111,10 @@ def import_(
             raise DataError("data import: captions with --dataset, whose images have labels only; expected none. Drop --dataset.")
         if max_value is not None or window is not None:
             raise DataError("data import: --max-value or --window with --dataset, whose images have 8 bits; expected neither. Drop it.")
+        if (unmatched, shared_images) != ("refuse", "refuse"):
+            raise DataError(
+                "data import: --unmatched or --shared-images with --dataset, whose images have no persons; expected neither. Drop them."
+            )
         if classes is not None or unknown_classes != "refuse":
             raise DataError("data import: --classes with --dataset, which fixes its classes; expected only one of them. Drop one.")
         return _import_dataset(source, store, dataset, split, public, licence, workers, json, [unit_from, label_from, label_separator])
@@ -111,12 +123,13 @@ def import_(
     if max_value is not None:
         window = 0, max_value
     check_source(source)
-    rule = ClassRule(None if classes is None else read_classes(classes), unknown_classes)
+    rule = ClassRule(unknown=unknown_classes) if classes is None else read_rule(classes, unknown_classes)
     from dpvision.data.importer import import_source
 
     with Console(stderr=True).status("importing") as status:
         made = import_source(
-            source, store, public=public, unit_from=unit_from, label_from=label_from, label_separator=label_separator, classes=rule,
+            source, store, public=public, unit_from=unit_from, unmatched=unmatched, shared_images=shared_images, label_from=label_from,
+            label_separator=label_separator, classes=rule,
             captions=captions, require_captions=require_captions, licence=licence, window=window, workers=workers,
             progress=lambda n: status.update(f"importing: {n:,} images"),
         )  # fmt: skip
@@ -252,9 +265,15 @@ def split(
 def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
     """Return lines with the list of files left out, and how to convert unsupported formats."""
     left_out = summary.get("left_out")
+    confidential = store.path / "confidential"
+    lines = [
+        f"{text}: {confidential / name}"
+        for text, name in (("Rows without a file, files without a row", UNMATCHED_FILE), ("Images of two persons, with both", SHARED_FILE))
+        if (confidential / name).exists()
+    ]
     if not left_out:
-        return []
-    lines = [f"Files left out, with the reason: {store.path / 'confidential' / 'left_out.jsonl'}"]
+        return lines
+    lines += [f"Files left out, with the reason: {store.path / 'confidential' / 'left_out.jsonl'}"]
     if "HEIF" in left_out:
         lines.append("HEIF images (.heic) need pillow-heif: pip install pillow-heif, or convert them: magick mogrify -format jpg *.heic")
     return lines

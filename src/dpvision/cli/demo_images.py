@@ -7,7 +7,7 @@ from dpvision.cli.demo_steps import CLASSIFIER_EPSILON, Place, fit_classifier
 from dpvision.cli.output import emit, private_scores
 from dpvision.cli.scores import scores_table
 from dpvision.data.declared import rounded_up
-from dpvision.data.import_labels import ClassRule, read_classes
+from dpvision.data.import_labels import ClassRule, read_rule
 from dpvision.data.importer import import_source
 from dpvision.data.open import open_store
 from dpvision.data.split import split_store
@@ -23,13 +23,13 @@ def run_on_images(data: Path, classes: Path, place: Place, show_confidential: bo
     """What ``dpvision demo --data`` does: a private classifier, and its scores on a fifth of the images."""
     start = time.monotonic()
     place.say("1/2  Images")
-    declared = read_classes(classes)
+    declared = read_rule(classes)
     store = _imported(data, declared, place)
     place.say(f"     {OPERATOR_ONLY}{store.num_records:,} private records in {store.path}")
     place.say("2/2  A private classifier, from non-private features; a fifth of the images is held out")
     store, test = _split(store)
     place.say(f"     Each repetition of this command is charged to these images again; dpvision ledger {store.path} shows the total.")
-    root, scores = fit_classifier(place, store, rounded_up(store.num_records), len(declared), test)
+    root, scores = fit_classifier(place, store, rounded_up(store.num_records), len(declared.declared or ()), test)
     report, operator_page = (
         make_report(root, store_dir=store.path, tuning="none"),
         make_operator_page(root, store.path, test_store=test.path),
@@ -43,10 +43,10 @@ def run_on_images(data: Path, classes: Path, place: Place, show_confidential: bo
     emit({"classifier": found, "seconds": 60 * minutes}, place.json, "\n".join(lines))
 
 
-def _imported(data: Path, declared: tuple[str, ...], place: Place) -> Store:
+def _imported(data: Path, declared: ClassRule, place: Place) -> Store:
     folder = place.stores / f"demo-{data.resolve().stem}"
-    store = open_store(folder) if folder.exists() else import_source(data, folder, classes=ClassRule(declared))
-    if tuple(store.label_names or ()) != declared:
+    store = open_store(folder) if folder.exists() else import_source(data, folder, classes=declared)
+    if tuple(store.label_names or ()) != declared.declared:
         raise DataError(f"demo: {folder} was imported with other classes; expected those of --classes. Remove it, or use another --stores.")
     return store
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from dpvision.data.captions import decode_text
 from dpvision.data.csv_table import read_csv
-from dpvision.data.sources import IMAGE_EXTENSIONS, Sample
+from dpvision.data.join import folded, one_form
+from dpvision.data.sources import IMAGE_EXTENSIONS, Missed, Sample
 from dpvision.errors import DataError
 
 IMAGE_COLUMNS = ("image", "file_name", "filename", "image_name", "path")
@@ -34,19 +35,22 @@ class CaptionFile:
         self._path = Path(path)
         self._captions: dict[str, list[str]] = {}
         for name, caption in _entries(self._path):
-            self._captions.setdefault(name.removeprefix("./"), []).append(caption)
+            self._captions.setdefault(one_form(name.removeprefix("./")), []).append(caption)
         if not self._captions:
             raise DataError(f"captions: {path} has none; expected at least one caption. Pass the file that holds them with --captions.")
         self._without_extension: dict[str, str | None] = {}
         for name in self._captions:
             stem = _stem(name)
             self._without_extension[stem] = None if stem in self._without_extension else name
+        self._folded, self._folded_stems = _by_fold(self._captions), _by_fold(self._without_extension)
         self._taken: dict[str, str] = {}
+        self._without_captions: list[str] = []
 
     def attach(self, samples: Iterable[Sample]) -> Iterator[Sample]:
         """Yield the samples, each with the captions listed under its name added to its own.
 
-        An image matches by its path in the source or by its file name, with or without the extension (tar members have none).
+        An image matches by its path in the source or by its file name, with or without the extension (tar members have none), in one
+        Unicode form; without regard to case only if nothing else matches, and one name does.
 
         Raises:
             DataError: one name matches two images.
@@ -54,6 +58,8 @@ class CaptionFile:
         for sample in samples:
             name = None if sample.problem is not None else self._name_of(sample.key)
             if name is None:
+                if sample.problem is None:
+                    self._without_captions.append(sample.key)
                 yield sample
                 continue
             if name in self._taken:
@@ -65,6 +71,10 @@ class CaptionFile:
             own = sample.fields.get("captions")
             given = own if isinstance(own, list) else [] if own is None else [own]
             yield sample._replace(fields=sample.fields | {"captions": [*given, *self._captions[name]]})
+
+    def missed(self) -> Missed:
+        """Names without an image, and images without a name, valid once all samples were attached."""
+        return Missed(self._path.name, [name for name in self._captions if name not in self._taken], self._without_captions)
 
     def summary(self) -> dict[str, int]:
         """Counts for the operator, valid once all samples were attached.
@@ -85,6 +95,7 @@ class CaptionFile:
         }
 
     def _name_of(self, key: str) -> str | None:
+        key = one_form(key)
         places = (key, PurePosixPath(key).name)
         for place in places:
             if place in self._captions:
@@ -92,7 +103,21 @@ class CaptionFile:
         for place in places:
             if (stem := _stem(place)) != place and stem in self._captions:
                 return stem
-        return next((name for place in places if (name := self._without_extension.get(place)) is not None), None)
+        found = next((name for place in places if (name := self._without_extension.get(place)) is not None), None)
+        if found is not None:
+            return found
+        forms = [*places, *(stem for place in places if (stem := _stem(place)) != place)]
+        alike = next((name for form in forms if (name := self._folded.get(folded(form))) is not None), None)
+        listed = next((name for place in places if (name := self._folded_stems.get(folded(place))) is not None), None)
+        return alike if alike is not None or listed is None else self._without_extension[listed]
+
+
+def _by_fold(names: Iterable[str]) -> dict[str, str | None]:
+    """Names without regard to case; None where several are alike."""
+    found: dict[str, str | None] = {}
+    for name in names:
+        found[folded(name)] = None if folded(name) in found else name
+    return found
 
 
 def _stem(name: str) -> str:

@@ -1,11 +1,23 @@
-"""Labels at the import: one or several per record, names or numbers, one kind per store.
+"""Labels at the import: one or several per record, names or numbers, one kind per store. The one rule for class numbers is here.
 
 A class number must not depend on private records: if the names found were numbered alphabetically, one image of a new class would shift
 the numbers, and with them the contributions of other records. So the classes of a private store are declared, in a list or as numbers;
 only a public store is numbered by the names found.
+
+Every source gives its labels as they are, and the same label gets the same number from all of them:
+
+    text of digits          the number, as in JSON or parquet: "2", "2.0" and 2 are one label; "02" too, if it is not a declared name
+    -1, "", NaN, missing    no label (unless "-1" is a declared name)
+    a declared list         a label that is one of its names is that class; if no name is a number, number n is name n, from 0
+    the source's own names  number n is name n, from 0; a declared list then decides about the name
+    neither                 number n is class n; names are numbered alphabetically (public) or refused (private)
+
+What has two readings is refused with both of them: numbers without a 0 for declared names, names among numbers, "2" and "02".
 """
 
 import json
+import re
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +34,10 @@ UnknownClasses = Literal["refuse", "unlabelled"]
 _SHOWN = 100
 _NAMED_AT_MOST = 5
 _REMEDY = "Change it in the source, or choose another --label-from."
+_MOST = 2**31
+_NUMBER = re.compile(r"([+-]?[0-9]{1,18})(\.0*)?")
+_MEANS_NOTHING = frozenset(["nan", "null", "n/a", "<na>"])
+"""Texts that programs write for a missing cell; also possible names, so a declared list decides."""
 
 
 @dataclass(frozen=True)
@@ -32,28 +48,113 @@ class ClassRule:
     """Class names in the order of their numbers; if None, the source's names, else, in a public store only, those found, sorted."""
     unknown: UnknownClasses = "refuse"
     """What to do with a record of another class."""
+    labels: tuple[str, ...] | None = None
+    """The label that stands for each declared class in the source; if None, the names themselves, or numbers from 0."""
 
 
 def read_classes(path: str | Path) -> tuple[str, ...]:
-    """Read class names from a file, one per line or as a JSON list, in the order of their numbers.
+    """Return the names of ``read_rule``."""
+    return read_rule(path).declared or ()
+
+
+def read_rule(path: str | Path, unknown: UnknownClasses = "refuse") -> ClassRule:
+    """Read declared classes from a file: names, one per line or as a JSON list, in the order of their numbers; or a JSON object from the
+    labels of the source to names, {"1": "cat", "2": "dog"}, in the order of the labels if these are numbers, else of the file.
 
     Raises:
         DataError: the file cannot be read, is empty, or repeats a name.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        names = json.loads(text) if text.lstrip().startswith("[") else [line.strip() for line in text.splitlines() if line.strip()]
+        found = json.loads(text) if text.lstrip().startswith(("[", "{")) else [line for line in text.splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise DataError(f"classes: {path}: {error}; expected names in UTF-8, one per line or as a JSON list. Rewrite it so.") from None
-    if not all(isinstance(name, str) and name for name in names) or not names or len(set(names)) < len(names):
-        raise DataError(f"classes: {path}: {len(names)} entries; expected one or more different names. Remove the repeated ones.")
-    return tuple(names)
+    labels: list[str] | None = None
+    if isinstance(found, dict):
+        labels = list(found)
+        if all(_number_in(label) is not None for label in labels):
+            labels.sort(key=lambda label: _number_in(label) or 0)
+        found = [found[label] for label in labels]
+        labels = [canonical(label) for label in labels]
+    names = [canonical(name) if isinstance(name, str) else name for name in found]
+    for entries in (names, labels or []):
+        if not all(isinstance(name, str) and name for name in entries) or len(set(entries)) < len(entries) or not names:
+            raise DataError(
+                f"classes: {path}: {len(names)} entries; expected one or more different names. Remove the repeated and the empty ones."
+            )
+    return ClassRule(tuple(names), unknown, None if labels is None else tuple(labels))
+
+
+def canonical(name: str) -> str:
+    """Return a class name in the one form in which names are compared and stored: without surrounding spaces, in Unicode's NFC."""
+    return name.strip() if name.isascii() else unicodedata.normalize("NFC", name.strip())
+
+
+def _number_in(text: str) -> int | None:
+    """The whole number that a text spells, or None."""
+    found = _NUMBER.fullmatch(text.strip())
+    return None if found is None else int(found[1])
+
+
+def _reading(one: Any) -> tuple[str, int | None]:
+    """The canonical text of a label, and its number if it is one."""
+    if isinstance(one, str):
+        text = canonical(one)
+        return text, _number_in(text)
+    if isinstance(one, bool):
+        return str(one).lower(), int(one)
+    if isinstance(one, int):
+        return str(one), one
+    if isinstance(one, float) and one.is_integer():
+        return str(int(one)), int(one)
+    return repr(one), None
+
+
+class _Declared:
+    """Declared classes by label: by name first, then by number."""
+
+    def __init__(self, names: tuple[str, ...], labels: tuple[str, ...] | None) -> None:
+        spelled = labels or names
+        self.names = names
+        self._place = {canonical(label): k for k, label in enumerate(spelled)}
+        numbers = [_number_in(label) for label in spelled]
+        self._place_of_number = {n: k for k, n in enumerate(numbers) if n is not None and numbers.count(n) == 1}
+        self.by_place = labels is None and not any(n is not None for n in numbers)
+        """bool: whether number n means the name at place n."""
+        self.places: set[int] = set()
+        """Numbers that were read so."""
+
+    def of_name(self, text: str) -> int | None:
+        return self._place.get(text)
+
+    def of_label(self, text: str, number: int | None) -> int | None:
+        place = self._place.get(text)
+        if place is not None or number is None or number < 0:
+            return place
+        if not self.by_place:
+            return self._place_of_number.get(number)
+        self.places.add(number)
+        return number if number < len(self.names) else None
+
+    def check(self, field: str) -> None:
+        """Refuse numbers that may count from 0 or from 1. Which of the two never follows from the numbers found, which may be private."""
+        if not self.places or 0 in self.places:
+            return
+        first = min(self.places)
+        name = [self.names[k] if 0 <= k < len(self.names) else "no class" for k in (first, first - 1)]
+        example = [json.dumps({str(k + start): name for k, name in enumerate(self.names[:2])})[:-1] + ", ...}" for start in (0, 1)]
+        raise DataError(
+            f"data import: {field}: numbers {first} to {max(self.places)} and no 0, with {len(self.names)} declared names; expected one "
+            f"reading: counted from 0, {first} is {name[0]!r}; counted from 1, {first} is {name[1]!r}. Say which in a JSON file for "
+            f"--classes: {example[0]} or {example[1]}."
+        )
 
 
 class ImportedLabels:
     """Labels from one field, as provisional numbers for the index; ``finish`` turns these into classes.
 
-    A list gives a record several labels; an empty list means none of the classes. A field that is missing, null or -1 means no label.
+    A list gives a record several labels; an empty list means none of the classes. A field that is missing, null, empty or -1 means no
+    label.
     """
 
     def __init__(
@@ -68,22 +169,31 @@ class ImportedLabels:
         """
         if separator is not None and not separator.strip():
             raise DataError(f"data import: label_separator={separator!r}; expected a character that no class name contains. Use '|'.")
-        self.field, self._names, self._separator = field, names, separator
+        self.field, self._separator = field, separator
+        self._names = None if names is None else [canonical(name) for name in names]
         self._private, self._rule = private, rule or ClassRule()
-        self._number_of = {name: i for i, name in enumerate(self._rule.declared or ())}
+        declared = self._rule.declared
+        self._declared = None if declared is None else _Declared(tuple(map(canonical, declared)), self._rule.labels)
+        self._place = {name: k for k, name in enumerate(self._names or ())}
         self._unknown: dict[str, None] = {}
         self._num_unknown = 0
         self._several: bool | None = None if separator is None else True
         self._sets = LabelSetWriter()
         self._classes: dict[str, int] = {}
-        self._numbers = False
+        self._spelled: dict[int, str] = {}
 
     def value(self, sample: "Sample") -> Any:
         """The field's value, with a string split at the separator; None if there is no label."""
         value = sample.fields.get(self.field)
-        if self._separator is not None and isinstance(value, str):
+        if isinstance(value, list | tuple):
+            return value
+        if isinstance(value, str) and self._separator is not None and _number_in(value) != -1:
             return [part.strip() for part in value.split(self._separator)] if value.strip() else []
-        return None if not isinstance(value, list | tuple) and value == -1 else value  # -1 marks a missing label in public data sets
+        if value is None or (isinstance(value, float) and value != value):
+            return None
+        text, number = _reading(value)
+        declares = self._declared is not None and self._declared.of_name(text) is not None
+        return None if not text or (number == -1 and not declares) else value  # -1 marks a missing label in public data sets
 
     def number(self, key: str, value: Any) -> int:
         """Provisional number of a value's class, or set of classes, for ``finish``; -1 for no label.
@@ -111,27 +221,61 @@ class ImportedLabels:
 
     def _class(self, key: str, one: Any, value: Any) -> Any:
         """Provisional number of one class; None if it is not declared."""
-        several = isinstance(value, list | tuple)
-        if isinstance(one, str) and (one or not several):
-            if self._rule.declared is None and not self._private:
-                return self._classes.setdefault(one, len(self._classes))
-            if self._rule.declared is not None or not one.isdecimal():
-                return self._declared(one)
-            one = int(one)  # a numeric string needs no list
-        whole = isinstance(one, int) or (isinstance(one, float) and one.is_integer())
-        if not whole or (several and isinstance(one, bool)) or not 0 <= one < (len(self._names) if self._names else 2**31):
-            last = f" to {len(self._names) - 1}" if self._names else " on"
+        several, is_text = isinstance(value, list | tuple), isinstance(one, str)
+        text, number = _reading(one)
+        plain = isinstance(one, str | int | float) and bool(text) and not (several and isinstance(one, bool))
+        if self._names is not None and is_text and text in self._place:
+            return self._of_source(self._place[text])
+        if self._names is None and self._declared is not None and plain:
+            place = self._declared.of_label(text, number)
+            if place is not None:
+                return place
+        if is_text and text and number is None:
+            return self._named(key, text, value)
+        if not plain or number is None or not 0 <= number < (_MOST if self._names is None else len(self._names)):
+            last = " on" if self._names is None else f" to {len(self._names) - 1}"
             what = "a list of classes, each" if several else "one class,"
             raise self._error(key, value, f"{what} a name or a number from 0{last}. {_REMEDY}")
-        self._numbers = True
-        if self._rule.declared is not None and (self._names is not None or one >= len(self._rule.declared)):
-            return self._declared(self._names[int(one)] if self._names is not None else str(int(one)))
-        return int(one)
+        if self._names is not None:
+            return self._of_source(number)
+        if self._declared is not None:
+            return self._unknown_class(text)
+        self._check_spelling(key, one, number, value)
+        return number
 
-    def _declared(self, name: str) -> int | None:
-        if name not in self._number_of and len(self._unknown) <= _NAMED_AT_MOST:
+    def _of_source(self, number: int) -> int | None:
+        """Provisional number of a class that the source's own list numbers."""
+        assert self._names is not None
+        if self._declared is None:
+            return number
+        place = self._declared.of_name(self._names[number])
+        return self._unknown_class(self._names[number]) if place is None else place
+
+    def _named(self, key: str, text: str, value: Any) -> int | None:
+        """Provisional number of a name that is no number and is in no list."""
+        if self._declared is not None or self._names is not None or self._private:
+            return self._unknown_class(text)
+        if text.lower() in _MEANS_NOTHING:
+            raise self._error(
+                key,
+                value,
+                f"one reading: {text!r} may be a class, or no label. Leave the field empty, or declare the class with --classes.",
+            )
+        return self._classes.setdefault(text, len(self._classes))
+
+    def _check_spelling(self, key: str, one: Any, number: int, value: Any) -> None:
+        """Refuse two spellings of one number that may be two classes, as 2 and 02."""
+        spelled = _NUMBER.fullmatch(canonical(one))[1] if isinstance(one, str) else str(number)  # type: ignore[index]
+        before = self._spelled.setdefault(number, spelled)
+        if before != spelled:
+            raise self._error(
+                key, value, f"one spelling: {before!r} and {spelled!r} may be one class or two. Rename one, or declare both with --classes."
+            )
+
+    def _unknown_class(self, name: str) -> int | None:
+        if len(self._unknown) <= _NAMED_AT_MOST:
             self._unknown.setdefault(name)
-        return self._number_of.get(name)
+        return None
 
     @property
     def num_unknown(self) -> int:
@@ -147,7 +291,8 @@ class ImportedLabels:
         if not self._num_unknown or self._rule.unknown == "unlabelled":
             return
         shown = ", ".join(map(repr, list(self._unknown)[:_NAMED_AT_MOST])) + (", ..." if len(self._unknown) > _NAMED_AT_MOST else "")
-        if self._rule.declared is None:
+        names = self._declared.names if self._declared is not None else self._names
+        if names is None:
             raise DataError(
                 f"data import: {self.field}: class names ({shown}) in a private store; expected a declared list, because numbers derived "
                 "from the names found would depend on the images. Write the classes, one per line, and pass --classes FILE; to import "
@@ -155,7 +300,7 @@ class ImportedLabels:
             )
         raise DataError(
             f"data import: {self.field}: {self._num_unknown:,} records of classes that are not declared ({shown}); expected the "
-            f"{len(self._rule.declared)} declared ones. Complete the file of --classes, or pass --unknown-classes unlabelled."
+            f"{len(names)} declared ones. Complete the file of --classes, or pass --unknown-classes unlabelled."
         )
 
     def _error(self, key: str, value: Any, rule: str) -> DataError:
@@ -164,8 +309,12 @@ class ImportedLabels:
         return DataError(f"data import: {key}: {self.field}={shown}; expected {rule}")
 
     def _check_kind(self) -> None:
-        if self._classes and self._numbers:
-            raise DataError("data import: labels are both names and numbers; expected one kind. Choose another --label-from.")
+        if self._classes and self._spelled:
+            name, number = next(iter(self._classes)), next(iter(self._spelled.values()))
+            raise DataError(
+                f"data import: {self.field}: labels are both names and numbers, such as {name!r} and {number!r}; expected one kind: "
+                f"{number!r} may be the name of a class or its number. Declare all classes with --classes, or choose another --label-from."
+            )
 
     def finish(self, rows: np.ndarray, folder: Path) -> tuple[list[str] | None, tuple[str, int] | None]:
         """Replace the provisional numbers in the column ``label`` of ``rows`` by classes, or by positions of label sets.
@@ -177,15 +326,16 @@ class ImportedLabels:
             Class names (declared, the source's, or in a public store those found, sorted); name and size of the file of label sets, if any.
 
         Raises:
-            DataError: names and numbers in one store, or undeclared classes.
+            DataError: names and numbers in one store, undeclared classes, or numbers with two readings.
         """
         self._check_kind()
+        if self._declared is not None:
+            self._declared.check(self.field)
+            self._names = list(self._declared.names)
         self._check_unknown()
-        if self._rule.declared is not None:
-            self._names = list(self._rule.declared)
         class_of = None
         if self._classes:
-            self._names = sorted(self._classes, key=int if all(name.isdecimal() for name in self._classes) else str)
+            self._names = sorted(self._classes)
             rank = {name: i for i, name in enumerate(self._names)}
             class_of = np.array([rank[name] for name in self._classes])
         labelled = bool((rows["label"] >= 0).any())

@@ -9,28 +9,36 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dpvision.data.caption_files import CaptionFile
 from dpvision.data.captions import Captions, find_captions
-from dpvision.data.decode import BadImage, decode, extension, in_8_bits, largest_undeclared
+from dpvision.data.decode import BadImage, decode, in_8_bits, largest_undeclared
 from dpvision.data.import_labels import ClassRule, ImportedLabels
+from dpvision.data.import_people import (
+    NO_PERSON,
+    PersonRule,
+    Shared,
+    WithoutPerson,
+    check_field,
+    check_persons,
+    refuse_shared,
+)
+from dpvision.data.join import UNMATCHED_FILE
 from dpvision.data.merge import merge_duplicates
 from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
-from dpvision.data.person_names import person_name
-from dpvision.data.record_lines import append_line, have_captions
+from dpvision.data.person_names import SHARED_FILE, SharedImages, Unmatched
+from dpvision.data.record_lines import append_line, have_captions, line_of
 from dpvision.data.rgb import Window, check_window
-from dpvision.data.sources import Sample, open_source
+from dpvision.data.shard_writer import ShardWriter, new_store_folder, require_new
+from dpvision.data.sources import Missed, Sample, Source, open_source
 from dpvision.data.store import ROW, Store, write_description
 from dpvision.data.store_key import keyed_hash, new_key
-from dpvision.data.tarindex import TarWriter
-from dpvision.errors import CheckpointError, DataError
-from dpvision.files import new_folder
+from dpvision.errors import DataError
 
-SHARD_BYTES = 1 << 28
 _CHUNK, _CHUNK_BYTES = 64, 1 << 26
 """A chunk ends at this many samples or bytes, whichever comes first."""
 _ROWS_IN_LIST = 1 << 16
@@ -42,6 +50,8 @@ def import_source(
     *,
     public: bool = False,
     unit_from: str | None = None,
+    unmatched: Unmatched = "refuse",
+    shared_images: SharedImages = "refuse",
     label_from: str | None = None,
     label_separator: str | None = None,
     classes: ClassRule | None = None,
@@ -62,6 +72,8 @@ def import_source(
         store_dir: folder to make; must not exist.
         public: the images need no protection; what is computed from them may be shown.
         unit_from: field that names the person an image belongs to.
+        unmatched: with ``unit_from``, what becomes of an image without a person.
+        shared_images: with ``unit_from``, what becomes of an image of two persons.
         label_from: field that holds the class, or a list of classes; default the class folder, or the field ``label``.
         label_separator: separates the classes of one image if that field is a string; an empty string is then an empty list.
         classes: the declared classes; required for a private store with class names.
@@ -78,22 +90,33 @@ def import_source(
             half-made is left behind.
     """
     target, origin = Path(store_dir).resolve(), Path(source).resolve()
-    _require_new(target)
+    require_new(target)
     if window is not None:
         check_window(window, "data import")
     if origin.is_dir() and target.is_relative_to(origin):
         raise DataError(f"data import: store={store_dir} lies inside the source; expected it elsewhere. Choose another folder.")
     caption_file = CaptionFile(captions) if captions is not None else None
-    found = open_source(source, unit_from=unit_from, label_from=label_from, label_separator=label_separator, workers=workers)
+    people = PersonRule(unit_from, unmatched, shared_images)
+    people.check()
+
+    def opened() -> Source:
+        return open_source(source, unit_from=unit_from, label_from=label_from, label_separator=label_separator, workers=workers)
+
+    found = opened()
+    if unit_from is not None and "refuse" in (unmatched, shared_images):
+        check_persons(lambda: opened().samples, people)
     return import_samples(
         found.samples,
         store_dir,
         public=public,
         unit_from=unit_from,
+        unmatched=unmatched,
+        shared_images=shared_images,
         label_from=label_from,
         label_separator=label_separator,
         label_names=found.label_names,
         counts=found.counts,
+        missed=found.missed,
         classes=classes,
         caption_file=caption_file,
         require_captions=require_captions,
@@ -110,10 +133,13 @@ def import_samples(
     *,
     public: bool = False,
     unit_from: str | None = None,
+    unmatched: Unmatched = "refuse",
+    shared_images: SharedImages = "refuse",
     label_from: str | None = None,
     label_separator: str | None = None,
     label_names: list[str] | None = None,
     counts: Mapping[str, int] | None = None,
+    missed: Missed | None = None,
     classes: ClassRule | None = None,
     caption_file: CaptionFile | None = None,
     require_captions: bool = False,
@@ -128,13 +154,16 @@ def import_samples(
     Args:
         label_names: names of integer labels.
         counts: further counts for the summary, final when the samples are at their end.
+        missed: rows of a table that match no file, and files without a row.
         caption_file: captions by the samples' names; its ``attach`` must not have been called yet.
         metric: how scores on the labels are computed, "accuracy" or "mean_per_class"; if None, the evaluation's setting.
     """
     target = Path(store_dir).resolve()
+    people = PersonRule(unit_from, unmatched, shared_images)
+    people.check()
     with new_store_folder(target, private=not public) as folder, contextlib.ExitStack() as files:
         labels = ImportedLabels(label_from or "label", label_names, label_separator, private=not public, rule=classes)
-        build = _Build(folder, files, unit_from, labels, licence, metric)
+        build = _Build(folder, files, people, labels, missed or Missed(), licence, metric)
         done = 0
         named = samples if caption_file is None else caption_file.attach(samples)
         for chunk in _checked(named, build.key, require_captions, window, workers):
@@ -145,31 +174,10 @@ def import_samples(
                 progress(done)
         more: dict[str, Any] = dict(counts or {}) | ({} if caption_file is None else caption_file.summary())
         more |= {} if window is None else {"window": list(window)}
+        if caption_file is not None:
+            build.write_missed(caption_file.missed())
         build.finish("public" if public else "private", done, more)
     return open_store(target)
-
-
-def _require_new(target: Path) -> None:
-    if target.exists():
-        raise DataError(f"data: {target} exists; expected a new folder. Choose another name, or remove it first.")
-
-
-@contextlib.contextmanager
-def new_store_folder(target: Path, *, private: bool) -> Iterator[Path]:
-    """Yield a temporary folder next to ``target``; rename it to ``target`` if the block succeeds, remove it if not.
-
-    Raises:
-        DataError: ``target`` exists, or a write fails (disk full).
-    """
-    _require_new(target)
-    try:
-        with new_folder(target, mode=0o700 if private else 0o777) as folder:
-            yield folder
-    except (OSError, CheckpointError) as error:
-        problem = getattr(error, "strerror", None) or error
-        raise DataError(
-            f"data: {target}: {problem}; expected to write the store. Nothing was kept: free space or choose another disk."
-        ) from error
 
 
 class _Checked(NamedTuple):
@@ -228,19 +236,24 @@ class _Build:
         self,
         folder: Path,
         files: contextlib.ExitStack,
-        unit_from: str | None,
+        people: PersonRule,
         labels: ImportedLabels,
+        missed: Missed,
         licence: str | None,
         metric: str | None,
     ) -> None:
         self.store_id = secrets.token_hex(16)
         self._folder = folder
-        self._unit_from, self._labels = unit_from, labels
+        self._people, self._labels = people, labels
+        self._no_person, self._name_of_unit = WithoutPerson(), dict[int, str]()
         self._licence, self._metric = licence, metric
         self.key = new_key(folder)
         self._text = files.enter_context((folder / "records.jsonl").open("w+b"))
         self._left_out = files.enter_context((folder / "confidential" / "left_out.jsonl").open("w"))
-        self._writer = _ShardWriter(folder, files)
+        self._unmatched = files.enter_context((folder / "confidential" / UNMATCHED_FILE).open("w"))
+        self._without_row, self._num_without_row = missed.files, 0
+        self.write_missed(missed._replace(files=frozenset()))
+        self._writer = ShardWriter(folder, files)
         self._in_place: dict[Path, int] = {}
         self._rows: list[tuple[int, ...]] = []
         self._blocks: list[np.ndarray] = []
@@ -253,6 +266,12 @@ class _Build:
     def add(self, checked: _Checked) -> None:
         sample, problem, record_id, text, largest = checked
         self._dropped += text.dropped
+        person = None if problem is not None else self._people.name(sample)
+        if problem is None and person is None and self._people.field is not None and self._people.unmatched != "own-person":
+            self._no_person.add(sample.key)
+            problem = NO_PERSON
+        if sample.fields:
+            self._fields_seen |= sample.fields.keys()
         if problem is not None:
             self._reasons[problem] += 1
             where = {"tar": sample.place[0].name} if sample.place else {}
@@ -260,8 +279,10 @@ class _Build:
             return
         if largest is not None:
             self._largest[largest.bit_length()] += 1
-        self._fields_seen |= sample.fields.keys()
-        captions, unit, value = text.kept, self._unit(sample), self._labels.value(sample)
+        if sample.key in self._without_row:
+            self._num_without_row += 1
+            self._unmatched.write(json.dumps({"file_without_row": sample.key}) + "\n")
+        captions, unit, value = text.kept, self._unit(person), self._labels.value(sample)
         label = self._labels.number(sample.key, value)
         self._num_captions += len(captions)
         self._num_cut += text.num_cut
@@ -278,12 +299,42 @@ class _Build:
         self._blocks.append(np.array(self._rows, dtype=ROW))
         self._rows.clear()
 
-    def _unit(self, sample: Sample) -> int:
-        field = self._unit_from
-        name = None if field is None else person_name(sample.fields.get(field), field, sample.key)
-        return -1 if name is None else keyed_hash(self.key, name.encode("utf-8", "surrogatepass"))
+    def write_missed(self, missed: Missed) -> None:
+        """List the names of a join that have no counterpart, under confidential/."""
+        for kind, names in (("row_without_file", missed.rows), ("file_without_row", missed.files)):
+            for name in names:
+                self._unmatched.write(json.dumps({kind: name, "table": missed.table}) + "\n")
+
+    def _unit(self, person: str | None) -> int:
+        if person is None:
+            return -1
+        unit = keyed_hash(self.key, person.encode("utf-8", "surrogatepass"))
+        self._name_of_unit[unit] = person
+        return unit
+
+    def _write_shared(self, pairs: list[tuple[np.void, np.void]]) -> None:
+        """Refuse images of two persons, or list them with both, under confidential/."""
+
+        def of(row: np.void) -> tuple[str, str | None]:
+            return line_of(self._text, row)["key"], self._name_of_unit.get(int(row["unit"]))
+
+        found = [Shared(*of(first), *of(second)) for first, second in pairs]
+        self._text.seek(0, 2)
+        if self._people.field is not None and self._people.shared == "refuse":
+            refuse_shared(self._people.field, found)
+        if found:
+            lines = [json.dumps(shared._asdict()) + "\n" for shared in found]
+            (self._folder / "confidential" / SHARED_FILE).write_text("".join(lines))
+
+    def _check_fields(self) -> None:
+        for option, name in (("--unit-from", self._people.field), ("--label-from", self._labels.field)):
+            if name is not None and name != "label" and self._fields_seen:
+                check_field(option, name, self._fields_seen)
+        if self._people.field is not None and self._people.unmatched == "refuse":
+            self._no_person.refuse(self._people.field)
 
     def finish(self, visibility: str, num_seen: int, more: dict[str, Any]) -> None:
+        self._check_fields()
         self._flush()
         rows = np.concatenate(self._blocks)
         left_out = dict(sorted(self._reasons.items()))
@@ -291,15 +342,14 @@ class _Build:
             got = f"{num_seen} files, none an image that can be read: {left_out}" if num_seen else "empty source"
             what = "images with captions" if "no caption" in left_out else "images"
             raise DataError(f"data import: {got}; expected {what}. Check the path, or convert them to JPEG or PNG.")
-        for option, name in (("--unit-from", self._unit_from), ("--label-from", self._labels.field)):
-            if name is not None and name != "label" and name not in self._fields_seen:
-                raise DataError(
-                    f"data import: {option} {name}: no sample has it; expected one of {sorted(self._fields_seen)}. Name one of them."
-                )
         names, labels = self._labels.finish(rows, self._folder)
-        rows, merged = merge_duplicates(rows, self._text)
+        rows, merged, shared = merge_duplicates(rows, self._text)
+        self._write_shared(shared)
         shards = [(str(path), path.stat().st_size) for path in self._in_place] or self._writer.finish()
         self._text.flush()
+        self._unmatched.flush()
+        if not self._unmatched.tell():
+            (self._folder / "confidential" / UNMATCHED_FILE).unlink()
         write_description(
             self._folder,
             store_id=self.store_id,
@@ -309,11 +359,12 @@ class _Build:
             text=("records.jsonl", self._text.tell()),
             label_names=names,
             labels=labels,
-            unit_field=self._unit_from,
+            unit_field=self._people.field,
             licence=self._licence,
             metric=self._metric,
             may_be_unlabelled=self._labels.may_be_unlabelled,
             shared_images=merged["unit_conflicts"],
+            shared_images_kept=self._people.shared == "first",
         )
         summary = {
             "seen": num_seen,
@@ -324,6 +375,7 @@ class _Build:
             "without_label": int((rows["label"] < 0).sum()),
             "without_unit": int((rows["unit"] < 0).sum()),
             "without_caption": int((~have_captions(self._folder / "records.jsonl", rows["caption_offset"], rows["caption_size"])).sum()),
+            **({"files_without_table_row": self._num_without_row} if "table_rows_without_file" in more else {}),
             "captions": self._num_captions,
             "captions_cut": self._num_cut,
             "captions_dropped": dict(sorted(self._dropped.items())),
@@ -332,44 +384,3 @@ class _Build:
         if self._largest:
             summary["largest_values_of_16_bits"] = {f"up to {2**bits - 1}": n for bits, n in sorted(self._largest.items())}
         (self._folder / "confidential" / "import.json").write_text(json.dumps(summary, indent=1))
-
-
-class _ShardWriter:
-    """Writes tar shards of about ``SHARD_BYTES``: NUMBER.jpg, and NUMBER.json with key, captions, label and unit."""
-
-    def __init__(self, folder: Path, files: contextlib.ExitStack) -> None:
-        self._folder, self._files = folder, files
-        self._tar: TarWriter | None = None
-        self._file: BinaryIO | None = None
-        self._done: list[tuple[str, int]] = []
-        self._number = 0
-
-    def add(self, sample: Sample, captions: tuple[str, ...], label: Any, unit: int) -> tuple[int, int]:
-        """Write one sample; return its shard number and the image's offset in it."""
-        if self._tar is not None and self._tar.position >= SHARD_BYTES:
-            self._close()
-        if self._tar is None:
-            (self._folder / "shards").mkdir(exist_ok=True)
-            self._file = self._files.enter_context((self._folder / self._name()).open("wb"))
-            self._tar = TarWriter(self._file)
-        name = f"{self._number:09d}"
-        self._number += 1
-        offset = self._tar.add(f"{name}.{extension(sample.image)}", sample.image)
-        beside = {"key": sample.key, "captions": captions, "label": label, "unit": None if unit < 0 else f"{unit:016x}"}
-        self._tar.add(f"{name}.json", json.dumps({k: v for k, v in beside.items() if v not in (None, ())}).encode())
-        return len(self._done), offset
-
-    def _name(self) -> str:
-        return f"shards/shard-{len(self._done):06d}.tar"
-
-    def _close(self) -> None:
-        assert self._tar is not None and self._file is not None
-        self._done.append((self._name(), self._tar.finish()))
-        self._file.close()
-        self._tar = self._file = None
-
-    def finish(self) -> list[tuple[str, int]]:
-        """Close the last shard; return (path inside the store, size in bytes) of each."""
-        if self._tar is not None:
-            self._close()
-        return self._done

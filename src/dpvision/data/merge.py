@@ -1,14 +1,13 @@
 """Merge rows with the same image into one record, so that one person's image is clipped and counted once."""
 
-import json
 from typing import BinaryIO
 
 import numpy as np
 
-from dpvision.data.record_lines import append_line
+from dpvision.data.record_lines import append_line, line_of
 
 
-def merge_duplicates(rows: np.ndarray, text: BinaryIO) -> tuple[np.ndarray, dict[str, int]]:
+def merge_duplicates(rows: np.ndarray, text: BinaryIO) -> tuple[np.ndarray, dict[str, int], list[tuple[np.void, np.void]]]:
     """Keep the first row of each image, with the captions of all its rows of the same unit.
 
     Two rows with one id have identical bytes (the chance that 63 bits collide among 200 million images is 0.2%, and costs one
@@ -20,7 +19,8 @@ def merge_duplicates(rows: np.ndarray, text: BinaryIO) -> tuple[np.ndarray, dict
         text: records.jsonl, open for reading and appending; a merged record gets a new line at its end.
 
     Returns:
-        The rows kept, in order, and counts for the operator: duplicates_merged, label_conflicts, unit_conflicts.
+        The rows kept, in order; counts for the operator: duplicates_merged, label_conflicts, unit_conflicts; and for each unit conflict the
+        row kept and the row of the other unit.
     """
     order = np.argsort(rows["id"], kind="stable")
     repeats = np.flatnonzero(np.diff(rows["id"][order]) == 0) + 1  # places in `order` that repeat the one before
@@ -31,10 +31,10 @@ def merge_duplicates(rows: np.ndarray, text: BinaryIO) -> tuple[np.ndarray, dict
     captions: dict[int, dict[str, None]] = {}
     same_unit = rows["unit"][firsts] == rows["unit"][duplicates]
     for first, duplicate in zip(firsts[same_unit].tolist(), duplicates[same_unit].tolist(), strict=True):
-        known = captions.setdefault(first, dict.fromkeys(_line(text, rows[first])["captions"]))
-        known.update(dict.fromkeys(_line(text, rows[duplicate])["captions"]))
+        known = captions.setdefault(first, dict.fromkeys(line_of(text, rows[first])["captions"]))
+        known.update(dict.fromkeys(line_of(text, rows[duplicate])["captions"]))
     for first, known in captions.items():
-        line = _line(text, rows[first])
+        line = line_of(text, rows[first])
         if list(known) != line["captions"]:
             text.seek(0, 2)
             position, size = append_line(text, line["key"], tuple(known))
@@ -45,9 +45,5 @@ def merge_duplicates(rows: np.ndarray, text: BinaryIO) -> tuple[np.ndarray, dict
         "label_conflicts": int((rows["label"][firsts] != rows["label"][duplicates]).sum()),
         "unit_conflicts": int((~same_unit).sum()),
     }
-    return rows[is_first], counts
-
-
-def _line(text: BinaryIO, row: np.void) -> dict:
-    text.seek(int(row["caption_offset"]))
-    return json.loads(text.read(int(row["caption_size"])))
+    conflicts = zip(rows[firsts[~same_unit]], rows[duplicates[~same_unit]], strict=True)
+    return rows[is_first], counts, list(conflicts)

@@ -8,6 +8,7 @@ from typing import Any
 
 from dpvision.data.captions import CAPTION_FIELDS
 from dpvision.data.csv_table import read_csv
+from dpvision.data.join import one_form
 from dpvision.errors import DataError
 
 METADATA_NAMES = ("metadata.csv", "metadata.jsonl")
@@ -41,7 +42,7 @@ def read_metadata(root: Path, wanted: Iterable[str], may_be_empty: str | None) -
             if "file_name" not in columns:
                 raise DataError(f"source: {file}: columns {columns}; expected one named file_name. Add it, or move the file away.")
             for row in rows:
-                name = posixpath.normpath(row["file_name"])
+                name = one_form(posixpath.normpath(row["file_name"]))
                 cells = {k: v for k, v in row.items() if k and (v not in ("", None) or (k == may_be_empty and v is not None))}
                 made[name] = _joined(made[name], cells, wanted, f"{file}: {name}") if name in made else cells
     except DataError:

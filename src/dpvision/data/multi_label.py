@@ -50,6 +50,15 @@ class LabelSets:
         if not inside.all() or (place_B < -1).any():
             raise DataError(f"store: the index names labels that {LABELS_FILE} does not have; expected the files of one import. {_REMEDY}")
 
+    def numbered(self, number_of: np.ndarray) -> "LabelSets":
+        """Return the sets at the same positions with other class numbers, each ascending; class k becomes ``number_of[k]``."""
+        flat, at = np.array(self.flat), 0
+        while at < len(flat):
+            end = at + 1 + int(flat[at])
+            flat[at + 1 : end] = np.sort(number_of[flat[at + 1 : end]])
+            at = end
+        return LabelSets(flat)
+
     def listed(self, place_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """All labels of the records with sets at ``place_B``: record (0 ... B - 1) and class of each, int64 (M,), in order."""
         place_B = place_B.astype(np.int64)

@@ -19,11 +19,11 @@ import numpy as np
 
 from dpvision.data.declared import shared_images
 from dpvision.data.decode import BadImage, decode
-from dpvision.data.importer import new_store_folder
 from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
 from dpvision.data.perceptual import RADIUS, nearest_within, perceptual_hashes
-from dpvision.data.store import Store, write_description
+from dpvision.data.shard_writer import new_store_folder
+from dpvision.data.store import SHARED_KEPT, Store, write_description
 from dpvision.data.store_key import copy_key
 from dpvision.errors import DataError
 
@@ -211,6 +211,7 @@ def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Sto
             metric=public.meta.get("metric"),
             may_be_unlabelled=public.meta.get("may_be_unlabelled", False),
             shared_images=shared_images(public),
+            shared_images_kept=SHARED_KEPT in public.meta,
             cleared={"deduplicated": record, "cleared_from": public.meta.get("cleared_from", public.num_records)},
             labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),
         )

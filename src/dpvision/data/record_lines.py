@@ -6,7 +6,7 @@ Legend: B requested rows.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -28,6 +28,12 @@ def have_captions(text: Path, offset_B: np.ndarray, size_B: np.ndarray) -> np.nd
         return np.zeros(0, dtype=bool)
     data = np.memmap(text, dtype=np.uint8, mode="r")
     return data[offset_B.astype(np.int64) + size_B - _LIST_END] == ord('"')
+
+
+def line_of(text: BinaryIO, row: np.void) -> dict[str, Any]:
+    """Return the line of a row of the index from ``text``, an open records.jsonl, whose position it moves."""
+    text.seek(int(row["caption_offset"]))
+    return json.loads(text.read(int(row["caption_size"])))
 
 
 def append_line(text: BinaryIO, key: str, captions: Sequence[str]) -> tuple[int, int]:

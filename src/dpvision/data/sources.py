@@ -6,7 +6,7 @@ Every kind yields ``Sample``; importer.py alone interprets its fields (label, un
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,8 @@ from dpvision.data.beside import HIDDEN, MASK, check_folders, check_packed, chec
 from dpvision.data.captions import CAPTION_FIELDS, MAX_TEXT_BYTES, decode_text
 from dpvision.data.decode import HEAD_BYTES, MAX_FILE_BYTES, may_be_image
 from dpvision.data.image_column import image_column, read_arrow
-from dpvision.data.metadata_table import METADATA_NAMES, read_metadata
+from dpvision.data.join import join_names
+from dpvision.data.metadata_table import METADATA_NAMES, Row, read_metadata
 from dpvision.data.ordered import ordered_map
 from dpvision.data.tarindex import Member, scan
 from dpvision.errors import DataError
@@ -45,6 +46,14 @@ class Sample(NamedTuple):
     """Reason to leave the image out, found before decoding."""
 
 
+class Missed(NamedTuple):
+    """Names of a table that has no file for some rows, and no row for some files."""
+
+    table: str = ""
+    rows: Collection[str] = ()
+    files: Collection[str] = frozenset()
+
+
 class Source(NamedTuple):
     """Samples in a fixed order."""
 
@@ -53,6 +62,8 @@ class Source(NamedTuple):
     """Names of integer labels, if the source has them."""
     counts: Mapping[str, int] = MappingProxyType({})
     """Further counts for the import's summary, final when the samples are at their end."""
+    missed: Missed = Missed()
+    """Rows and files that the join of a table with the files did not match."""
 
 
 def open_source(
@@ -155,7 +166,8 @@ def _folder_source(root: Path, unit_from: str | None, label_from: str | None, se
     columns, rows = read_metadata(root, [label, *([unit_from] if unit_from else [])], label if separated else None)
     tables = {root / name for name in METADATA_NAMES}
     _require_fields([name for name in (unit_from, label_from) if name is not None], {"parent", "label", *columns}, root)
-    if rows and not any(os.path.exists(root / name) for name in rows):
+    rows, missed = _join(root, rows)
+    if rows and len(missed.rows) == len(rows):
         raise DataError(
             f"source: {root}: no file_name of its table is a file there, for example {next(iter(rows))!r}; expected paths inside the "
             "folder. Change them, or move the table to the folder that they start from."
@@ -191,7 +203,27 @@ def _folder_source(root: Path, unit_from: str | None, label_from: str | None, se
         if counts:
             counts["table_rows_without_file"] = len(rows)
 
-    return Source(walk(), counts=counts)
+    return Source(walk(), counts=counts, missed=missed)
+
+
+def _join(root: Path, rows: dict[str, Row]) -> tuple[dict[str, Row], Missed]:
+    """Return the rows under the names of their files (``join_names``), and the names on both sides that have no match."""
+    if not rows:
+        return rows, Missed()
+    files = []
+    for folder, below, names in os.walk(root, onerror=_raise_unless_hidden(root), followlinks=True):
+        inside = Path(folder).relative_to(root)
+        if not is_hidden(inside.as_posix()):
+            _refuse_cycles(Path(folder), below)
+        files += [(inside / name).as_posix() for name in names]
+    file_of = join_names(rows, files)
+    found = set(file_of.values())
+    missed = Missed(
+        table=next(name for name in METADATA_NAMES if (root / name).exists()),
+        rows=[name for name in rows if name not in file_of],
+        files=frozenset(file for file in files if _is_image(file) and file not in found),
+    )
+    return {file_of.get(name, name): row for name, row in rows.items()}, missed
 
 
 def _refuse_cycles(folder: Path, below: list[str]) -> None:
@@ -338,7 +370,7 @@ def _tar_samples(paths: list[Path], workers: int, refuse_folders: bool) -> Itera
         try:
             fd = os.open(path, os.O_RDONLY)
             try:
-                for key, parts in groups.items():
+                for key, parts in _dotted(groups, path).items():
                     images = [extension for extension in parts if extension in IMAGE_EXTENSIONS]
                     if set(parts) <= IMAGE_EXTENSIONS and is_mask_of(key, groups):
                         yield Sample(key, b"", {}, place=(path.resolve(), 0), problem=MASK)
@@ -350,6 +382,26 @@ def _tar_samples(paths: list[Path], workers: int, refuse_folders: bool) -> Itera
                 os.close(fd)
         except OSError as error:
             raise DataError(f"source: {path}: {error.strerror}; expected a readable tar. Check it and import again.") from None
+
+
+def _dotted(groups: dict[str, dict[str, Member]], path: Path) -> dict[str, dict[str, Member]]:
+    """Return the groups with those taken apart whose images have dots in their names: there the key ends at the last dot.
+
+    By WebDataset's rule, the first dot, IMG_2020.01.02.png is no image, and all images of 2020 are parts of one sample.
+    """
+    made: dict[str, dict[str, Member]] = {}
+    for key, parts in groups.items():
+        dotted = IMAGE_EXTENSIONS.isdisjoint(parts) and any(_is_image(extension) for extension in parts)
+        for extension, member in parts.items():
+            _, dot, last = extension.rpartition(".") if dotted else ("", "", extension)
+            if not dot:
+                made.setdefault(key, {})[extension] = member
+                continue
+            name = member.name.removeprefix("./")[: -len(last) - 1]
+            if last in made.setdefault(name, {}):
+                raise DataError(f"source: {path}: two members {member.name}; expected different names. Merge tars with names of their own.")
+            made[name][last] = member
+    return made
 
 
 def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Sample:
@@ -372,8 +424,7 @@ def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Samp
         if "txt" in parts:
             fields.setdefault("text", _text_or_bytes(beside("txt", MAX_TEXT_BYTES + 1)))
         if "cls" in parts:
-            label = beside("cls").decode().strip()
-            fields["label"] = int(label) if label.isdecimal() else label
+            fields["label"] = beside("cls").decode().strip()
     except (ValueError, RecursionError):  # damaged UTF-8 or JSON, or JSON nested too deeply
         return Sample(key, b"", {}, place=place, problem="damaged text")
     folder = key.rpartition("/")[0]

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from dpvision.data.declared import shared_images
-from dpvision.data.importer import new_store_folder
 from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
-from dpvision.data.store import Store, write_description
+from dpvision.data.shard_writer import new_store_folder
+from dpvision.data.store import SHARED_KEPT, Store, write_description
 from dpvision.data.store_key import copy_key
 from dpvision.errors import DataError
 from dpvision.privacy.store_marks import StoreLedgers
@@ -78,6 +78,7 @@ def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> 
             metric=store.meta.get("metric"),
             may_be_unlabelled=store.meta.get("may_be_unlabelled", False),
             shared_images=shared_images(store),
+            shared_images_kept=SHARED_KEPT in store.meta,
             # Not cleared_from: without the removed records, this half's original number of records is unknown.
             cleared={"deduplicated": store.meta["deduplicated"]} if "deduplicated" in store.meta else None,
             labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),

@@ -55,6 +55,8 @@ ROW = np.dtype(
 """caption_offset and caption_size: the record's line in records.jsonl. unit and label are -1 for none. With several labels per record,
 label is the position of the record's set (multi_label.py)."""
 
+SHARED_KEPT = "shared_images_kept"
+"""Entry of store.json: images of two persons were kept for the first, as the operator asked; statements list it as not covered."""
 _OPEN_SHARDS = 256
 _CHECK_ROWS = 1 << 20
 REMEDY = "Import the source again, or restore the file."
@@ -327,6 +329,7 @@ def write_description(
     may_be_unlabelled: bool = False,
     cleared: dict[str, Any] | None = None,
     shared_images: int = 0,
+    shared_images_kept: bool = False,
 ) -> None:
     """Write index.npy and store.json, the two files that make a folder a store, and ledger_marks.json.
 
@@ -336,6 +339,7 @@ def write_description(
         may_be_unlabelled: a record without a label contributes zero in training.
         cleared: the record of images removed from a public store (overlap.py).
         shared_images: files of the source with the bytes of an image that was kept for another unit.
+        shared_images_kept: the operator asked to keep such images for the first unit.
     """
     np.save(folder / "index.npy", index, allow_pickle=False)
     meta = {
@@ -352,6 +356,7 @@ def write_description(
         "metric": metric,
         "may_be_unlabelled": may_be_unlabelled,
         **({} if unit_field is None else {"shared_images": shared_images}),
+        **({SHARED_KEPT: "first"} if unit_field is not None and shared_images_kept else {}),
         **(cleared or {}),
         **({} if visibility == "public" else {HAS_MARKS: True}),
     }

@@ -2,6 +2,7 @@
 
     classifier = dpvision.load_classifier("runs/first")
     score_BK = classifier(torch.from_numpy(classifier.preprocess("photo.jpg"))[None])
+    classifier.class_names[int(score_BK[0].argmax())]
 
 Legend: B images, K classes.
 """
@@ -13,6 +14,7 @@ import torch
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import HeadConfig, RunConfig
+from dpvision.data.class_names import all_names
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.identity import check_same
 from dpvision.encoders.open import open_encoder
@@ -31,6 +33,8 @@ class HeadedEncoder(Encoder):
     head: LinearHead
     config: RunConfig
     """Config of the head's run."""
+    class_names: tuple[str, ...]
+    """Name of each class in the order of the scores; its number where the training store has no names."""
 
 
 def is_head(checkpoint: Checkpoint) -> bool:
@@ -75,4 +79,5 @@ def load_classifier(
         name=f"head on {opened.name}", image_size=opened.image_size, mean=opened.mean, std=opened.std, own_sizes=opened.own_sizes,
         resize=opened.resize, crop=opened.crop, poolings=lambda x_BCHW: {"scores": head(opened(x_BCHW, pooling).float())}, family="fixed",
         lineage=tuple(checkpoint.manifest["lineage"]), encoder=opened, pooling=pooling, head=head, config=config,
+        class_names=all_names(checkpoint.manifest.get("class_names"), config.model.num_classes or 0),
     )  # fmt: skip

@@ -21,7 +21,9 @@ from dpvision.models.vit import ViT
 from dpvision.runs.lineage import undeclared_weights
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, with which all of these were trained or converted
-_HEAD_WIDTH = 64  # of MAE's and ViP's encoders from Base to Huge; it cannot be inferred from the shapes
+_NUM_HEADS = {"mae": {768: 12, 1024: 16, 1280: 16}, "vip": {192: 12, 384: 12, 576: 12, 768: 12, 1024: 16}}
+"""Heads of the published encoders by width, which the shapes do not show: MAE's Base, Large and Huge, ViP's Nano to Large."""
+_HEAD_WIDTH = 64  # of other widths
 _POSITION_TOLERANCE = 1e-4  # the published tables were made in float32 or in float64
 _NOT_ENCODER = ("decoder_", "mask_token", "head.", "fc_norm.")
 _OUR_NAMES = {"attn.proj": "attention.out", "attn.qkv": "attention.qkv", "mlp.fc1": "mlp.0", "mlp.fc2": "mlp.2"}
@@ -34,9 +36,9 @@ def released_encoder(kind: str, path: Path, device: str | torch.device = "cpu") 
     """Load a published checkpoint as a frozen encoder on ``device``. Pickles are opened as ``unpickle`` describes.
 
     Args:
-        kind: "mae" or "vip": a masked autoencoder's state dict with fixed sin-cos positions and heads of width 64 (He et al. 2022; Yu et
-            al. 2024), its size inferred from the shapes, its decoder and head left out. "simclr": a ResNet-50 with torchvision's names.
-            "tan": an NF-ResNet or ResNet by Sander et al. (2022).
+        kind: "mae" or "vip": a masked autoencoder's state dict with fixed sin-cos positions (He et al. 2022; Yu et al. 2024), its size
+            inferred from the shapes, its decoder and head left out; heads as published, of width 64 at other widths. "simclr": a ResNet-50
+            with torchvision's names. "tan": an NF-ResNet or ResNet by Sander et al. (2022).
         path: the file; for "tan" also ``FILE@NAME``, where NAME is a model of timm or torchvision; by default the paper's
             ``nf_resnet50``.
 
@@ -58,7 +60,7 @@ def released_encoder(kind: str, path: Path, device: str | torch.device = "cpu") 
 def _masked_autoencoder(kind: str, path: Path, device: str | torch.device) -> Encoder:
     weights = open_weights(path, undeclared_weights(f"{kind}:{path.name}"))
     given = without_wrapper(weights.tensors, ["patch_embed.proj.weight"], str(path))
-    vit = ViT(_config(given, path))
+    vit = ViT(_config(kind, given, path))
     published = {_published_name(name): tensor for name, tensor in vit.state_dict().items()}
     published["patch_embed.proj.weight"] = torch.empty_like(given["patch_embed.proj.weight"], device="meta")
     published["cls_token"] = vit.cls_token[None, None]
@@ -78,7 +80,7 @@ def _masked_autoencoder(kind: str, path: Path, device: str | torch.device) -> En
     )  # fmt: skip
 
 
-def _config(given: dict[str, Tensor], path: Path) -> ViTConfig:
+def _config(kind: str, given: dict[str, Tensor], path: Path) -> ViTConfig:
     """Infer the encoder's config from the shapes of its tensors."""
 
     def shape(name: str, ndim: int) -> tuple[int, ...]:
@@ -95,10 +97,9 @@ def _config(given: dict[str, Tensor], path: Path) -> ViTConfig:
     if channels != 3 or patch != other_side or grid**2 != num_tokens - 1 or width % _HEAD_WIDTH != 0:
         rule = f"expected RGB, square patches and images, a class token, and a width that is a multiple of {_HEAD_WIDTH}"
         raise CheckpointError(f"{where}; {rule}. Open another model with timm:NAME@FILE.")
+    num_heads = _NUM_HEADS[kind].get(width, width // _HEAD_WIDTH)
     depth = len({name.split(".")[1] for name in given if name.startswith("blocks.")})
-    return ViTConfig(
-        image_size=grid * patch, patch_size=patch, depth=depth, width=width, num_heads=width // _HEAD_WIDTH, mlp_ratio=hidden / width
-    )
+    return ViTConfig(image_size=grid * patch, patch_size=patch, depth=depth, width=width, num_heads=num_heads, mlp_ratio=hidden / width)
 
 
 def _published_name(ours: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from dpvision.data.csv_table import read_csv
+from dpvision.data.join import one_form
 from dpvision.data.store import Store
 from dpvision.errors import DataError
 from dpvision.eval.score import wilson_interval
@@ -63,6 +64,20 @@ class AnyOfLabels:
         if not counted:
             return 0.0
         return float(np.bincount(np.concatenate([np.fromiter(accepted, np.int64) for accepted in counted])).max() / len(counted))
+
+
+def same_numbers(numbered: Store, store: Store, any_of: AnyOfLabels | None) -> Store:
+    """Return ``numbered``; refuse sets of correct classes, which have the numbers of ``store``, if its classes got other numbers.
+
+    Raises:
+        DataError: ``any_of`` is given, and ``numbered`` is not ``store`` itself.
+    """
+    if any_of is not None and numbered is not store:
+        raise DataError(
+            f"labels: {any_of.name} has the class numbers of {store.path}, numbered unlike the training store; expected one "
+            "list of classes. Import the test images with the same --classes."
+        )
+    return numbered
 
 
 def load_any_of_labels(path: str | Path, store: Store, num_classes: int | None = None) -> AnyOfLabels:
@@ -152,12 +167,12 @@ def _by_order(path: Path, table: list[Any], keys: list[str]) -> list[Any]:
 def _by_name(path: Path, table: dict[str, Any], keys: list[str]) -> list[Any]:
     """Return the entry of each record by its full name, or its name without folders, or without extension; [] if there is none."""
     for shorten in (str, _without_folders, _without_ending):
-        names = [shorten(key) for key in keys]
+        names = [one_form(shorten(key)) for key in keys]
         entries: dict[str, Any] = {}
         for key, labels in table.items():
-            if shorten(key) in entries:
+            if (name := one_form(shorten(key))) in entries:
                 break
-            entries[shorten(key)] = labels
+            entries[name] = labels
         else:
             if len(set(names)) == len(names) and any(name in entries for name in names):
                 return [entries.get(name, []) for name in names]

@@ -1,5 +1,8 @@
 """Check that a run is not scored on its training images."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from dpvision.config import DataConfig
@@ -11,6 +14,28 @@ from dpvision.errors import DataError
 def trained_store(data: DataConfig) -> Store | None:
     """Open the run's training store, or return None if it is no longer there."""
     return open_store(data.store) if data.store is not None and is_store(data.store) else None
+
+
+def trained_classes(data: DataConfig, manifest: Mapping[str, Any] | None, what: str) -> list[str] | None:
+    """Return the class names of a classifier's run in the order of its scores; None if its classes are numbers without names.
+
+    Args:
+        data: the run's data config.
+        manifest: of its checkpoint; None for a run that has not started.
+        what: name of the evaluation, for the error.
+
+    Raises:
+        DataError: the checkpoint is of a version that did not write the names, and the training store is gone.
+    """
+    if manifest is not None and "class_names" in manifest:
+        return manifest["class_names"]
+    trained = trained_store(data)
+    if trained is None:
+        raise DataError(
+            f"{what}: the training store {data.store} is not there, and the checkpoint lacks its class names; expected one of them, "
+            "because labels are matched by name. Put the store back."
+        )
+    return trained.label_names
 
 
 def check_unseen(data: DataConfig, store: Store, what: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 from dpvision.privacy.ledger import StoreAccount
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import up
+from dpvision.report.lineage_phrases import curated
 from dpvision.report.numbers import count, short
 from dpvision.report.schema import Stop, Tuning
 
@@ -61,10 +62,6 @@ SELECTION = (
     "of them and the choice. For all other settings: "
 )
 """Precedes the operator's declaration about the rest."""
-TWINS = (
-    "Whether a public image was also among the private ones: a public store in the lineage was cleared of such images, and the images "
-    "missing from it reveal them. For an image without a public twin the guarantee holds in full, because it does not change that store."
-)
 
 
 def stop(plan: DPPlan, steps: int, declared: Stop) -> dict[str, Any] | None:
@@ -91,7 +88,7 @@ def not_covered_of(
     cap = other_runs.get("cap")
     capped = NO_CAP
     if cap is not None and cap["covers_choice"]:
-        capped = f"The owner's cap, set before the first run, covers it: epsilon {cap['epsilon']:g} at delta {short(cap['delta'])}."
+        capped = f"The owner's cap, set before the first run, covers it: epsilon {up(cap['epsilon'])} at delta {short(cap['delta'])}."
     elif not other_runs["known"]:
         capped = NO_CAP.replace("and there is none", "which is not known here")
     adaptive = guarantee["composition"]["methods"]["epsilon"] in ("filter", "basic")
@@ -100,7 +97,7 @@ def not_covered_of(
         *([f"Weights that were declared to be public ({', '.join(named)}): their training data was not verified."] if named else []),
         *([CHOSEN_LATER.format(capped)] if adaptive else []),
         *([CHOICE.format(capped)] if tuning == "charged" else []),
-        *([TWINS] if any(entry["deduplicated"] for entry in lineage) else []),
+        *curated(lineage),
     ]
 
 

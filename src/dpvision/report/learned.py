@@ -92,12 +92,14 @@ def predict_some(run: str | Path, store: Store, count: int = COUNT) -> Predictio
     if not files:
         raise DataError(f"report: none of {len(rows)} images of {store.path} could be read; expected images. Import the source again.")
     found = classifier(torch.from_numpy(np.stack(images))).argmax(dim=1).tolist()
-    names = store.label_names
+    ours = checkpoint.manifest.get("class_names", store.label_names)
 
-    def named(k: int) -> str:
+    def named(k: int, names: list[str] | None) -> str:
         return names[k] if names is not None and k < len(names) else f"class {k}"
 
-    examples = [Example(image_uri(file), named(k), named(label)) for (file, label), k in zip(files, found, strict=True)]
+    examples = [
+        Example(image_uri(file), named(k, ours), named(label, store.label_names)) for (file, label), k in zip(files, found, strict=True)
+    ]
     return Predictions(store.path.name, tuple(examples))
 
 

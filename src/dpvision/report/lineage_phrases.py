@@ -2,12 +2,21 @@
 
 from typing import Any
 
+from dpvision.data.store import SHARED_KEPT
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import up
 from dpvision.report.numbers import short
 
 PROCEDURAL = "Apache-2.0 (procedural)"
 """Licence of textures and scenes rendered by dpvision."""
+SHARED_IMAGES = (
+    "Who has an image that was found under two persons: the import kept each such image for the first of them, as the operator asked. What "
+    "remains of the second person depends on the first."
+)
+TWINS = (
+    "Whether a public image was also among the private ones: a public store in the lineage was cleared of such images, and the images "
+    "missing from it reveal them. For an image without a public twin the guarantee holds in full, because it does not change that store."
+)
 
 
 def entry_text(entry: dict[str, Any], *, own: bool) -> str:
@@ -39,3 +48,11 @@ def entry_text(entry: dict[str, Any], *, own: bool) -> str:
     if entry["visibility"] == "public":
         return f"{who}, on public store {store_id[:12]}, whose images need no protection.{licence}"
     return f"{who}, on private store {store_id[:12]}, without a guarantee."
+
+
+def curated(lineage: list[dict[str, Any]]) -> list[str]:
+    """Return what the guarantee does not cover because images were removed from a store, or given to one of two persons, by others."""
+    return [
+        *([SHARED_IMAGES] if any(entry.get(SHARED_KEPT) for entry in lineage) else []),
+        *([TWINS] if any(entry["deduplicated"] for entry in lineage) else []),
+    ]

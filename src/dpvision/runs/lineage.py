@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dpvision.data.store import Store
+from dpvision.data.store import SHARED_KEPT, Store
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy.composition import Part, check_total, parts_of, total_epsilon
 from dpvision.privacy.plan import DPPlan
@@ -145,6 +145,7 @@ def own_entry(plan: DPPlan, store: Store, run_id: str | None, steps: int, inheri
     return {
         "store_id": store.store_id, "visibility": store.visibility, "licence": store.licence, "run_id": run_id, "guarantee": guarantee,
         **({"deduplicated": store.meta["deduplicated"]} if "deduplicated" in store.meta else {}),
+        **({SHARED_KEPT: store.meta[SHARED_KEPT]} if SHARED_KEPT in store.meta else {}),
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from dpvision.checkpoint import Checkpoint, keep_newest, list_checkpoints, load_checkpoint, save_checkpoint
-from dpvision.config import RunConfig
+from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.data.store import Store
 from dpvision.errors import CheckpointError, DataError, DPVisionError, PrivacyError
 from dpvision.files import write_json
@@ -91,6 +91,8 @@ class Run:
             "plan": self.plan.to_dict(),
             "ledger_digest": self.ledger.digest,
             "lineage": [*self.lineage, own_entry(self.plan, self.store, run_id, steps, self.lineage)],
+            # Declared or public; the classifier's scores are in this order.
+            **({"class_names": self.store.label_names} if isinstance(self.config.model, ClassifierConfig | HeadConfig) else {}),
             **more,
             "versions": code_versions(),
         }

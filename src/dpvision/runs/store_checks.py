@@ -3,7 +3,7 @@
 import numpy as np
 
 from dpvision.data.declared import count_units, fits, has_units, rounded_up, shared_images
-from dpvision.data.store import Store
+from dpvision.data.store import SHARED_KEPT, Store
 from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.privacy.plan import DPPlan
 
@@ -70,7 +70,7 @@ def check_people(store: Store) -> None:
     The message holds private counts: it is for the operator's terminal, and goes into no file of the run.
 
     Raises:
-        DataError: a record has no person, or an image was found under two.
+        DataError: a record has no person, or an image was found under two and the operator did not ask to keep it for the first.
     """
     where = f"store: {store.store_id[:8]}: {OPERATOR_ONLY}"
     if missing := int((store.index["unit"] < 0).sum()):
@@ -78,10 +78,10 @@ def check_people(store: Store) -> None:
             f"{where}{missing} of {store.num_records} records have no {store.meta['unit_field']}; expected one each with "
             "sampling_unit='person'. Give every image its person in the source and import again, or leave those images out."
         )
-    if shared := shared_images(store):
+    if SHARED_KEPT not in store.meta and (shared := shared_images(store)):
         raise DataError(
             f"{where}{shared} files have the bytes of an image of another person; expected one person for each image with "
-            "sampling_unit='person'. Remove such files from all but one person in the source, and import again."
+            "sampling_unit='person'. Remove such files from all but one person and import again, or with --shared-images first."
         )
 
 
@@ -117,7 +117,8 @@ def check_labels(store: Store, rows: np.ndarray, num_classes: int, *, multi_labe
     if (outside := len(np.unique(place_M[class_M >= num_classes]))) > 0:
         raise DataError(
             f"{where}: {OPERATOR_ONLY}label={int(class_M.max())} in {outside} records is outside the range; "
-            f"expected 0 to {num_classes - 1}. Pass --model.num-classes {int(class_M.max()) + 1}, or import with the right classes."
+            f"expected 0 to {num_classes - 1}: numbers count from 0. Pass --model.num-classes {int(class_M.max()) + 1}; or, if yours count "
+            "from 1 or skip numbers, import with --classes FILE, which lists them."
         )
     count_K = np.bincount(class_M, minlength=num_classes)
     if multi_label and len(rows) and ((count_K == 0) | (count_K == len(rows))).all():

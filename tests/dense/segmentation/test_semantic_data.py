@@ -30,6 +30,21 @@ def test_classes_are_numbered_by_their_ids_and_the_ignored_ones_are_none(tmp_pat
     assert everything.names[0] == "unlabeled" and "--ignore-ids 0 255" in str(everything.note())
 
 
+def test_an_id_that_the_file_names_is_a_class_unless_it_is_told_to_be_ignored(tmp_path: Path) -> None:
+    file = tmp_path / "classes.json"
+    file.write_text('{"0": "background", "128": "road", "255": "building"}')
+    classes = load_classes(file)
+    assert classes.names == ("background", "road", "building") and classes.ignored == frozenset()
+    numbers, unknown = classes.numbers(np.array([[0, 128, 255]]))
+    assert numbers.tolist() == [[0, 1, 2]] and unknown == []
+    assert load_classes(file, (255,)).names == ("background", "road")
+    file.write_text('{"0": "background", "128": "road"}')
+    assert load_classes(file).numbers(np.array([[255]]))[0].tolist() == [[IGNORED]], "255 is ignored where it has no name"
+    file.write_text('{"1": "a", "01": "b", "2": "c"}')
+    with pytest.raises(DataError, match="has an id twice"):
+        load_classes(file)
+
+
 @pytest.mark.parametrize("mode", ["L", "P", "I;16"])
 def test_masks_of_every_single_channel_mode_give_their_ids(tmp_path: Path, mode: str) -> None:
     root = write_shapes(tmp_path / "a", 2)

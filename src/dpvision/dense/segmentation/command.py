@@ -21,7 +21,7 @@ def evaluate_segmentation(
     test: Path | None = None,
     test_masks: Path | None = None,
     classes: Path | None = None,
-    ignore_ids: tuple[int, ...] = (255,),
+    ignore_ids: tuple[int, ...] | None = None,
     public: bool = False,
     segmentation: SegmentationSettings = _SETTINGS,
     hardware: DenseHardware = _HARDWARE,
@@ -58,7 +58,7 @@ def evaluate_segmentation(
         test: Folder of test images.
         test_masks: Folder of their masks.
         classes: JSON from ids to names, {"1": "person", "7": "train"}, of --train-masks and --test-masks.
-        ignore_ids: Ids of pixels that do not count.
+        ignore_ids: Ids of pixels that do not count; if omitted, 255, unless --classes names it.
         public: The images need no protection.
         segmentation: Settings of the network and its training; the defaults are the paper's.
         hardware: Hardware settings, which change results only by rounding, and by BatchNorm's statistics of one pass.

@@ -81,7 +81,7 @@ def open_folders(
     test: Path | None,
     test_masks: Path | None,
     classes: Path | None,
-    ignore_ids: Sequence[int],
+    ignore_ids: Sequence[int] | None,
     workers: int,
     say: Say,
 ) -> tuple[SemanticFolder, SemanticFolder]:

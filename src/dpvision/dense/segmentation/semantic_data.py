@@ -85,8 +85,11 @@ class SemanticFolder:
         return Labelled(read_pixels(image_path), read_mask(mask, image_path, self.classes))
 
 
-def load_classes(path: Path, ignore_ids: Sequence[int] = (IGNORED,)) -> ClassMap:
+def load_classes(path: Path, ignore_ids: Sequence[int] | None = None) -> ClassMap:
     """Load classes from JSON, ``{"1": "person", "7": "train"}``, in the order of their ids, without ignored ones.
+
+    Args:
+        ignore_ids: if None, id 255, unless the file names it.
 
     Raises:
         DataError: another format, fewer than two classes, or more than 255.
@@ -100,6 +103,10 @@ def load_classes(path: Path, ignore_ids: Sequence[int] = (IGNORED,)) -> ClassMap
     wrong = f'{_WHERE}: classes={str(path)!r}; expected JSON from ids to names, {{"1": "person"}}. Write such a file.'
     if not isinstance(found, dict) or not all(isinstance(name, str) and key.isdecimal() for key, name in found.items()):
         raise DataError(wrong)
+    if len({int(key) for key in found}) < len(found):
+        raise DataError(f"{_WHERE}: classes={str(path)!r} has an id twice, such as 1 and 01; expected each once. Remove one.")
+    if ignore_ids is None:
+        ignore_ids = () if any(int(key) == IGNORED for key in found) else (IGNORED,)
     ignored = frozenset(ignore_ids)
     kept = sorted((int(key), name) for key, name in found.items() if int(key) not in ignored)
     if not 2 <= len(kept) <= MAX_CLASSES:

@@ -3,16 +3,18 @@
 Legend: B images of a batch, N images, K classes.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
-from dpvision.config import ClassifierConfig, DataConfig, HeadConfig, RunConfig
+from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
+from dpvision.data.class_names import numbered_as
 from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
 from dpvision.encoders.collect import Progress
@@ -20,12 +22,12 @@ from dpvision.encoders.feature_file import Extraction, feature_blocks
 from dpvision.encoders.headed import is_head, load_classifier
 from dpvision.encoders.trained import load_model
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.any_of_labels import AnyOfLabels
+from dpvision.eval.any_of_labels import AnyOfLabels, same_numbers
 from dpvision.eval.metric import Metric, Scoring
 from dpvision.eval.probes.multi_label_scores import multi_label_scores
 from dpvision.eval.probes.protocol import Protocol, Subject, Task, is_run
 from dpvision.eval.score import Score, Visibility
-from dpvision.eval.unseen import check_unseen, trained_store
+from dpvision.eval.unseen import check_unseen, trained_classes
 from dpvision.runs.lineage import shaped_in_confidence
 
 
@@ -66,8 +68,8 @@ def score_own_head(
 ) -> list[Score]:
     """Return the accuracy of a classifier run, or of a head on a frozen encoder, on a store's labelled images, one centre crop each.
 
-    Class numbers follow the training store's labels, so import both stores in the same way. If class sizes differ, mean per-class accuracy
-    is added. A multi-label run is scored by ``multi_label_scores`` on a multi-label store.
+    The store's classes are matched by name with those that the run was trained on. If class sizes differ, mean per-class accuracy is added.
+    A multi-label run is scored by ``multi_label_scores`` on a multi-label store.
 
     Args:
         any_of: sets of correct classes, for a single-label run.
@@ -80,13 +82,14 @@ def score_own_head(
     Raises:
         ConfigError: the run has no head, or it is multi-label and ``any_of`` is given.
         CheckpointError: as in ``load_model``, or the head's encoder is missing.
-        DataError: no readable labelled image, a label out of range, a single-label store for a multi-label run or the reverse, other
-            classes than the training store's, or images that the run was trained on.
+        DataError: no readable labelled image, a label out of range, a single-label store for a multi-label run or the reverse, a class
+            that the training store does not have, or images that the run was trained on.
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
     scores_of = _scores_of_head if is_head(checkpoint) else _scores_of_network
     hardware = Extraction(batch_size, workers, device, progress)
-    config, rows, score_NK = scores_of(checkpoint, test_store, any_of is not None, ema, hardware)
+    config, numbered, rows, score_NK = scores_of(checkpoint, test_store, any_of is not None, ema, hardware)
+    test_store = same_numbers(numbered, test_store, any_of)
     assert isinstance(config.model, ClassifierConfig | HeadConfig) and config.model.num_classes is not None
     readable_N = ~torch.isnan(score_NK).all(dim=1)
     score_NK, row_N = score_NK[readable_N], rows[readable_N.numpy()]
@@ -108,10 +111,14 @@ def score_own_head(
     return [Scoring(m, any_of, visibility).score(name, "own head", how, [predicted_N], truth_N, row_N) for m in metrics]
 
 
-def check_scorable(config: RunConfig, test_store: Store, *, any_is_right: bool = False) -> np.ndarray:
-    """Return the rows of a test store that a run's head can be scored on, int64. Raises as ``score_own_head``, without reading images.
+def scorable(
+    config: RunConfig, test_store: Store, manifest: Mapping[str, Any] | None = None, *, any_is_right: bool = False
+) -> tuple[Store, np.ndarray]:
+    """Return a test store with the run's class numbers, and its rows that the run's head can be scored on, int64. Raises as
+    ``score_own_head``, without reading images.
 
     Args:
+        manifest: of the run's checkpoint; None if it has not started.
         any_is_right: whether sets of correct classes are given (``any_of``).
     """
     model = config.model
@@ -127,8 +134,9 @@ def check_scorable(config: RunConfig, test_store: Store, *, any_is_right: bool =
             f"own_head: {test_store.path} has {has} per record; expected {rule}, as in training. Import it with such labels, or evaluate "
             "another run."
         )
-    _check_names(config.data, test_store)
-    return _labelled_rows(test_store, model.num_classes)
+    names = trained_classes(config.data, manifest, "own_head")
+    numbered = numbered_as(test_store, names, "own_head", "the training store")
+    return numbered, _labelled_rows(numbered, model.num_classes)
 
 
 def _threshold(model: ClassifierConfig | HeadConfig) -> float | None:
@@ -141,28 +149,28 @@ def _threshold(model: ClassifierConfig | HeadConfig) -> float | None:
 
 def _scores_of_head(
     checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: Extraction
-) -> tuple[RunConfig, np.ndarray, Tensor]:
-    """Return config, rows, and scores, float32 (N, K), from cached features: NaN for unreadable images."""
+) -> tuple[RunConfig, Store, np.ndarray, Tensor]:
+    """Return config, store with the run's class numbers, rows, and scores from cached features, float32 (N, K): NaN if unreadable."""
     headed = load_classifier(checkpoint, ema=ema, device=hardware.device)
     assert isinstance(headed.config.model, HeadConfig)
-    rows = check_scorable(headed.config, store, any_is_right=any_is_right)
+    store, rows = scorable(headed.config, store, checkpoint.manifest, any_is_right=any_is_right)
     keep = not headed.encoder.confidential or store.visibility == "private"
     blocks = feature_blocks(headed.encoder, headed.pooling, headed.config.model.encoder.width, store, rows, hardware, keep=keep)
     scored = [headed.head(torch.from_numpy(np.array(block_BD)).to(hardware.device).float()).cpu() for block_BD in blocks]
-    return headed.config, rows, torch.cat([torch.empty(0, headed.config.model.num_classes or 0), *scored])
+    return headed.config, store, rows, torch.cat([torch.empty(0, headed.config.model.num_classes or 0), *scored])
 
 
 def _scores_of_network(
     checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: Extraction
-) -> tuple[RunConfig, np.ndarray, Tensor]:
-    """Return config, rows and scores like ``_scores_of_head``, for a classifier trained as a network."""
+) -> tuple[RunConfig, Store, np.ndarray, Tensor]:
+    """Return config, store, rows and scores like ``_scores_of_head``, for a classifier trained as a network."""
     model, config = load_model(checkpoint, ema=ema)
     if not isinstance(config.model, ClassifierConfig):
         raise ConfigError(
             f"own_head: {checkpoint.path} has model kind {config.model.kind!r}; expected 'classifier'. Use --protocols knn,linear."
         )
     model = model.to(hardware.device).eval()
-    rows = check_scorable(config, store, any_is_right=any_is_right)
+    store, rows = scorable(config, store, checkpoint.manifest, any_is_right=any_is_right)
     score_NK, done = torch.full((len(rows), config.model.num_classes or 0), torch.nan), 0
     size = config.model.encoder.image_size
     for x_BCHW, row_B, _ in image_batches(store, rows, size, config.data, batch_size=hardware.batch_size, workers=hardware.workers):
@@ -172,7 +180,7 @@ def _scores_of_network(
         done += len(row_B)
         if hardware.progress is not None:
             hardware.progress(done)
-    return config, rows, score_NK
+    return config, store, rows, score_NK
 
 
 def has_own_head(run_or_checkpoint: str | Path) -> bool:
@@ -190,15 +198,3 @@ def _labelled_rows(store: Store, num_classes: int) -> np.ndarray:
             "Import it with the same classes as the training store."
         )
     return rows
-
-
-def _check_names(data: DataConfig, store: Store) -> None:
-    """Refuse a store whose class numbers mean other classes than the training store's."""
-    trained = trained_store(data)
-    ours, theirs = None if trained is None else trained.label_names, store.label_names
-    if ours is not None and theirs is not None and ours != theirs:
-        first = next((f"{a!r} and {b!r}" for a, b in zip(ours, theirs, strict=False) if a != b), f"{len(ours)} and {len(theirs)} of them")
-        raise DataError(
-            f"own_head: classes of {store.path} differ from the training store's ({first}); expected the same names in the same order. "
-            "Import both together and split them with `dpvision data split`, or import classes as numbers."
-        )

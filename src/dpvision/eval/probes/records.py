@@ -54,7 +54,7 @@ def evaluation_rows(train_store: Store, test_store: Store | None) -> tuple[np.nd
     """Return labelled rows for training and test. A single store is split by units with keyed random numbers, as ``data split`` does.
 
     Raises:
-        DataError: a store has no labels, class names differ, a label has no name, the stores share records or persons, or a single
+        DataError: a store has no labels, a label has no name, the stores share records or persons, or a single
             store is too small to split.
     """
     train_rows = _labelled_rows(train_store)
@@ -64,12 +64,6 @@ def evaluation_rows(train_store: Store, test_store: Store | None) -> tuple[np.nd
         if not len(train_part) or not len(test_part):
             raise DataError(f"evaluate: {train_store.path} has {len(train_rows)} labelled records; expected more. Give a test store.")
         return train_part, test_part
-    names, test_names = train_store.label_names, test_store.label_names
-    if names is not None and test_names is not None and names != test_names:
-        raise DataError(
-            f"evaluate: classes of the stores differ ({len(names)}: {', '.join(names[:3])}, ...; {len(test_names)}: "
-            f"{', '.join(test_names[:3])}, ...); expected the same names in the same order. {_IMPORT}"
-        )
     # Two parts of one store are allowed, shared records or persons are not. Ids of different stores are keyed and cannot be compared.
     if train_store.store_id == test_store.store_id:
         shared = len(np.intersect1d(units(train_store), units(test_store)))

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
+from dpvision.data.class_names import numbered_as
 from dpvision.data.store import Store
 from dpvision.encoders.fixed import raw_pixels
 from dpvision.encoders.open import open_encoder, recognised
 from dpvision.errors import ConfigError
-from dpvision.eval.any_of_labels import AnyOfLabels
+from dpvision.eval.any_of_labels import AnyOfLabels, same_numbers
 from dpvision.eval.metric import Metric, Scoring, checked_metric
 from dpvision.eval.probes.cache import EvaluationCache
 from dpvision.eval.probes.knn import KNN
@@ -44,7 +45,7 @@ def evaluate(
     Args:
         spec: as for ``encoders.open.open_encoder``: a run folder, ``timm:NAME``, ``hog``, ...
         train_store: labelled training images.
-        test_store: labelled test images; if None, a fixed fifth of the first store's units.
+        test_store: labelled test images, whose classes are matched by name; if None, a fixed fifth of the first store's units.
         protocols: with their settings; ``make_protocols`` makes them from names.
         against: baselines. "random" exists only for runs.
         metric: if None, the training store's, else accuracy.
@@ -66,7 +67,9 @@ def evaluate(
     if not protocols:
         raise ConfigError("evaluate: protocols=(); expected some. Omit it for k-NN and the linear probe.")
     train_rows, test_rows = evaluation_rows(train_store, test_store)
-    scored_store = test_store or train_store
+    scored_store = train_store
+    if test_store is not None:
+        scored_store = same_numbers(numbered_as(test_store, train_store.label_names, "evaluate", "the training store"), test_store, any_of)
     train_labels, test_labels = (torch.from_numpy(s.labels[r]) for s, r in ((train_store, train_rows), (scored_store, test_rows)))
     check_labels(train_labels, test_labels, train_store.label_names)
     encoder = recognised(open_encoder(str(spec), ema=ema, device=device), train_store, scored_store)

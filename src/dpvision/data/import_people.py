@@ -1,0 +1,162 @@
+"""The persons of an import: every image has one, or the operator says what becomes of it; an image of two persons is refused.
+
+An image that lost its person would count as a person of its own, and the guarantee per person would be false for the one it shows.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from dpvision.data.decode import BadImage, decode
+from dpvision.data.person_names import SHARED_FILE, SharedImages, Unmatched, person_name
+from dpvision.data.sources import Sample
+from dpvision.errors import OPERATOR_ONLY, DataError
+
+NO_PERSON = "no person"
+"""Reason to leave an image out."""
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class PersonRule:
+    """Which field names the person, and what becomes of images without one or with two."""
+
+    field: str | None = None
+    """If None, images have no persons, and the rest is unused."""
+    unmatched: Unmatched = "refuse"
+    """For an image without a person: refuse the import, make it a person of its own, or leave it out."""
+    shared: SharedImages = "refuse"
+    """For an image of two persons: refuse the import, or keep it for the first. Whose it is depends on both persons: deduplication, which
+    the guarantee does not cover."""
+
+    def check(self) -> None:
+        """Raise DataError for a choice about persons where there are none."""
+        if self.field is None and (self.unmatched, self.shared) != ("refuse", "refuse"):
+            raise DataError(
+                f"data import: unmatched={self.unmatched}, shared_images={self.shared} without unit_from; expected the field that names "
+                "the person. Give --unit-from FIELD, or drop them."
+            )
+
+    def name(self, sample: Sample) -> str | None:
+        """The person of an image, or None. Raises as ``person_name``."""
+        return None if self.field is None else person_name(sample.fields.get(self.field), self.field, sample.key)
+
+
+class Shared(NamedTuple):
+    """Two files with the same bytes, of two persons (None: a person of its own)."""
+
+    first: str
+    person: str | None
+    second: str
+    other: str | None
+
+
+class WithoutPerson:
+    """Counts images without a person, and keeps the first names."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._names: list[str] = []
+
+    def add(self, key: str) -> None:
+        self.count += 1
+        if len(self._names) < _SHOWN:
+            self._names.append(key)
+
+    def refuse(self, field: str) -> None:
+        """Raise DataError if there was one."""
+        if self.count:
+            raise DataError(
+                f"data import: --unit-from {field}: {OPERATOR_ONLY}{self.count:,} images without one ({_some(self._names, self.count)}); "
+                "expected one each. Complete the field, or give --unmatched drop to leave them out, or --unmatched own-person if each "
+                "shows a person of whom there is no other image."
+            )
+
+
+def refuse_shared(field: str, found: list[Shared]) -> None:
+    """Raise DataError if there are images of two persons."""
+    if found:
+        shown = [f"{one.first} of {one.person or 'nobody'} = {one.second} of {one.other or 'nobody'}" for one in found[:_SHOWN]]
+        raise DataError(
+            f"data import: --unit-from {field}: {OPERATOR_ONLY}{len(found):,} files have the bytes of an image of another person "
+            f"({_some(shown, len(found))}); expected one person for each image. Remove them from all but one person, or give "
+            f"--shared-images first to keep each for the first, listed in the store's confidential/{SHARED_FILE}; statements then say "
+            "that this is not covered."
+        )
+
+
+def check_field(option: str, field: str, seen: set[str]) -> None:
+    """Raise DataError if no sample had a field."""
+    if field not in seen:
+        raise DataError(f"data import: {option} {field}: no sample has it; expected one of {sorted(seen)}. Name one of them.")
+
+
+def check_persons(read: Callable[[], Iterable[Sample]], rule: PersonRule) -> None:
+    """Refuse a source with images without a person, or of two, before all images are decoded; only suspicious ones are.
+
+    Args:
+        read: gives the samples anew at each call; called once, and again if there are images of two persons.
+
+    Raises:
+        DataError: as ``WithoutPerson.refuse`` and ``refuse_shared``, or no sample has the field.
+    """
+    assert rule.field is not None
+    digests, persons, missing, seen = array("Q"), array("Q"), WithoutPerson(), set[str]()
+    for sample in read():
+        if sample.problem is not None:
+            continue
+        seen |= sample.fields.keys()
+        name = rule.name(sample)
+        if name is None and rule.unmatched != "own-person":
+            if rule.unmatched == "refuse" and (missing.count or _decodes(sample.image)):
+                missing.add(sample.key)
+            continue
+        digests.append(_digest(sample.image))
+        persons.append(0 if name is None else _digest(name.encode("utf-8", "surrogatepass")))
+    if seen:
+        check_field("--unit-from", rule.field, seen)
+    missing.refuse(rule.field)
+    if rule.shared != "refuse" or not len(digests):
+        return
+    digest_N, person_N = (np.frombuffer(part, dtype=np.uint64) for part in (digests, persons))
+    order = np.lexsort((person_N, digest_N))
+    same = (digest_N[order][1:] == digest_N[order][:-1]) & (person_N[order][1:] != person_N[order][:-1])
+    suspects = set(digest_N[order][1:][same].tolist())
+    if suspects:
+        refuse_shared(rule.field, _shared(read(), rule, suspects))
+
+
+def _shared(samples: Iterable[Sample], rule: PersonRule, suspects: set[int]) -> list[Shared]:
+    first: dict[int, tuple[str, str | None] | None] = {}
+    found = []
+    for sample in samples:
+        if sample.problem is not None or (digest := _digest(sample.image)) not in suspects:
+            continue
+        name = rule.name(sample)
+        if name is None and rule.unmatched == "drop":
+            continue
+        if digest not in first:
+            first[digest] = (sample.key, name) if _decodes(sample.image) else None
+        elif (kept := first[digest]) is not None and kept[1] != name:
+            found.append(Shared(*kept, sample.key, name))
+    return found
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+def _decodes(data: bytes) -> bool:
+    try:
+        decode(data)
+    except BadImage:
+        return False
+    return True
+
+
+def _some(words: list[str], count: int) -> str:
+    return ", ".join(words[:_SHOWN]) + (", ..." if count > _SHOWN else "")
