@@ -180,7 +180,7 @@ def extension(data: bytes) -> str:
 
 def _loaded(image: Image.Image, upright: bool, window: Window | None, png_bits: int | None = None) -> Image.Image:
     """Return an opened image as RGB, upright or as stored: Pillow turns a TIFF while it loads it, and nothing else."""
-    stored_as = _orientation(image) if isinstance(image, TiffImagePlugin.TiffImageFile) else 1
+    stored_as = _orientation(image) if image.format == "TIFF" else 1
     try:
         image.load()  # the first frame, or page
         made = to_rgb(image, window, png_bits)
@@ -228,7 +228,8 @@ def _decode_jpeg(data: bytes, upright: bool) -> np.ndarray | None:
 def _open(data: bytes, upright: bool, window: Window | None) -> Image.Image:
     image = _opened(data)
     clear = image.info.get("transparency")
-    window = window or (stated_range(image) if image.mode == "RGB" and _tiff_bits(image) == 16 else None)
+    if image.mode == "RGB" and image.format == "TIFF" and window is None and _tiff_bits(image) == 16:
+        window = stated_range(image)
     if image.mode == "RGB" and (window is not None or (clear is not None and _png_bits(data) == 16)):
         values_HWC = _colour_of_16_bits(data)
         if values_HWC is not None:
@@ -239,7 +240,7 @@ def _open(data: bytes, upright: bool, window: Window | None) -> Image.Image:
             made = Image.fromarray(rgb_HWC)
             turn = _TURN.get(_orientation(image)) if upright else None
             return made if turn is None else made.transpose(turn)
-    return _loaded(image, upright, window, _png_bits(data))
+    return _loaded(image, upright, window, None if clear is None else _png_bits(data))
 
 
 def _opened(data: bytes) -> Image.Image:

@@ -34,7 +34,16 @@ def jpeg_bits(data: bytes) -> int | None:
 
 def may_be_turned(data: bytes) -> bool:
     """Whether its EXIF, or its XMP, may state an orientation."""
-    return b"Exif\0\0" in data or b"tiff:Orientation" in data
+    at, last = 2, len(data) - 4
+    while at < last and data[at] == 0xFF:  # the loop of ``_segments``; it runs for every image
+        marker = data[at + 1]
+        if marker == _SOS:
+            break
+        end = at + 1 if marker == 0xFF else at + 2 + (data[at + 2] << 8 | data[at + 3])
+        if marker == _APP1 and (data[at + 4 : at + 8] == b"Exif" or data.find(b"tiff:Orientation", at, end) >= 0):
+            return True
+        at = end
+    return False
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
