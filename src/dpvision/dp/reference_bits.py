@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from dpvision.config import BOS_ID, EOS_ID, PAD_ID
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
+from dpvision.devices import send
 from dpvision.dp.one_pass import How, forward_backward, weigh
 from dpvision.dp.per_record import default_chunk, even_chunks, per_record_gradients, take
 from dpvision.dp.products import OUTER_NUMBERS, chunks
@@ -68,7 +69,7 @@ def admit(loss_fn: Any, model: nn.Module, public: Batch, key: StepKey, sizes: Se
             reference = _digests(loss_fn, model, batch, key, method, how)
             for size in found.copy():
                 for rows in ([*range(num - size, num)][::-1], [0] * size):
-                    other = _difference(reference, _digests(loss_fn, model, take(batch, rows), key, method, how), rows)
+                    other = _difference(reference, _digests(loss_fn, model, _taken(batch, rows), key, method, how), rows)
                     if other is not None and size == num:
                         raise PrivacyError(
                             f"bits: in a pass of {num} rows, {other} of a record depends on its place or on the records beside it; "
@@ -88,9 +89,13 @@ def _distinct(public: Batch, number: int) -> Batch:
     if number:
         noise = torch.randn(image.shape, generator=torch.Generator().manual_seed(number))
         image = image + noise.to(image.device, image.dtype)
-    row_B = torch.arange(len(image), device=image.device)
-    row_B[len(image) // 2] = 0
-    return take(public._replace(image_BVCHW=image), row_B)
+    rows = [*range(len(image))]
+    rows[len(rows) // 2] = 0
+    return _taken(public._replace(image_BVCHW=image), rows)
+
+
+def _taken(batch: Batch, rows: list[int]) -> Batch:
+    return take(batch, send(torch.tensor(rows), batch.record_id_B.device))
 
 
 def next_size(sizes: Sequence[int], num_records: int) -> int:
@@ -157,12 +162,12 @@ def _of_side(side: Side) -> Tensor:
 
 
 def _hashed(value_BX: Tensor) -> Tensor:
-    """Digest of each record's bits, int64 (B,): a sum of integers times fixed random ones, so exact in any order."""
+    """Digest of each record's bits, int64 (B,) on the CPU: a sum of integers times fixed random ones, so exact in any order."""
     flat_BX = value_BX.detach().reshape(len(value_BX), -1).contiguous()
     if flat_BX.dtype != torch.bool:
         flat_BX = flat_BX.view(_BITS[flat_BX.element_size()])
     factor_X = torch.randint(-(2**63), 2**63 - 1, (flat_BX.shape[1],), generator=torch.Generator().manual_seed(0)) | 1
-    return (flat_BX.long() * factor_X.to(flat_BX.device)).sum(1)
+    return (flat_BX.long() * factor_X.to(flat_BX.device)).sum(1).cpu()
 
 
 @contextlib.contextmanager
