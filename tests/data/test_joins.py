@@ -19,8 +19,7 @@ from dpvision.data.sources import Sample
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.errors import DataError
-from dpvision.report.lineage_phrases import SHARED_IMAGES
-from dpvision.report.phrases import not_covered_of
+from dpvision.report.lineage_phrases import SHARED_IMAGES, curated
 
 from .image_files import encode, js, noise, png, write_folder, write_tar
 
@@ -213,8 +212,8 @@ def test_the_choice_to_keep_one_travels_and_is_listed_as_not_covered(tmp_path: P
     for one in (store, *split_store(store.path, tmp_path / "a", tmp_path / "b", 0.5)):
         assert one.meta["shared_images_kept"] == "first"
     entry = {"declared": None, "deduplicated": None}
-    assert not_covered_of([{**entry, "shared_images_kept": "first"}], "none") == [SHARED_IMAGES]
-    assert not_covered_of([entry], "none") == []
+    assert curated([{**entry, "shared_images_kept": "first"}]) == [SHARED_IMAGES]
+    assert curated([entry]) == []
     clean = import_samples(samples, tmp_path / "clean", unit_from="person", shared_images="first")
     assert clean.meta["shared_images_kept"] == "first", "the statement follows from the choice, not from the images"
 
