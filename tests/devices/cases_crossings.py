@@ -59,11 +59,11 @@ def test_a_step_waits_once_a_pass_and_once_at_its_end(
     found, passes, width = step_crossings(name, stores, tmp_path / "run", monkeypatch)
     assert passes > 1
     assert found == {
-        (WAIT, "dp/one_pass.py _gather"): passes,
+        (WAIT, "dp/one_pass.py weigh"): passes,
         (WAIT, "train/step.py _metrics"): 1,
         (COPY, "train/feed.py _copied"): width * passes,
         (COPY, "data/transform.py normalise_tensor"): 2 * passes,
-        (COPY, "dp/clip.py clipped_sum"): 3 * passes,
+        (COPY, "dp/clip.py _sum_of_pass"): 3 * passes,
         (COPY, "dp/noise.py _Release.run"): 1,
     }
 
@@ -93,7 +93,7 @@ def test_a_new_wait_is_seen(stores: tuple[Path, Path], tmp_path: Path, monkeypat
 
 def test_the_documents_list_names_every_wait() -> None:
     text = DOCS.read_text()
-    assert "`dp/one_pass.py` `_gather`" in text and "`train/step.py` `_metrics`" in text
+    assert "`dp/one_pass.py` `weigh`" in text and "`train/step.py` `_metrics`" in text
 
 
 def test_rows_known_to_the_host_change_nothing(stores: tuple[Path, Path]) -> None:

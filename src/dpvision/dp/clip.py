@@ -110,9 +110,11 @@ def clipped_sum(
         return _sum_of_pass(loss_fn, model, batch, key, method, how, host, valid, len(host.valid_B), None)
     with fixed_kernels():
         sizes = admitted(loss_fn, model, batch, key, rows, method, how)
-        places = [valid[part] for part in passes(key, host.record_id_B[valid].numpy(), 1, rows)]
+        places = [valid[part].sort().values for part in passes(key, host.record_id_B[valid].numpy(), 1, rows)]
         sums = (_sum_of_pass(loss_fn, model, batch, key, method, how, host, part, next_size(sizes, len(part)), rows) for part in places)
-        total = next(sums) if len(places) == 1 else ClippedSum.add_up(model, max_grad_norm, sums)
+        if len(places) == 1:
+            return next(sums)
+        total = ClippedSum.add_up(model, max_grad_norm, sums)
         back_B = send(torch.cat(places).argsort(), device)
         return seal(replace(total, norms_B=total.norms_B[back_B], losses_B=total.losses_B[back_B]))
 
