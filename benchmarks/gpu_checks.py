@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from dpvision.config import PrivacyConfig
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
-from dpvision.dp.clip import LossFn, clipped_sum
+from dpvision.dp.clip import check_bits, clipped_sum
 from dpvision.dp.clipped import ClippedSum
 from dpvision.dp.compiled import compile_blocks
 from dpvision.dp.noise import grid_of, privatize
 from dpvision.dp.normals import box_muller, key_words, normals
 from dpvision.dp.scale import public_loss_scale
 from dpvision.dp.seal import seal
+from dpvision.errors import PrivacyError
 from dpvision.models import make_model
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.stream import WORDS_PER_BLOCK, Key, Keystream
@@ -171,66 +172,24 @@ def totals(device: torch.device) -> Checks:
 
 
 def bits(device: torch.device) -> Checks:
-    """A record's loss, and what its layers keep for its gradient, have the same bits in every place and beside any other records.
+    """A record's reference bits (``dp.reference_bits``): in passes of M rows no bit depends on place or company.
 
-    The numbers of rows at which bits differ from those of a full pass are shown: such passes are padded, or admitted by a check.
+    The smaller numbers of rows that are not admitted are counted: such passes are padded.
     """
     on_gpu = device.type == "cuda"
     for name in (*SMALL, *(("vip.base",) if on_gpu else ())):
         rows = 64 if on_gpu else 16
-        config, model, batch = _subject(name, device, rows)
-        _perturb(model)
-        loss_fn = loss_function(config)
-        other = to_device(example_batch(config, 2 * rows), device)
-        company = Batch._make(None if t is None else t[rows:] for t in other)
-        alike = _take(batch, torch.zeros(rows, dtype=torch.int64, device=device))
+        config, model, public = _subject(name, device, rows)
+        sizes = range(8, rows) if name in SMALL else (8, 12, 16, 24, 32, 48, 63)
         for precision in TOLERANCE:
-
-            def kept(asked: Batch) -> list[Tensor]:
-                with autocast(precision, device):  # noqa: B023
-                    return _kept(loss_fn, model, asked)  # noqa: B023
-
-            full = kept(batch)
-            every = kept(alike)
-            mixed = kept(Batch._make(None if a is None else torch.cat([a[:1], b[1:]]) for a, b in zip(batch, company, strict=True)))
-            place = sum(float((value != value[:1]).any()) for value in every)
-            beside = sum(float((a[0] != b[0]).any()) for a, b in zip(full, mixed, strict=True))
-            copied = sum(float((a[0] != b[0]).any()) for a, b in zip(full, every, strict=True))
-            yield Check(f"{name}, {precision}: tensors of {len(full)} that depend on the place", place, 0)
-            yield Check(f"{name}, {precision}: tensors of {len(full)} that depend on the company", beside + copied, 0)
-            tried = range(8, rows) if name in SMALL else (8, 12, 16, 24, 32, 48, 63)
-            differ = [n for n in tried if any((a[0] != b[0]).any() for a, b in zip(kept(_take(batch, slice(n))), full, strict=True))]
-            yield Check(f"{name}, {precision}: of {len(tried)} smaller numbers of rows, those with other bits", len(differ), None)
-
-
-def _kept(loss_fn: LossFn, model: nn.Module, batch: Batch) -> list[Tensor]:
-    """Losses, and inputs and output gradients of every module with parameters: a row each record."""
-    found: list[Tensor] = []
-
-    def watch(module: nn.Module, given: tuple[Any, ...], out: Any) -> None:
-        found.extend(t.detach() for t in given if isinstance(t, Tensor) and len(t) == num)
-        if isinstance(out, Tensor) and out.requires_grad and len(out) == num:
-            out.register_hook(lambda grad: found.append(grad.detach()))
-
-    num = len(batch.record_id_B)
-    handles = [m.register_forward_hook(watch) for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
-    try:
-        losses_B = loss_fn(model, batch, STEP_KEY)
-        losses_B.sum().backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-        model.zero_grad(set_to_none=True)
-    return [losses_B.detach(), *found]
-
-
-def _perturb(model: nn.Module) -> None:
-    """Replace parameters that are zero: behind a zero head every gradient is zero, and a comparison shows nothing."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            if not p.any():
-                p.copy_(0.02 * torch.randn(p.shape, generator=generator))
+            admitted, refused = (rows,), ""
+            try:
+                with autocast(precision, device):
+                    admitted = check_bits(loss_function(config), model, public, STEP_KEY, sizes, max_grad_norm=C)
+            except PrivacyError as error:
+                refused = f" ({str(error)[:120]})"
+            yield Check(f"{name}, {precision}: a pass of {rows} rows is refused{refused}", float(bool(refused)), 0)
+            yield Check(f"{name}, {precision}: of {len(sizes)} smaller numbers of rows, not admitted", len(sizes) + 1 - len(admitted), None)
 
 
 def end_to_end(device: torch.device) -> Checks:
@@ -329,10 +288,6 @@ def _sum(grads: dict[str, Tensor]) -> ClippedSum:
 
 def _as(batch: Batch, dtype: torch.dtype) -> Batch:
     return Batch._make(None if t is None else t.cpu().to(dtype) if t.is_floating_point() else t.cpu() for t in batch)
-
-
-def _take(batch: Batch, rows: Any) -> Batch:
-    return Batch._make(None if t is None else t[rows] for t in batch)
 
 
 def _relative(ours: dict[str, Tensor], oracle: dict[str, Tensor]) -> float:

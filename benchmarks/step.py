@@ -50,6 +50,7 @@ from dpvision.data.loader import physical_batches
 from dpvision.data.sources import Sample
 from dpvision.data.tokenizer import train_tokenizer
 from dpvision.devices import loader_threads
+from dpvision.dp import clip
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.noise import privatize
 from dpvision.optim.ema import update_average
@@ -111,18 +112,18 @@ class Parts:
 
 def private_step(s: Session, *, wait: bool = False) -> tuple[int, dict[str, float]]:
     """One step as ``fit`` takes it; the number of records and the seconds of its parts, with the rows of its passes as "rows"."""
-    parts, batches, rows = Parts(wait), train_step._batches, []
+    parts, batches, one_pass, rows = Parts(wait), train_step._batches, clip.one_pass, []
 
-    def counted(*args: Any) -> Iterator[Any]:
-        for batch, host in parts.waiting("load", batches(*args)):
-            rows.append(len(batch.record_id_B))
-            yield batch, host
+    def counted(loss_fn: Any, model: Any, batch: Batch, *args: Any) -> Any:
+        rows.append(len(batch.record_id_B))
+        return one_pass(loss_fn, model, batch, *args)
 
     with parts.part("ledger"):
         step = broadcast_int(0 if s.run is None else s.run.ledger.append(), s.group)
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(DPPlan, "draw", parts.timed("draw", DPPlan.draw)))
-        stack.enter_context(patch.object(train_step, "_batches", counted))
+        stack.enter_context(patch.object(train_step, "_batches", lambda *args: parts.waiting("load", batches(*args))))
+        stack.enter_context(patch.object(clip, "one_pass", counted))
         stack.enter_context(patch.object(train_step, "clipped_sum", parts.timed("clip", train_step.clipped_sum)))
         stack.enter_context(patch.object(train_step, "all_reduce_sum", parts.timed("reduce", train_step.all_reduce_sum)))
         begun, before = time.perf_counter(), sum(parts.seconds.values())
@@ -176,8 +177,12 @@ def full_batches(s: Session, rows: np.ndarray, key: StepKey) -> Iterator[Batch]:
         physical_batch_size=hardware.physical_batch_size, workers=loader_threads(hardware.workers, device), captions=s.words,
         normalised=device.type == "cpu",
     )  # fmt: skip
-    least = hardware.physical_batch_size if hardware.compile else 1
-    return (batch for batch, _ in on_device(batches, device, s.config.data, least))
+    for batch, _ in on_device(batches, device, s.config.data):
+        num, least = len(batch.record_id_B), hardware.physical_batch_size
+        if hardware.compile and num < least:  # a program for every number of rows would be compiled in the middle
+            row_B = torch.arange(least, device=device) % num
+            batch = Batch._make(None if value is None else value[row_B] for value in batch)
+        yield batch
 
 
 def map_memory(s: Session, model: torch.nn.Module) -> None:
