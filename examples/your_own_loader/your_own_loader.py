@@ -8,13 +8,11 @@ import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpvision.config import PrivacyConfig
+from dpvision import PrivacyConfig, make_plan, privatize
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import ClippedSum, clipped_sum
-from dpvision.dp.noise import privatize
 from dpvision.privacy.ledger import Ledger
-from dpvision.privacy.plan import make_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.stream import new_key
 

@@ -7,13 +7,10 @@ from uuid import uuid4
 import torch
 from sklearn.datasets import load_digits
 
-from dpvision.config import PrivacyConfig
+from dpvision import PrivacyConfig, clipped_sum, make_plan, privatize
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
-from dpvision.dp.clip import clipped_sum
-from dpvision.dp.noise import privatize
 from dpvision.privacy.ledger import Ledger
-from dpvision.privacy.plan import make_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.stream import new_key
 

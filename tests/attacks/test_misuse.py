@@ -5,6 +5,7 @@ Each succeeded before keys, sums, gradients and plans were told apart from what 
 
 import copy
 import dataclasses
+import io
 import multiprocessing
 import os
 import pickle
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from dpvision import PrivacyConfig, clipped_sum, make_plan, privatize
@@ -21,6 +23,7 @@ from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.moments import moment_sum
 from dpvision.config import OptimConfig
 from dpvision.data.batch import Batch
+from dpvision.data.decode import decode
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient
@@ -241,6 +244,9 @@ def test_a_key_is_dead_in_a_forked_child_and_lives_on_in_its_parent() -> None:
         assert _in_a_fork(use).startswith("PrivacyError: stream: a key")
     assert "forked" in _in_a_fork(uses[0]) and "forked" in _in_a_fork(uses[2])
     assert _in_a_fork(lambda: privatize(total, plan, 0, new_key())) == "returned DPGradient", "a key of the child's own works"
+    png = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(png, "PNG")
+    assert _in_a_fork(lambda: decode(png.getvalue())) == "returned ndarray", "workers that decode images hold no key"
     privatize(total, plan, 0, secrets.noise)
     stream.words(1)
 

@@ -119,6 +119,7 @@ GUARANTEED = ["privacy", "dp", "train", "adapt", "data/keys.py", "data/loader.py
 PUBLIC = {
     # file: what draws public numbers there, by a fixed or published seed, and why the guarantee does not rest on it.
     "dp/separable.py": "example records and weights of the gates",
+    "dp/reference_bits.py": "random images, and small numbers in zero parameters, on which a record's bits are checked",
     "train/objectives.py": "the public example batch",
     "adapt/descent.py": "random features of a published seed",
     "adapt/select.py": "random records of the rehearsal",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made import secrets
 
 from dpvision.checkpoint import find_checkpoint
 from dpvision.cli import main
@@ -23,7 +24,6 @@ from dpvision.privacy.plan import make_plan
 from dpvision.recipes import RECIPES
 from dpvision.report.compared_run import made_of_public_images
 from dpvision.report.statement import make_statement
-from dpvision.runs.run import Secrets
 from dpvision.runs.store_checks import check_store
 from dpvision.train import loop
 from dpvision.train.loop import fit
@@ -189,7 +189,7 @@ def test_no_name_of_what_leaves_depends_on_the_time_of_steps(tmp_path: Path, mon
     for start in range(4):
         run = tmp_path / f"run{start}"
         with new_session(config, run) as session:
-            fit(session, secrets=Secrets(bytes([start]) * 32, bytes(32)), quiet=True)
+            fit(session, secrets=secrets(bytes([start]) * 32, bytes(32)), quiet=True)
         names.append(sorted(leaving(run)))
         timings.append([path.parent.name for path in sorted(run.rglob("manifest.json"))])
     assert all(timings) and any(timing != timings[0] for timing in timings), "the clock shows: the test would see a leak"

@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "oracles"))
 
-from made import made_sum
+from made import key, made_sum
 from zoo import KEY, GradientIsImage, TokenSums, image_losses, token_batch, token_sum_losses
 
 from dpvision.config import HardwareConfig, MAEConfig, PrivacyConfig, RunConfig, ViTConfig
@@ -104,7 +104,7 @@ def bucket_sums(config: RunConfig, rows: np.ndarray, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(step_module, "clipped_sum", noted)
     monkeypatch.setattr(DPPlan, "draw", lambda self, step, num_records, rng: np.arange(num_records))
     plan, store = make_plan(config.privacy), open_store(config.data.store or "")
-    step_sum(0, Training(config, plan, store, rows, None, make_model(config.model, 0), loss_function(config), ALONE), b"d" * 32)
+    step_sum(0, Training(config, plan, store, rows, None, make_model(config.model, 0), loss_function(config), ALONE), key(b"d" * 32))
     return found
 
 
@@ -330,7 +330,7 @@ def test_a_million_records_on_the_real_loop_move_the_sum_by_at_most_c(monkeypatc
         totals = []
         for rows in (everyone, everyone[1:], np.delete(everyone, num // 2 + 1)):
             store: Any = SimpleNamespace(index={"id": record_id})
-            total, _ = step_sum(0, Training(config, plan, store, rows, None, GradientIsImage(3, 1, 1), image_losses, ALONE), b"d" * 32)
+            total, _ = step_sum(0, Training(config, plan, store, rows, None, GradientIsImage(3, 1, 1), image_losses, ALONE), key(b"d" * 32))
             totals.append(total.grads["weight"])
             assert totals[-1].dtype == torch.float64
         largest = max(largest, *((totals[0] - other).norm().item() for other in totals[1:]))

@@ -22,6 +22,7 @@ from dpvision.config import RunConfig, to_dict
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.models import make_model
 from dpvision.privacy.ledger_format import read_ledger
+from dpvision.privacy.stream import secret_of
 from dpvision.runs import folder
 from dpvision.runs.run import Secrets
 from dpvision.train import loop
@@ -144,7 +145,7 @@ def test_a_resumed_run_repeats_neither_draws_nor_noise(config: RunConfig, tmp_pa
     for run in ("one", "two"):
         with new_session(config, tmp_path / run) as session:
             fit(session, quiet=True)
-    draws, noises = {d for d, _ in seen if d}, {n for _, n in seen if n}
+    draws, noises = {secret_of(d) for d, _ in seen if d}, {secret_of(n) for _, n in seen if n}
     assert len(draws) == 2 and len(noises) == 2 and all(len(k) == 32 for k in draws | noises)
     for file in (tmp_path).rglob("*"):
         if file.is_file():

@@ -6,7 +6,7 @@ Every kind yields ``Sample``; importer.py alone interprets its fields (label, un
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -18,16 +18,22 @@ import pyarrow.parquet as pq
 from dpvision.data.beside import HIDDEN, MASK, check_folders, check_packed, check_table, check_tar, is_hidden, is_mask_of, split_of
 from dpvision.data.captions import CAPTION_FIELDS, MAX_TEXT_BYTES, decode_text
 from dpvision.data.decode import HEAD_BYTES, MAX_FILE_BYTES, may_be_image
+from dpvision.data.folders import (
+    IMAGE_EXTENSIONS,
+    Missed,
+    image_stems,
+    is_image,
+    join_rows,
+    refuse_cycles,
+    refuse_unless_hidden,
+    refuse_unreadable,
+)
 from dpvision.data.image_column import image_column, read_arrow
-from dpvision.data.join import join_names
-from dpvision.data.metadata_table import METADATA_NAMES, Row, read_metadata
+from dpvision.data.metadata_table import METADATA_NAMES, read_metadata
 from dpvision.data.ordered import ordered_map
 from dpvision.data.tarindex import Member, scan
 from dpvision.errors import DataError
 
-IMAGE_EXTENSIONS = frozenset(
-    ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "tif", "tiff", "bmp", "ppm", "pgm", "avif", "jp2", "heic", "heif"]
-)
 _BESIDE = (".txt", ".json")
 
 
@@ -44,14 +50,6 @@ class Sample(NamedTuple):
     """Tar and offset at which the bytes stay; if None, the importer copies them to a shard of the store."""
     problem: str | None = None
     """Reason to leave the image out, found before decoding."""
-
-
-class Missed(NamedTuple):
-    """Names of a table that has no file for some rows, and no row for some files."""
-
-    table: str = ""
-    rows: Collection[str] = ()
-    files: Collection[str] = frozenset()
 
 
 class Source(NamedTuple):
@@ -136,11 +134,11 @@ def _survey(root: Path, for_import: bool) -> tuple[Path | None, list[Path], list
     image, tars, parquets = None, list[Path](), list[Path]()
     listed = any((root / name).exists() for name in METADATA_NAMES)
     inner = list[tuple[Path, tuple[str, ...], bool]]()
-    for at, below, names in os.walk(root, onerror=_raise, followlinks=True):
+    for at, below, names in os.walk(root, onerror=refuse_unreadable, followlinks=True):
         folder = Path(at)
-        _refuse_cycles(folder, below)
+        refuse_cycles(folder, below)
         below[:] = sorted(name for name in below if not is_hidden(name))
-        first = next((name for name in names if _is_image(name) and not is_hidden(name)), None)
+        first = next((name for name in names if is_image(name) and not is_hidden(name)), None)
         image = folder / first if first and image is None else image
         if for_import:
             for name in METADATA_NAMES:
@@ -166,7 +164,7 @@ def _folder_source(root: Path, unit_from: str | None, label_from: str | None, se
     columns, rows = read_metadata(root, [label, *([unit_from] if unit_from else [])], label if separated else None)
     tables = {root / name for name in METADATA_NAMES}
     _require_fields([name for name in (unit_from, label_from) if name is not None], {"parent", "label", *columns}, root)
-    rows, missed = _join(root, rows)
+    rows, missed = join_rows(root, rows)
     if rows and len(missed.rows) == len(rows):
         raise DataError(
             f"source: {root}: no file_name of its table is a file there, for example {next(iter(rows))!r}; expected paths inside the "
@@ -175,21 +173,21 @@ def _folder_source(root: Path, unit_from: str | None, label_from: str | None, se
     counts = Counter({"table_rows_without_file": 0} if rows else {})
 
     def walk() -> Iterator[Sample]:
-        for folder, below, names in os.walk(root, onerror=_raise_unless_hidden(root), followlinks=True):
+        for folder, below, names in os.walk(root, onerror=refuse_unless_hidden(root), followlinks=True):
             below.sort()
             hidden = is_hidden(Path(folder).relative_to(root).as_posix())
             if not hidden:
-                _refuse_cycles(Path(folder), below)
+                refuse_cycles(Path(folder), below)
             beside = _texts_beside(folder, names)
             texts = {path for found in beside.values() for path in found}
-            stems = _image_stems(names)
+            stems = image_stems(names)
             for name in sorted(names):
                 path = Path(folder, name)
                 if path in tables or path in texts:
                     continue
                 inside = path.relative_to(root)
                 row = rows.pop(inside.as_posix(), {})
-                if hidden or is_hidden(name) or (not row and is_mask_of(path.stem, stems) and _is_image(name)):
+                if hidden or is_hidden(name) or (not row and is_mask_of(path.stem, stems) and is_image(name)):
                     yield Sample(inside.as_posix(), b"", {}, problem=HIDDEN if hidden or is_hidden(name) else MASK)
                     continue
                 fields: dict[str, Any] = {}
@@ -198,7 +196,7 @@ def _folder_source(root: Path, unit_from: str | None, label_from: str | None, se
                     # photos/PERSON/1.jpg with --unit-from parent: that folder is the person, not the class
                     if not (unit_from == "parent" and len(inside.parts) == 2) and not (columns and split_of(inside.parts[0])):
                         fields["label"] = inside.parts[0]
-                fields |= _read_beside(beside.get(path.stem, []) if _is_image(name) else [])
+                fields |= _read_beside(beside.get(path.stem, []) if is_image(name) else [])
                 yield file_sample(path, inside.as_posix(), fields | row)
         if counts:
             counts["table_rows_without_file"] = len(rows)
@@ -206,47 +204,11 @@ def _folder_source(root: Path, unit_from: str | None, label_from: str | None, se
     return Source(walk(), counts=counts, missed=missed)
 
 
-def _join(root: Path, rows: dict[str, Row]) -> tuple[dict[str, Row], Missed]:
-    """Return the rows under the names of their files (``join_names``), and the names on both sides that have no match."""
-    if not rows:
-        return rows, Missed()
-    files = []
-    for folder, below, names in os.walk(root, onerror=_raise_unless_hidden(root), followlinks=True):
-        inside = Path(folder).relative_to(root)
-        if not is_hidden(inside.as_posix()):
-            _refuse_cycles(Path(folder), below)
-        files += [(inside / name).as_posix() for name in names]
-    file_of = join_names(rows, files)
-    found = set(file_of.values())
-    missed = Missed(
-        table=next(name for name in METADATA_NAMES if (root / name).exists()),
-        rows=[name for name in rows if name not in file_of],
-        files=frozenset(file for file in files if _is_image(file) and file not in found),
-    )
-    return {file_of.get(name, name): row for name, row in rows.items()}, missed
-
-
-def _refuse_cycles(folder: Path, below: list[str]) -> None:
-    """Links to folders are followed, like links to files: otherwise their images would be silently missing."""
-    for name in below:
-        link = folder / name
-        if link.is_symlink() and folder.resolve().is_relative_to(link.resolve()):
-            raise DataError(f"source: {link} leads back to {link.resolve()}; expected no cycle of links. Remove the link.")
-
-
-def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower().removeprefix(".") in IMAGE_EXTENSIONS
-
-
-def _image_stems(names: list[str]) -> set[str]:
-    return {os.path.splitext(name)[0] for name in names if _is_image(name)}
-
-
 def _texts_beside(folder: str, names: list[str]) -> dict[str, list[Path]]:
     """NAME.txt and NAME.json files next to an image of that name, by NAME."""
     found: dict[str, list[Path]] = {}
     texts = sorted(name for name in names if name.lower().endswith(_BESIDE))
-    stems = _image_stems(names) if texts else set()
+    stems = image_stems(names) if texts else set()
     for name in texts:
         if Path(name).stem in stems:
             found.setdefault(Path(name).stem, []).append(Path(folder, name))
@@ -279,18 +241,6 @@ def _text_or_bytes(data: bytes) -> str | bytes:
     """The text of a file; its bytes if the encoding cannot be determined or the file is too long for a caption."""
     text = decode_text(data) if len(data) <= MAX_TEXT_BYTES else None
     return data if text is None else text.strip()
-
-
-def _raise_unless_hidden(root: Path) -> Callable[[OSError], None]:
-    def check(error: OSError) -> None:
-        if not is_hidden(Path(error.filename).relative_to(root).as_posix()):
-            _raise(error)
-
-    return check
-
-
-def _raise(error: OSError) -> None:
-    raise DataError(f"source: {error.filename}: {error.strerror}; expected a readable folder. Check its permissions.") from None
 
 
 def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
@@ -391,7 +341,7 @@ def _dotted(groups: dict[str, dict[str, Member]], path: Path) -> dict[str, dict[
     """
     made: dict[str, dict[str, Member]] = {}
     for key, parts in groups.items():
-        dotted = IMAGE_EXTENSIONS.isdisjoint(parts) and any(_is_image(extension) for extension in parts)
+        dotted = IMAGE_EXTENSIONS.isdisjoint(parts) and any(is_image(extension) for extension in parts)
         for extension, member in parts.items():
             _, dot, last = extension.rpartition(".") if dotted else ("", "", extension)
             if not dot:
