@@ -33,6 +33,7 @@ torch.set_num_threads(1)
 from dpvision.config import RunConfig, from_dict
 from dpvision.errors import CheckpointError
 from dpvision.privacy.ledger import Ledger
+from dpvision.dp.seal import seal
 from dpvision.train import loop, start, step
 
 rank, folder, ports = int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
@@ -53,7 +54,7 @@ def drifting(*args, **kwargs):  # two weights of rank 1 change places: their sum
     if rank == 1:
         name = "mask_token"
         gradient.grads[name].copy_(gradient.grads[name].flip(-1))
-    return gradient
+    return seal(gradient)  # as if a fault of the machine had done it
 
 def another_weight(*args):
     model = make_model(*args)
