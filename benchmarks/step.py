@@ -119,7 +119,7 @@ def private_step(s: Session, *, wait: bool = False) -> tuple[int, dict[str, floa
         return one_pass(loss_fn, model, batch, *args)
 
     with parts.part("ledger"):
-        step = broadcast_int(0 if s.run is None else s.run.ledger.append(), s.group)
+        step = broadcast_int(s.updates if s.run is None else s.run.ledger.append(), s.group)
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(DPPlan, "draw", parts.timed("draw", DPPlan.draw)))
         stack.enter_context(patch.object(train_step, "_batches", lambda *args: parts.waiting("load", batches(*args))))
@@ -145,7 +145,7 @@ def plain_step(
     """The same records by an ordinary training loop."""
     parts, key = Parts(wait), StepKey(s.config.seed, step)
     with parts.part("draw"):
-        drawn = s.rows[s.plan.draw(step, len(s.rows), derive_rng(Key.for_tests(DRAW_KEY), step))]
+        drawn = s.rows[s.plan.another_run().draw(step, len(s.rows), derive_rng(Key.for_tests(DRAW_KEY), step))]
         rows = drawn[s.group.rank :: s.group.world_size]
     optimizer.zero_grad()
     for batch in parts.waiting("load", full_batches(s, rows, key)):

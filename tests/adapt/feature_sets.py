@@ -69,7 +69,7 @@ def no_noise(count: int, *, steps: int = 1, max_grad_norm: float | None = None, 
 
 def releases_of(plan: DPPlan, keys: tuple[bytes, bytes] = KEYS, charge: Callable[[], int] | None = None) -> Releases:
     counter = itertools.count()
-    return Releases(plan, charge or (lambda: next(counter)), *map(Key.for_tests, keys))
+    return Releases(plan.another_run(), charge or (lambda: next(counter)), *map(Key.for_tests, keys))
 
 
 def private(count: int, epsilon: float = 8.0, steps: int = 1, max_grad_norm: float = 1.0, keys: tuple[bytes, bytes] = KEYS) -> Releases:

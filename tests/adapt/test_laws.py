@@ -72,7 +72,7 @@ def test_a_release_at_more_epsilon_is_nearer_to_the_sum() -> None:
     gaps = []
     for epsilon in (0.1, 0.25, 0.5, 1, 2, 4, 8, 10):
         plan = full_batch_plan(300, epsilon)
-        released = privatize(total, plan, 0, key(bytes(32)), dtype=torch.float64).grads["moment"]
+        released = privatize(total, plan.another_run(), 0, key(bytes(32)), dtype=torch.float64).grads["moment"]
         gaps.append(float((released - total.grads["moment"] / 300).norm()))
     assert gaps == sorted(gaps, reverse=True) and gaps[0] > 10 * gaps[-1] > 0
 
@@ -84,11 +84,13 @@ def test_a_record_more_or_less_moves_every_release_by_at_most_c(width: int) -> N
     stream = FeatureStream(x, label, 4, unit=True, constant=0.1)
     others = [joined(stream, 100 * np.ones(width), 3), *(without(stream, row) for row in (0, 17, 39))]
     plan = full_batch_plan(40, 4.0)
-    before = {name: privatize(total, plan, 0, key(bytes(32)), dtype=torch.float64).grads for name, total in sums(stream).items()}
+    before = {
+        name: privatize(total, plan.another_run(), 0, key(bytes(32)), dtype=torch.float64).grads for name, total in sums(stream).items()
+    }
     largest = dict.fromkeys(before, 0.0)
     for other in others:
         for name, total in sums(other).items():
-            after = privatize(total, plan, 0, key(bytes(32)), dtype=torch.float64).grads
+            after = privatize(total, plan.another_run(), 0, key(bytes(32)), dtype=torch.float64).grads
             square = sum(float((after[part] - value).square().sum()) for part, value in before[name].items())
             moved = math.sqrt(square) * plan.expected_batch_size
             assert moved <= 1 + 1e-5, name

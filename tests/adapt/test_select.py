@@ -211,8 +211,8 @@ def test_clip_norms_may_differ_between_candidates() -> None:
 
         return many_steps(stream, releases, optim=OptimConfig(name="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0)).last
 
-    key = Key.for_tests(bytes(32))
     small, large = (
-        select_module._run(empty, Candidate("x", last, norm), run_plan, score_plan, key, 0).head.weight_KD for norm in (None, 8.0)
+        select_module._run(empty, Candidate("x", last, norm), run_plan, score_plan, Key.for_tests(bytes(32)), 0).head.weight_KD
+        for norm in (None, 8.0)
     )
     torch.testing.assert_close(large, 8 * small)

@@ -5,6 +5,7 @@ Each succeeded before keys, sums, gradients and plans were told apart from what 
 
 import copy
 import dataclasses
+import functools
 import io
 import multiprocessing
 import os
@@ -31,7 +32,7 @@ from dpvision.errors import PrivacyError
 from dpvision.optim.optimizer import Optimizer
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.sampling import derive_rng
-from dpvision.privacy.stream import new_key
+from dpvision.privacy.stream import new_key, subkey
 from dpvision.runs.run import Secrets
 
 KEY, C = StepKey(0, 0), 1.0
@@ -60,9 +61,10 @@ def summed(num: int = 3, model: nn.Module | None = None, **settings: Any) -> Cli
 
 
 def drawn(plan: DPPlan, step: int, at_least: int = 3) -> DPPlan:
-    """The plan, after it drew a batch of at least so many records for the step."""
+    """The plan of another run, after it drew a batch of at least so many records for the step."""
+    plan = plan.another_run()
     while len(plan.draw(step, 1000, derive_rng(new_key(), step))) < at_least:
-        pass
+        plan = plan.another_run()
     return plan
 
 
@@ -116,26 +118,66 @@ def test_the_noise_of_a_step_is_drawn_once_under_a_key() -> None:
     """The difference of two releases with one noise was the difference of the sums, without any: also for another model of other size,
     whose noise is the beginning of the same stream, or of other names, which is a second release that nothing accounts for."""
     plan, key = make_plan(FULL), new_key()
-    privatize(summed(), plan, 0, key)
+    privatize(summed(), plan.another_run(), 0, key)
     other = Linear()
     other.v = nn.Parameter(torch.zeros(4))
     frozen = Linear()
     frozen.v, frozen.w = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(4), requires_grad=False)
     for again in (summed(), summed(2), summed(model=other), ClippedSum.zeros(Linear(9), C), ClippedSum.zeros(frozen, C)):
         with pytest.raises(PrivacyError, match="not drawn under this key before"):
-            privatize(again, plan, 0, key)
+            privatize(again, plan.another_run(), 0, key)
     assert privatize(summed(), plan, 1, key).grads["w"].any() and privatize(summed(), plan, 0, new_key()).grads["w"].any()
+
+
+def test_a_derived_or_handed_over_key_shares_the_memory_of_the_first() -> None:
+    """A subkey that was made twice, or a key that was handed over, had forgotten what was released: the same noise came again."""
+    key = new_key()
+    for path in ([], ["noise"], ["noise", "of a run"]):
+
+        def derived(path: list[str] = path) -> Any:
+            return functools.reduce(subkey, path, key)
+
+        derived().spend(0)
+        with pytest.raises(PrivacyError, match="step=0"):
+            derived().spend(0)
+        derived().spend(1)
+        subkey(derived(), "noise", run=1).spend(0)
+    handed = key.hand_over(lambda secret: secret)
+    for again in (handed, subkey(handed, "noise")):
+        with pytest.raises(PrivacyError, match="step=1"):
+            again.spend(1)
+    handed.spend(2)
+
+
+def test_a_step_is_released_once_by_a_plan_under_whatever_key() -> None:
+    """Three releases of one step, each with noise of its own, are three steps; the plan's epsilon is that of one."""
+    for config in (FULL, POISSON):
+        plan = drawn(make_plan(config), 0) if config is POISSON else make_plan(config)
+        privatize(summed(), plan, 0, new_key())
+        with pytest.raises(PrivacyError, match=r"step=0; expected a step that this plan did not release before"):
+            privatize(summed(), plan, 0, new_key())
+        privatize(summed(), plan.another_run() if config is FULL else drawn(plan, 0), 0, new_key())
+
+
+def test_a_step_is_drawn_once_by_a_plan() -> None:
+    """Drawn again until record 7 was in the batch, it was in 50 of 50 steps at rate 0.01; drawn again while empty, the batches' sizes were
+    not those of the accounting."""
+    plan = make_plan(POISSON)
+    plan.draw(0, 1000, derive_rng(new_key(), 0))
+    with pytest.raises(PrivacyError, match="step=0; expected a step that was not drawn before"):
+        plan.draw(0, 1000, derive_rng(new_key(), 0))
+    plan.draw(1, 1000, derive_rng(new_key(), 1))
 
 
 def test_a_draw_by_another_plan_than_the_noise_is_refused() -> None:
     plan, other = make_plan(POISSON), make_plan(dataclasses.replace(POISSON, expected_batch_size=500))
-    for by in (lambda: None, lambda: drawn(other, 0), lambda: drawn(plan, 1)):
-        by()
+    drawn(other, 0)
+    for by in (plan, drawn(plan, 1)):
         with pytest.raises(PrivacyError, match=r"that the plan of the noise drew, at sample rate 0\.01"):
-            privatize(summed(), plan, 0, new_key())
+            privatize(summed(), by, 0, new_key())
     assert privatize(summed(), drawn(plan, 0), 0, new_key()).grads["w"].any()
     with pytest.raises(PrivacyError, match="that the plan of the noise drew"):
-        privatize(summed(30), plan, 1, new_key())  # it drew some, but not these thirty
+        privatize(summed(30), drawn(plan, 1), 1, new_key())  # it drew some, but not these thirty
 
 
 CHANGES = [
@@ -183,7 +225,9 @@ def edited(total: ClippedSum) -> list[ClippedSum]:
 
 
 def test_a_sum_that_was_made_or_edited_by_hand_is_neither_added_nor_released() -> None:
-    plan, total = make_plan(FULL), summed()
+    plan, total, summed_before = make_plan(FULL), summed(), summed(ids=[20, 21, 22])
+    with torch.inference_mode(), pytest.raises(PrivacyError, match=r"under torch\.inference_mode"):
+        total + summed_before  # tensors that do not count writes: edited by any amount, it passed
     for i, wrong in enumerate(edited(total)):
         with pytest.raises(PrivacyError, match="ClippedSum made or edited by hand"):
             privatize(wrong, plan, 0, new_key())
@@ -197,7 +241,7 @@ def test_a_sum_that_was_made_or_edited_by_hand_is_neither_added_nor_released() -
 
 def test_a_gradient_that_was_made_or_edited_by_hand_trains_nothing() -> None:
     plan, model = make_plan(FULL), Linear()
-    inner, outer = (privatize(summed(), plan, 0, new_key()) for _ in range(2))
+    inner, outer = (privatize(summed(), plan, step, new_key()) for step in range(2))
     inner.grads["w"].zero_()
     outer.grads["w"] = summed().grads["w"]
     optimizer = Optimizer(OptimConfig(), model)
@@ -205,8 +249,25 @@ def test_a_gradient_that_was_made_or_edited_by_hand_trains_nothing() -> None:
         with pytest.raises(PrivacyError, match="DPGradient made or edited by hand"):
             optimizer.step(wrong, 1.0)
     assert not model.w.any()
-    optimizer.step(privatize(summed(), plan, 0, new_key()), 1.0)
+    optimizer.step(privatize(summed(), plan, 2, new_key()), 1.0)
     assert model.w.any()
+
+
+def test_sums_of_other_shapes_or_names_are_not_broadcast() -> None:
+    """One number was added to each of 10,000 elements: a record moved the sum by 99.5 C."""
+    one = clipped_sum(lambda m, b, k: b.image_BVCHW[:, 0, 0, 0, 0] * m.w.sum(), Linear(1), batch_of(1), KEY, max_grad_norm=C, rows=16)
+    other = Linear()
+    other.v = nn.Parameter(torch.zeros(4))
+    for add in (lambda: ClippedSum.add_up(Linear(4), C, [one]), lambda: summed() + one, lambda: ClippedSum.add_up(other, C, [summed()])):
+        with pytest.raises(PrivacyError, match="expected the same"):
+            add()
+
+
+def test_the_ids_of_a_sum_cannot_be_written_to() -> None:
+    """Other ids, and the same record could be added again."""
+    for total in (summed(), summed() + summed(ids=[10, 11, 12])):
+        with pytest.raises(ValueError, match="read-only"):
+            total.record_id_B[:] += 100
 
 
 # Processes
@@ -234,7 +295,7 @@ def test_a_key_is_dead_in_a_forked_child_and_lives_on_in_its_parent() -> None:
     plan, total, secrets, key = make_plan(FULL), summed(), Secrets(), new_key()
     stream = derive_rng(key, 0)
     uses = [
-        lambda: privatize(total, plan, 0, secrets.noise),
+        lambda: privatize(total, plan.another_run(), 0, secrets.noise),
         lambda: derive_rng(secrets.draw, 0),
         lambda: stream.words(1),
         lambda: copy.copy(key),
@@ -243,7 +304,7 @@ def test_a_key_is_dead_in_a_forked_child_and_lives_on_in_its_parent() -> None:
     for use in uses:
         assert _in_a_fork(use).startswith("PrivacyError: stream: a key")
     assert "forked" in _in_a_fork(uses[0]) and "forked" in _in_a_fork(uses[2])
-    assert _in_a_fork(lambda: privatize(total, plan, 0, new_key())) == "returned DPGradient", "a key of the child's own works"
+    assert _in_a_fork(lambda: privatize(total, plan.another_run(), 0, new_key())) == "returned DPGradient", "a key of the child's own works"
     png = io.BytesIO()
     Image.new("RGB", (8, 8)).save(png, "PNG")
     assert _in_a_fork(lambda: decode(png.getvalue())) == "returned ndarray", "workers that decode images hold no key"
@@ -328,8 +389,8 @@ def test_the_check_runs_once_for_each_model_and_loss(monkeypatch: pytest.MonkeyP
         return len(seen)
 
     assert step(by_model) == step(by_model, 7) == 1
-    for scale in (1.0, 2.0, 3.0):
-        assert step(lambda m, b, k: scale * by_model(m, b, k)) == 2, "a lambda in a loop is one loss"  # noqa: B023
+    for _ in range(3):
+        assert step(lambda m, b, k: 2.0 * by_model(m, b, k)) == 2, "a lambda in a loop is one loss"
 
     def calling(inner: Any) -> Any:
         return lambda m, b, k: inner(m, b, k)
@@ -340,6 +401,64 @@ def test_the_check_runs_once_for_each_model_and_loss(monkeypatch: pytest.MonkeyP
     model[0].requires_grad_(False)
     assert step(by_model) == 6, "other parameters are trained"
     assert step(dot, of=Linear()) == 7 and step(dot, of=Linear(), check_separability=False) == 7
+
+
+class Loss:
+    """Mixes records by as much as ``weight`` says."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    def __call__(self, model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+        return (1 - self.weight) * by_model(model, batch, key) + self.weight * contrastive(model, batch, key)
+
+
+class Late(Loss):
+    def __call__(self, model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+        return Loss(float(key.step >= 1000))(model, batch, key)
+
+
+class Mixed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean()
+
+
+WEIGHT = [0.0]
+
+
+def by_global(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    return Loss(WEIGHT[0])(model, batch, key)
+
+
+def test_a_term_that_mixes_is_found_when_it_appears() -> None:
+    """The check was remembered by the loss's code alone: a term of weight 0 in the first step, or another layer, and one record moved the
+    sum by 7.8 or 15 C."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 1), nn.Identity(), nn.Flatten(0))
+
+    def attack(before: Any, after: Any, change: Callable[[nn.Module], object] = lambda _: None) -> None:
+        net = model()
+        for _ in range(2):
+            clipped_sum(before, net, batch_of(4), KEY, max_grad_norm=C)
+        change(net)
+        with pytest.raises(PrivacyError, match="mixes records"):
+            clipped_sum(after, net, batch_of(4), KEY, max_grad_norm=C)
+
+    def of(weight: Any) -> Any:
+        return lambda m, b, k: Loss(float(weight))(m, b, k)
+
+    attack(of(0.0), of(1.0))
+    weight = torch.zeros(())
+    attack(of(weight), of(weight), lambda _: weight.fill_(1.0))
+    attack(functools.partial(Loss(0.0)), functools.partial(Loss(1.0)))
+    loss = Loss(0.0)
+    attack(loss, loss, lambda _: setattr(loss, "weight", 1.0))
+    attack(by_global, by_global, lambda _: WEIGHT.__setitem__(0, 1.0))
+    attack(by_model, by_model, lambda net: net.__setitem__(1, Mixed()))
+    attack(by_model, by_model, lambda net: net[0].register_forward_hook(lambda layer, given, out: out - out.mean()))
+    with pytest.raises(PrivacyError, match="mixes records"):
+        clipped_sum(Late(0.0), model(), batch_of(4), KEY, max_grad_norm=C)
 
 
 def test_whether_the_check_passes_does_not_depend_on_the_records() -> None:

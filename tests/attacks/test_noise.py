@@ -34,7 +34,7 @@ SIZE = 100_000
 
 def release(total: torch.Tensor, step: int = 0, raw: bytes = bytes(32)) -> np.ndarray:
     """The noisy sum as an attacker computes it from a float64 release: the divisor is a power of two, so nothing is lost."""
-    return privatize(made_sum({"a": total}, 1, CLIP), PLAN, step, key(raw), dtype=torch.float64).grads["a"].numpy() * BATCH
+    return privatize(made_sum({"a": total}, 1, CLIP), PLAN.another_run(), step, key(raw), dtype=torch.float64).grads["a"].numpy() * BATCH
 
 
 def old_release(total: torch.Tensor) -> np.ndarray:
@@ -108,7 +108,7 @@ def test_nothing_is_repeated_but_by_the_same_key_step_and_parameter() -> None:
     assert np.array_equal(release(total, 2, raw), release(total, 2, raw))
     others = [release(total, step, k) for step, k in ((2, raw), (3, raw), (2, os.urandom(32)), (2, bytes(32)))]
     names = made_sum({name: total for name in ("a", "b", "a.b")}, 1, CLIP)
-    others += [value.numpy() * BATCH for value in privatize(names, PLAN, 2, key(raw), dtype=torch.float64).grads.values()][1:]
+    others += [value.numpy() * BATCH for value in privatize(names, PLAN.another_run(), 2, key(raw), dtype=torch.float64).grads.values()][1:]
     correlation = np.corrcoef(others)[~np.eye(len(others), dtype=bool)]
     assert np.abs(correlation).max() < 5 / math.sqrt(4096)
     draws = [tuple(derive_rng(key(k), step).words(2)) for k in (raw, bytes(32)) for step in range(50)]

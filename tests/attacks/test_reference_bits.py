@@ -176,7 +176,7 @@ def test_a_sum_whose_bits_were_not_checked_is_not_released() -> None:
     privatize(sums[ROWS], plan, 0, key())
     for total in (sums[None], sums[None] + sums[ROWS], ClippedSum.add_up(model, 1.0, [sums[ROWS], sums[None]])):
         with pytest.raises(PrivacyError, match=r"without rows=.*clipped_sum\(\.\.\., rows=64\)"):
-            privatize(total, plan, 0, key())
+            privatize(total, plan.another_run(), 0, key())
     with pytest.raises(PrivacyError, match=r"passes of 16 and of 24 rows.*Give one rows="):
         sums[ROWS] + sums[24]
     with pytest.raises(ConfigError, match=r"rows=0; expected at least 1"):
@@ -288,3 +288,18 @@ def test_logits_that_are_rounding_alone_move_the_sum_by_at_most_c(kernels: str) 
         capture_output=True, text=True, check=True, timeout=900,
     )  # fmt: skip
     assert float(done.stdout) <= proven_bound()
+
+
+def test_bits_are_checked_again_for_a_loss_with_other_numbers() -> None:
+    """A branch that the first check did not see: at first no number of the loss is rounded in the products, later it turns with them."""
+    model, batch = Turning(last_place), vectors(23)
+
+    def loss_of(turns: bool) -> Callable[..., Tensor]:
+        def losses(model: nn.Module, batch: Batch, key: object) -> Tensor:
+            return turning_losses(model, batch, key) if turns else batch.image_BVCHW.flatten(1).sum(1) * model.head.sum()
+
+        return losses
+
+    clipped_sum(loss_of(False), model, batch, KEY, max_grad_norm=1.0, rows=23)
+    with pytest.raises(PrivacyError, match="depends on its place or on the records beside it"):
+        clipped_sum(loss_of(True), model, batch, KEY, max_grad_norm=1.0, rows=23)

@@ -27,7 +27,7 @@ from dpvision.data.loader import physical_batches
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.data.tokenizer import train_tokenizer
-from dpvision.dp import batch_dims, clip, gram, one_pass, outer_products, per_record, weight_grads
+from dpvision.dp import batch_dims, clip, gram, one_pass, outer_products, per_record, separable, weight_grads
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.gram import SquareNorms
 from dpvision.dp.separable import check_separable
@@ -35,7 +35,7 @@ from dpvision.dp.support import check_exact
 from dpvision.dp.weight_grads import Slot
 from dpvision.train.objectives import mae_losses
 
-from .planting import MORE, OTHER, C, ClippedSumFn, caught, check_clip, planted, seeded
+from .planting import MORE, OTHER, C, ClippedSumFn, assert_refused, caught, check_clip, planted, seeded
 
 LeaveOut = Callable[[str, tuple[int, ...]], bool]
 """(parameter's name, its shape) -> whether a norm overlooks it."""
@@ -253,6 +253,26 @@ def test_padding_counted() -> None:
         check(all_valid)
     with caught("padding is counted"):
         check(counted)
+
+
+def test_checked_by_code_alone() -> None:
+    """A term that compares records has weight 0 in the first step; later the loss's code is the same."""
+
+    def loss_of(weight: float):
+        def losses(model, batch, key):
+            losses_B = class_losses(model, batch, key)
+            return losses_B + weight * (losses_B - losses_B.mean())
+
+        return losses
+
+    def check() -> None:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
+        clipped_sum(loss_of(0.0), model, make_batch(4), KEY, max_grad_norm=C)
+        assert_refused(lambda: clipped_sum(loss_of(1.0), model, make_batch(4), KEY, max_grad_norm=C), "a term that mixes records")
+
+    check()
+    with planted(separable, "held", lambda loss_fn: loss_fn.__code__, "a term that mixes records was accepted"):
+        check()
 
 
 def test_mask_keyed_by_row(scenes: Store, config: RunConfig, tmp_path: Path) -> None:

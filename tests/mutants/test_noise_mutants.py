@@ -47,9 +47,9 @@ def as_sum(values: torch.Tensor, num_records: int = 40, clip: float = 0.5) -> Cl
 def test_divide_by_realised_batch(plan: DPPlan) -> None:
     def check(privatize) -> None:
         values = torch.linspace(-3, 3, 1000)
-        noise = privatize(as_sum(torch.zeros(1000)), plan, 0, key()).grads["a"] * plan.expected_batch_size
+        noise = privatize(as_sum(torch.zeros(1000)), plan.another_run(), 0, key()).grads["a"] * plan.expected_batch_size
         for num_records in (1, 39, 40, 63):
-            released = privatize(as_sum(values, num_records), plan, 0, key()).grads["a"]
+            released = privatize(as_sum(values, num_records), plan.another_run(), 0, key()).grads["a"]
             torch.testing.assert_close(released * plan.expected_batch_size - noise, values, msg="the divisor follows the realised batch")
 
     def by_realised(total, plan, step, key):
@@ -68,7 +68,7 @@ def test_divisor_of_the_store() -> None:
 
     def values_of(count: int) -> np.ndarray:
         stream = FeatureStream(feature_ND[:count], np.arange(count) % 4, 4, unit=True)
-        releases = Releases(declared, itertools.count().__next__, key(), key(bytes(reversed(RAW))))
+        releases = Releases(declared.another_run(), itertools.count().__next__, key(), key(bytes(reversed(RAW))))
         _, noisy = releases.release(stream, lambda blocks: sum_at_zero(blocks, stream.width, torch.zeros(4), "softmax", declared))
         return noisy.grads["weight"].numpy().ravel()
 
@@ -229,7 +229,7 @@ def test_replayed_noise(new_run: NewRun) -> None:
     check()
     with planted(loop, "Secrets", lambda *keys: Secrets(*keys) if keys else secrets(), "comes again"):
         check()
-    at_zero = lambda total, plan, step, key, owners: privatize(total, plan, 0, key, owners=owners)  # noqa: E731
+    at_zero = lambda total, plan, step, key, owners: privatize(total, plan.another_run(), 0, key, owners=owners)  # noqa: E731
     with planted(loop, "privatize", at_zero, "not drawn under this key before"):
         check()
 
@@ -243,7 +243,11 @@ def test_predictable_generator(plan: DPPlan) -> None:
     expected = np.sqrt(-2 * np.log(word_H2[:, 0])) * np.exp(2j * np.pi * word_H2[:, 1])
 
     def check() -> None:
-        noise = privatize(as_sum(torch.zeros(1000)), plan, 0, key()).grads["a"].double() * plan.expected_batch_size / plan.noise_std
+        noise = (
+            privatize(as_sum(torch.zeros(1000)), plan.another_run(), 0, key()).grads["a"].double()
+            * plan.expected_batch_size
+            / plan.noise_std
+        )
         assert np.allclose(noise.numpy().view(complex), expected, atol=1e-5), "noise is not that of the cryptographic stream"
 
     class Mersenne(Keystream):
@@ -259,7 +263,7 @@ def test_low_bits(plan: DPPlan) -> None:
     """Every number is a multiple of the public grid, whatever the sum was (``tests/attacks`` has what it was good for)."""
 
     def check() -> None:
-        released = privatize(as_sum(torch.zeros(20_000)), plan, 0, key(), dtype=torch.float64).grads["a"].numpy()
+        released = privatize(as_sum(torch.zeros(20_000)), plan.another_run(), 0, key(), dtype=torch.float64).grads["a"].numpy()
         steps = released * plan.expected_batch_size / 2.0 ** (math.floor(math.log2(plan.noise_std)) - 20)
         assert np.abs(steps - np.rint(steps)).max() < 1e-6, "low bits tell of the sum"
 
@@ -273,11 +277,25 @@ def test_noise_of_a_step_twice(plan: DPPlan) -> None:
 
     def check() -> None:
         once = key()
-        first = privatize(as_sum(torch.zeros(9)), plan, 0, once).grads["a"]
-        assert_refused(lambda: privatize(as_sum(torch.ones(9)), plan, 0, once).grads["a"] - first, "noise drawn before")
+        first = privatize(as_sum(torch.zeros(9)), plan.another_run(), 0, once).grads["a"]
+        assert_refused(lambda: privatize(as_sum(torch.ones(9)), plan.another_run(), 0, once).grads["a"] - first, "noise drawn before")
 
     check()
     with planted(Key, "spend", lambda self, step: None, "noise drawn before was accepted"):
+        check()
+
+
+def test_step_released_again(plan: DPPlan) -> None:
+    """Under another key the noise is another one: two releases of a step, at the epsilon of one."""
+    total = as_sum(torch.zeros(9))
+
+    def check() -> None:
+        run = plan.another_run()
+        run.release(0, total.num_records)
+        assert_refused(lambda: privatize(total, run, 0, key()), "a step released before")
+
+    check()
+    with planted(DPPlan, "release", lambda self, step, num_records: None, "a step released before was accepted"):
         check()
 
 
@@ -289,7 +307,7 @@ def test_key_across_a_fork(plan: DPPlan) -> None:
         secret, (read, write) = key(), os.pipe()
         if (child := os.fork()) == 0:
             try:
-                privatize(total, plan, 0, secret)
+                privatize(total, plan.another_run(), 0, secret)
                 os.write(write, b"released")
             finally:
                 os._exit(0)

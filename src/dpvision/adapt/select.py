@@ -110,9 +110,9 @@ def _run(stream: FeatureStream, candidate: Candidate, run_plan: DPPlan, score_pl
         """Return the keys of draws and of noise."""
         return subkey(key, f"selection, draws of {part}", run=run), subkey(key, f"selection, noise of {part}", run=run)
 
-    plan = run_plan if candidate.max_grad_norm is None else replace(run_plan, max_grad_norm=candidate.max_grad_norm)
+    plan = run_plan.another_run() if candidate.max_grad_norm is None else replace(run_plan, max_grad_norm=candidate.max_grad_norm)
     head = candidate.fit(stream, Releases(plan, itertools.count().__next__, *keys("head")))
-    scorer = Releases(score_plan, itertools.count().__next__, *keys("score"))
+    scorer = Releases(score_plan.another_run(), itertools.count().__next__, *keys("score"))
     # The head takes features that are centred and scaled to length 1 at most: it includes the stream's other steps.
     records = IntegerStream(FeatureStream(stream.feature_ND, stream.label, stream.num_classes, centre_D=head.centre_D, unit=head.unit))
     _, released = scorer.release(records, lambda blocks: hits(blocks, head, score_plan))

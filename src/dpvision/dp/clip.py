@@ -28,7 +28,7 @@ from dpvision.dp.compiled import CompiledBlocks
 from dpvision.dp.one_pass import How, one_pass
 from dpvision.dp.per_record import LossFn as LossFn
 from dpvision.dp.per_record import LossModule, copied_buffers, prefixed, take
-from dpvision.dp.reference_bits import admit, admitted, next_size, vmap_chunks, written_norms
+from dpvision.dp.reference_bits import admit, admitted, forget_admitted, next_size, vmap_chunks, written_norms
 from dpvision.dp.rounding import MOST_ROUNDED, UNIT, clip_factors, require_exact_products, reserve
 from dpvision.dp.route import trained
 from dpvision.dp.seal import seal
@@ -103,8 +103,8 @@ def clipped_sum(
     if max_grad_norm is None:
         return _plain_sum(loss_fn, model, params, batch if len(valid) == len(host.valid_B) else take(batch, send(valid, device)), key)
     once(host.record_id_B[valid].numpy())
-    if check_separability:
-        require_separable(loss_fn, model, batch, key)
+    if check_separability and require_separable(loss_fn, model, batch, key):
+        forget_admitted(model)
     how = _how(params, max_grad_norm, rule, loss_scale, chunk_size, blocks)
     if rows is None:
         return _sum_of_pass(loss_fn, model, batch, key, method, how, host, valid, len(host.valid_B), None)

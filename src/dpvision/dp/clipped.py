@@ -57,7 +57,8 @@ class ClippedSum:
         In float32 the rounding of a large batch's total would exceed a record's contribution.
 
         Raises:
-            PrivacyError: the sums have different clipping norms, a record is in two of them, or one was made or edited by hand.
+            PrivacyError: the sums have different clipping norms or parameters, a record is in two of them, or one was made or edited by
+                hand.
         """
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         grads = {name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False) for name, p in params.items()}
@@ -71,6 +72,7 @@ def once(record_id_B: np.ndarray) -> np.ndarray:
         PrivacyError: one occurs twice.
     """
     ids = np.sort(record_id_B, kind="stable")  # linear for parts in order, such as those of a sum
+    ids.flags.writeable = False
     if (ids[1:] == ids[:-1]).any():
         raise PrivacyError(
             "clip: a record is twice in a sum, and would move it by twice the clipping norm; expected another record in each valid row of "
@@ -95,6 +97,11 @@ def _added(grads: dict[str, Tensor], max_grad_norm: float | None, parts: Iterabl
                 " to every clipped_sum of a run."
             )
         require_seal(part, "clip", _REMEDY)
+        if part.grads.keys() != grads.keys() or any(part.grads[name].shape != value.shape for name, value in grads.items()):
+            raise PrivacyError(
+                "clip: sums over parameters of other names or shapes; expected the same: a number that is added to every element moves the "
+                "sum by more than the clipping norm. Add sums of one model, with the same parameters trained."
+            )
         rows = None if rows is None or part.rows is None else rows or part.rows
         if i >= first:
             for name, value in grads.items():

@@ -70,7 +70,7 @@ def privatize(
 
     Args:
         total: the whole step's clipped sum, the same on all processes.
-        step: the ledger's number of this step, whose batch ``plan.draw`` drew; released once under a key.
+        step: the ledger's number of this step, whose batch ``plan.draw`` drew; released once by a plan, and once under a key.
         noise_key: from ``stream.new_key``, the same on all processes.
         owners: the processes, each of which draws the noise of its share of every parameter; all get the whole gradient.
         dtype: dtype of the gradient, float32 or float64.
@@ -81,7 +81,7 @@ def privatize(
     Raises:
         PrivacyError: the sum was clipped to another norm than the plan's, made by ``clipped_sum`` without ``rows``, or made or edited by
             hand; the plan has no such step, did not draw its batch, was changed, or has a guarantee and no noise; the key is not one of
-            this process, or released this step before.
+            this process; or the plan or the key released this step before.
     """
     secret_of(noise_key)  # refuses anything but a key of this process, even without noise
     if not (isinstance(step, int) and 0 <= step < plan.steps):
@@ -95,12 +95,12 @@ def privatize(
         )
     require_seal(total, "noise", "Give privatize the sum of clipped_sum or ClippedSum.add_up.")
     plan.require_true()
-    plan.require_drawn(step, total.num_records)
     if plan.guarantee == "dp" and total.rows is None:
         raise PrivacyError(
             "noise: a sum of clipped_sum without rows=; expected the rows of a pass, at which a record's bits were checked. Call "
             "clipped_sum(..., rows=64), with the same number in all steps."
         )
+    plan.release(step, total.num_records)
     if not plan.noise_std > 0:
         return seal(DPGradient({name: (value.double() / plan.expected_batch_size).to(dtype) for name, value in total.grads.items()}))
     noise_key.spend(step)

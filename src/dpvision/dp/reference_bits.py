@@ -83,6 +83,11 @@ def admit(loss_fn: Any, model: nn.Module, public: Batch, key: StepKey, sizes: Se
     return tuple(reversed(found))
 
 
+def forget_admitted(model: nn.Module) -> None:
+    """Forget the numbers of rows of a model, so that they are checked again."""
+    _ADMITTED.pop(model, None)
+
+
 def _distinct(public: Batch, number: int) -> Batch:
     """The records with other noise for every ``number``, the first of them twice, in distinct company."""
     image = public.image_BVCHW

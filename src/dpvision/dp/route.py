@@ -149,10 +149,10 @@ _ROUTES: "weakref.WeakKeyDictionary[nn.Module, dict[Any, Route]]" = weakref.Weak
 
 
 def route_key(loss_fn: Any, model: nn.Module, batch: Batch) -> Any:
-    """What a route depends on: loss, shapes of a record, precision, modes of the modules, and which parameters are trained."""
+    """What a route depends on: loss, shapes of a record, precision, kinds and modes of the modules, and which parameters are trained."""
     shapes = tuple(None if value is None else (value.shape[1:], value.dtype, value.device) for value in batch)
     autocast = autocast_dtype(batch.record_id_B.device)
-    modes = tuple(module.training for module in model.modules())
+    modes = tuple((type(module), module.training) for module in model.modules())
     weights = tuple((id(p), p.requires_grad, p.dtype, p.device) for p in model.parameters())
     # Not the function itself, which may hold the model: what its captured values change in the calls is seen in the pass.
     function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn

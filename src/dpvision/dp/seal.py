@@ -22,8 +22,17 @@ T = TypeVar("T", bound=Sealed)
 
 
 def seal(made: T) -> T:
-    """Seal an object and return it. Whoever calls this vouches for its contract: for this package, and for tests."""
-    object.__setattr__(made, "_seal", [(name, value, _writes(value)) for name, value in made.grads.items()])
+    """Seal an object and return it. Whoever calls this vouches for its contract: for this package, and for tests.
+
+    Raises:
+        PrivacyError: under ``torch.inference_mode``, whose tensors do not count how often they are written to.
+    """
+    if any(value.is_inference() for value in made.grads.values()):
+        raise PrivacyError(
+            f"clip: a {type(made).__name__} computed under torch.inference_mode; expected tensors that count the writes to them. "
+            "Use torch.no_grad."
+        )
+    object.__setattr__(made, "_seal", [(name, value, value._version) for name, value in made.grads.items()])
     return made
 
 
@@ -37,10 +46,6 @@ def require_seal(made: Sealed, where: str, remedy: str) -> None:
     if (
         sealed is None
         or len(sealed) != len(made.grads)
-        or any(made.grads.get(name) is not value or _writes(value) != writes for name, value, writes in sealed)
+        or any(made.grads.get(name) is not value or value._version != writes for name, value, writes in sealed)
     ):
         raise PrivacyError(f"{where}: a {type(made).__name__} made or edited by hand; expected one as it was returned. {remedy}")
-
-
-def _writes(value: Tensor) -> int:
-    return 0 if value.is_inference() else value._version

@@ -9,9 +9,10 @@ Legend: B records.
 
 import contextlib
 import copy
+import logging
 import weakref
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,33 +22,43 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
+from dpvision.dp.held_values import held, layer
 from dpvision.dp.interception import CHECKPOINTED
 from dpvision.dp.per_record import LossFn, checked_losses
 from dpvision.errors import PrivacyError
 
+_LOG = logging.getLogger("dpvision")
 MAX_RECORDS = 3
+_OTHER_STEPS = (0, 2**20)
+_MANY = 8
+"""Checks of one model after which their cost is mentioned."""
 _ROW_TOLERANCE = 1e-6
 """Relative change allowed when a record changes its row, where kernels round differently. A mask keyed by row changes far more."""
 _CHECKED: "weakref.WeakKeyDictionary[nn.Module, set[Any]]" = weakref.WeakKeyDictionary()
 
 
-def require_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> None:
+def require_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> bool:
     """Run ``check_separable`` on three random records of the shapes of ``batch``, once for each model and loss; ``clipped_sum`` calls it.
 
     The records are random because ``batch`` may be private: whether the check passes must not depend on it. Zero parameters are perturbed.
+    It is repeated for other layers, and for other numbers that the loss holds, captures or reads (``held_values``). A term that is absent
+    until a later step is looked for at ``_OTHER_STEPS``.
+
+    Returns:
+        Whether the loss or the layers are others than those checked before for this model: what else is known of them is void too.
 
     Raises:
         PrivacyError: as ``check_separable``; or the model or loss raises on random records.
     """
     passed, case = _CHECKED.setdefault(model, set()), _case(loss_fn, model, batch)
     if case in passed:
-        return
+        return False
     try:
         with contextlib.ExitStack() as stack:
             for device in {"cpu", batch.record_id_B.device.type}:
                 stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(torch.enable_grad())
-            check_separable(loss_fn, perturb_zeros(model), _random_records(batch), key)
+            check_separable(loss_fn, perturb_zeros(model), _random_records(batch), key, _OTHER_STEPS)
     except PrivacyError:
         raise
     except Exception as error:
@@ -59,26 +70,20 @@ def require_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: Step
             "public records once, then pass clipped_sum(check_separability=False)."
         ) from error
     passed.add(case)
+    if len(passed) == _MANY:
+        _LOG.warning(
+            "separability: checked %d times for one model, since its layers or the values of its loss changed; a loss whose values change "
+            "with every step should take them from key.step, or be checked once and given clipped_sum(check_separability=False)",
+            _MANY,
+        )
+    return len(passed) > 1
 
 
 def _case(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Any:
-    """What the check is remembered for: the loss's code, the shapes of records, which parameters are trained, the layers' modes."""
+    """What the check is remembered for: the loss and all it holds, the shapes of records, the layers, which parameters are trained."""
     shapes = tuple(None if value is None else (value.shape[1:], value.dtype) for value in batch)
     weights = tuple((id(p), p.requires_grad) for p in model.parameters())
-    return _code_of(loss_fn), shapes, tuple(module.training for module in model.modules()), weights
-
-
-def _code_of(function: Any, depth: int = 0) -> Any:
-    """A function's code and that of the functions it captures: a lambda written in a loop is one loss, whatever numbers it captures."""
-    captured: list[Any] = []
-    if isinstance(function, partial):
-        function, captured = function.func, [*function.args, *function.keywords.values()]
-    function = getattr(function, "__func__", function)
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            captured.append(cell.cell_contents)
-    inner = tuple(_code_of(value, depth + 1) for value in captured if callable(value)) if depth < 3 else ()
-    return getattr(function, "__code__", type(function)), inner
+    return held(loss_fn), shapes, tuple(layer(module) for module in model.modules()), weights
 
 
 def _random_records(batch: Batch) -> Batch:
@@ -112,7 +117,7 @@ def perturb_zeros(model: nn.Module) -> nn.Module:
     return copied
 
 
-def check_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> None:
+def check_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, other_steps: Sequence[int] = ()) -> None:
     """Refuse a model and loss in which one record can change another record's gradient.
 
     On a float64 copy, at fixed shapes: all other records are perturbed, then removed (``valid_B`` False); the gradient of record
@@ -120,6 +125,7 @@ def check_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKe
 
     Args:
         batch: two or more valid public records in the run's shapes; the first three are used (a cost of seven backward passes).
+        other_steps: steps at which the second record's gradient is compared too (two backward passes each).
 
     Raises:
         PrivacyError: records are mixed; the message names the layer and the remedy.
@@ -147,6 +153,11 @@ def check_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKe
             "separability: a record's gradient depends on its row in the batch; expected on the record, the weights and the key only. "
             "Key masks, augmentation and dropout by StepKey and record_id_B."
         )
+    for step in other_steps:
+        at = replace(key, step=step)
+        mixed = _with_row(others[0], batch, 1)  # the second of three has records before it and after it
+        if not torch.equal(_gradients(loss_fn, copied, mixed, at, (1,))[1], _gradients(loss_fn, copied, batch, at, (1,))[1]):
+            raise PrivacyError(blame(loss_fn, copied, batch, mixed, at, 1))
 
 
 def check_module(name: str, module: nn.Module) -> None:

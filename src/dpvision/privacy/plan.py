@@ -62,6 +62,8 @@ class DPPlan:
     """Of this object, and of no ``dataclasses.replace`` of it: whether its epsilons are known to be those of its own numbers."""
     _drawn: ClassVar[dict[int, int]]
     """Number of records (people) that this object drew, by step; secret."""
+    _released: ClassVar[set[int]]
+    """Steps that this object released under a guarantee."""
 
     def __post_init__(self) -> None:
         ok = self.sample_rate == self.expected_batch_size / self.sampled_from and 0 < self.sample_rate <= 1
@@ -78,6 +80,7 @@ class DPPlan:
                 "contribution is exact enough. Use 0.1 to 1."
             )
         object.__setattr__(self, "_drawn", {})
+        object.__setattr__(self, "_released", set())
 
     @property
     def population(self) -> int:
@@ -113,20 +116,38 @@ class DPPlan:
             stated.require_true(self)
             object.__setattr__(self, "_true", True)
 
-    def require_drawn(self, step: int, num_records: int) -> None:
-        """Refuse a release of ``step`` under a guarantee if this plan did not draw its batch: the accounting is for its own sample rate.
+    def another_run(self) -> "DPPlan":
+        """Return the same plan for another run, which draws and releases every step once more: account for each run.
+
+        A private selection, say, is charged for all its runs at once.
+        """
+        plan = replace(self)
+        object.__setattr__(plan, "_true", self._true)
+        return plan
+
+    def release(self, step: int, num_records: int) -> None:
+        """Note that ``step`` is about to be released. Under a guarantee it is refused if this plan did not draw its batch, since the
+        accounting is for its own sample rate, or if it was released before, under whatever key: a run has one release of each step.
 
         Args:
             num_records: records (people) in the step's sum.
 
         Raises:
-            PrivacyError: the batch was drawn by another plan or by none, or has more records than were drawn. Full batches need no draw.
+            PrivacyError: the batch was drawn by another plan or by none, or has more records than were drawn (full batches need no draw);
+                or the step was released before.
         """
+        if step in self._released:
+            raise PrivacyError(
+                f"noise: step={step}; expected a step that this plan did not release before: its epsilon is that of one release of each "
+                "step. Go on with the next step; for another run, make a plan and account for both."
+            )
         if self.guarantee == "dp" and self.sampling != "full_batch" and not num_records <= self._drawn.get(step, -1):
             raise PrivacyError(
                 f"noise: step={step}; expected a sum of the records that the plan of the noise drew, at sample rate {self.sample_rate}. "
                 "Call draw(step, num_records, derive_rng(key, step)) of this plan, and sum those records and no others."
             )
+        if self.guarantee == "dp":
+            self._released.add(step)
 
     def draw(self, step: int, num_records: int, rng: Stream) -> np.ndarray:
         """Draw the logical batch of ``step``, of records or with sampling_unit="person" of people: sorted int64 indices of shape (batch,),
@@ -138,14 +159,19 @@ class DPPlan:
             rng: secret stream of this step (``sampling.derive_rng``).
 
         Raises:
-            PrivacyError: the step is not in the plan, a truncated draw is made from more records than were accounted for, or the plan was
-                changed (``require_true``).
+            PrivacyError: the step is not in the plan or, under a guarantee, was drawn before; a truncated draw is made from more records
+                than were accounted for; or the plan was changed (``require_true``).
         """
         self.require_true()
         if not 0 <= step < self.steps:
             raise PrivacyError(f"plan.draw: step={step}; expected 0 to {self.steps - 1}. The plan is used up: stop.")
         if self.sampling == "full_batch":
             return np.arange(num_records, dtype=np.int64)
+        if self.guarantee == "dp" and step in self._drawn:
+            raise PrivacyError(
+                f"plan.draw: step={step}; expected a step that was not drawn before: drawing until a batch is liked, or is not empty, "
+                "voids the accounting. Keep the first draw; an empty batch is released as ClippedSum.zeros. For another run, make a plan."
+            )
         if self.max_batch_size is not None and num_records > self.sampled_from:
             raise PrivacyError(
                 f"plan.draw: num_records={num_records}; expected at most {self.sampled_from} as declared with truncated_poisson, whose "

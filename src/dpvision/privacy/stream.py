@@ -45,10 +45,11 @@ class Key:
     """A secret key of 32 bytes from the operating system, for one start of a run; ``new_key`` makes one.
 
     It refuses to work in a process that was forked after it was made, where it would give the noise and the draws of the parent again, and
-    refuses to draw the noise of a step twice. Forked processes that use no key, such as workers that decode images, are not concerned.
+    refuses to draw the noise of a step twice, also through keys made from it. Forked processes that use no key, such as workers that decode
+    images, are not concerned.
     """
 
-    __slots__ = ("_forks", "_noised", "_secret")
+    __slots__ = ("_forks", "_noised", "_secret", "_uses")
 
     def __init__(self) -> None:
         self._hold(os.urandom(KEY_BYTES))
@@ -66,8 +67,23 @@ class Key:
         key._hold(secret)
         return key
 
-    def _hold(self, secret: bytes | None) -> None:
-        self._secret, self._forks, self._noised = secret, _forks, set[int]()
+    def _hold(self, secret: bytes) -> None:
+        self._secret: bytes | None = secret
+        self._forks = _forks
+        self._uses: tuple[bytes, ...] = ()
+        """The uses, one of the other, for which this key was made of the first one (``subkey``)."""
+        self._noised: set[tuple[tuple[bytes, ...], int]] = set()
+        """(uses, step) of the noise that was drawn under the first key and all that were made of it, which share this set."""
+
+    def _follow(self, key: "Key", *use: bytes) -> "Key":
+        """Share the memory of ``key``, which this one was made of, and return this one."""
+        self._noised, self._uses = key._noised, (*key._uses, *use)
+        return self
+
+    def made_for(self, use: bytes) -> "Key":
+        """Return the key of one use, a keyed hash of its name; see ``subkey``."""
+        made = hashlib.blake2b(use, key=self.secret(), digest_size=KEY_BYTES, person=b"dpvision.stream").digest()
+        return Key.for_tests(made)._follow(self, use)
 
     def secret(self) -> bytes:
         """Return the bytes, for the ciphers of this package.
@@ -86,7 +102,7 @@ class Key:
 
     def hand_over(self, exchange: Callable[[bytes], bytes]) -> "Key":
         """Return the key of the bytes that ``exchange`` makes of this one's, and disable this one: ranks share rank 0's key this way."""
-        key = Key.for_tests(exchange(self.secret()))
+        key = Key.for_tests(exchange(self.secret()))._follow(self)
         self._secret = None
         return key
 
@@ -96,12 +112,12 @@ class Key:
         Raises:
             PrivacyError: it was drawn before: the difference of two releases with the same noise is that of the sums.
         """
-        if step in self._noised:
+        if (self._uses, step) in self._noised:
             raise PrivacyError(
                 f"noise: step={step}; expected a step whose noise was not drawn under this key before, for any model: the same noise twice "
                 "cancels in a difference. Release a step once, with all parameters in one sum; use new_key() for another run."
             )
-        self._noised.add(step)
+        self._noised.add((self._uses, step))
 
     def __repr__(self) -> str:
         return "<secret key>"
@@ -130,7 +146,8 @@ def subkey(key: Key, purpose: str, *, run: int = 0, step: int = 0, parameter: st
     """
     # JSON can be parsed back, so no two uses give the same text.
     use = json.dumps([purpose, run, step, parameter]).encode()
-    return Key.for_tests(hashlib.blake2b(use, key=secret_of(key), digest_size=KEY_BYTES, person=b"dpvision.stream").digest())
+    secret_of(key)
+    return key.made_for(use)
 
 
 def secret_of(key: Any) -> bytes:
