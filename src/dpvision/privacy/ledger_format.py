@@ -21,6 +21,7 @@ from typing import Any
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy.marks import Mark
 from dpvision.privacy.plan import DPPlan
+from dpvision.strict_json import parse_json
 
 FORMAT = "dpvision-ledger-1"
 
@@ -154,7 +155,7 @@ def read_ledger(path: Path) -> LedgerContents:
 
 def _parse(raw: bytes) -> dict[str, Any] | None:
     try:
-        value = json.loads(raw)
+        value = parse_json(raw)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

@@ -5,13 +5,13 @@ store and its halves), and ``LEDGERS/<store_id>/marks.json``, which the family s
 """
 
 import hashlib
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dpvision.errors import DataError, PrivacyError
 from dpvision.files import write_json
+from dpvision.strict_json import parse_json
 
 FORMAT = "dpvision-ledger-marks-2"
 
@@ -110,6 +110,6 @@ def read_json(path: Path) -> Any:
         DataError: missing or not JSON.
     """
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: {error}; expected a JSON file that dpvision wrote. Restore it.") from None

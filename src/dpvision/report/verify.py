@@ -23,6 +23,7 @@ from dpvision.report.recompute import check_epsilons, check_figures, check_schem
 from dpvision.report.statement import read_evidence, statement_of, versions_of
 from dpvision.runs.folder import read_run
 from dpvision.runs.versions import code_versions
+from dpvision.strict_json import parse_json
 from dpvision.weights import lineage_digest, unpack
 
 NO_RUN = "no run given: give its folder with --run"
@@ -68,7 +69,7 @@ def verify_statement(path: str | Path, run_dir: str | Path | None = None, store_
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"verify: {path}: {error}; expected a statement.json. Make one with `dpvision report RUN`.") from None
 
