@@ -181,7 +181,7 @@ FOREIGN = {
     "data/image_column.py": "names of columns", "data/tokenizer.py": "words", "data/datasets.py": "published lists",
     "dense/segmentation/semantic_data.py": "published classes", "dense/training_state.py": "a loss scale without privacy",
     "eval/any_of_labels.py": "labels for a score", "eval/benchmark_files.py": "published questions",
-    "encoders/weights_file.py": "recognises a file, which is then read strictly", "encoders/feature_cache.py": "values that can be computed again",
+    "encoders/weights_file.py": "recognises a file, which is then read strictly", "encoders/feature_cache.py": "features",
 }  # fmt: skip
 """Modules with a reader of their own, of what no guarantee depends on."""
 

@@ -17,6 +17,8 @@ from dpvision.privacy.ledger import Ledger, read_ledger, store_account
 from dpvision.privacy.ledger_format import digest, encode, header_line, recovery_line, start_line, step_line
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.store_marks import StoreLedgers
+from dpvision.report import again, choice_phrases, verify
+from dpvision.report.check_result import ok
 from dpvision.report.statement import Evidence, make_statement
 from dpvision.train import loop
 from dpvision.train.loop import fit, save
@@ -205,6 +207,25 @@ def test_epsilon_from_config(tmp_path: Path) -> None:
 
     check()
     with planted(Evidence, "plan", property(of_config), "epsilon is not that of the plan in the ledger"):
+        check()
+
+
+def test_statement_of_an_early_line(tmp_path: Path) -> None:
+    def check() -> None:
+        folder = tmp_path / f"case{len(list(tmp_path.iterdir()))}"
+        runs.make_store(folder / "store")
+        run = runs.make_run(folder / "run", folder / "store", privacy=replace(runs.PRIVACY, steps=4), charged=4)
+        first = digest((run / "ledger.jsonl").read_bytes().splitlines()[1])
+        facts = again._facts(json.loads(json.dumps(make_statement(run))))
+        unknown = {"known": False, "text": choice_phrases.OTHER_RUNS_UNKNOWN}
+        hashes = {**facts.hashes, "ledger": first}
+        made = again.compose(replace(facts, steps=0, updates=0, other_runs=unknown, from_store=False, hashes=hashes))
+        (folder / "statement.json").write_text(json.dumps(made))
+        checks = verify.verify_statement(folder / "statement.json", None, folder / "store")
+        assert any(check.status == "failed" for check in checks), "a statement of no step passes for a run of four"
+
+    check()
+    with planted(verify, "check_line", lambda name, *rest: ok(name, "a line of the ledger"), "a statement of no step passes"):
         check()
 
 

@@ -305,6 +305,5 @@ class StoreLedgers:
                     f"{where}: steps={contents.steps}; expected at least {mark.steps}, which the store has seen. "
                     "It was shortened or is an older copy: restore the newest one."
                 )
-            # Whole lines only: a line that a crash tore is in no mark yet.
-            if contents.heads.get(mark.digest) != mark.steps:
+            if not contents.has(mark):
                 raise PrivacyError(f"{where}: other lines than those the store has seen; expected the same ledger. Restore it.")
