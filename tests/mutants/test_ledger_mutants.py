@@ -13,8 +13,10 @@ import runs
 from dpvision.config import PrivacyConfig, from_dict
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.privacy import ledger_format
+from dpvision.privacy.account import restore_marks
 from dpvision.privacy.ledger import Ledger, read_ledger, store_account
 from dpvision.privacy.ledger_format import digest, encode, header_line, recovery_line, start_line, step_line
+from dpvision.privacy.marks import read_marks, write_marks
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report import again, choice_phrases, verify
@@ -180,6 +182,30 @@ def test_marks_of_one_half(tmp_path: Path, long_plan: DPPlan) -> None:
     family_marks = StoreLedgers.family_marks
     check()
     with planted(StoreLedgers, "family_marks", alone, "the loss of the ledgers of a half, by b, was accepted"):
+        check()
+
+
+def test_marks_of_the_start(tmp_path: Path, long_plan: DPPlan) -> None:
+    def check() -> None:
+        data = tmp_path / f"family{len(list(tmp_path.iterdir()))}"
+        for name in ("a", "b"):
+            runs.make_store(data / name)
+            (data / name / "store.json").write_text(json.dumps({"store_id": "5701e5701e", "visibility": "private"}))
+            StoreLedgers.of(data / name).register()
+        path = charge(data / "a", long_plan, 5)
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+        for lost in (data / "a" / "ledger_marks.json", path.parent / "marks.json"):
+            lost.unlink()
+        assert_refused(lambda: restore_marks(data / "b"), "a ledger without its steps, by marks of the run's start,")
+
+    def own_and_shared(ledgers, marks, *, of_all=False):
+        """Every charge goes to two files; the others have the run's start."""
+        family = ledgers.family_marks() if of_all else {p: read_marks(p) for p in (ledgers.own_path, ledgers.shared_path)}
+        for path, found in family.items():
+            write_marks(path, replace(found.with_runs(marks), every_charge=True))
+
+    check()
+    with planted(StoreLedgers, "set_marks", own_and_shared, "by marks of the run's start, was accepted"):
         check()
 
 
