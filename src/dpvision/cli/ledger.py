@@ -43,7 +43,8 @@ def ledger(
         moved: Declare that this store was moved here together with its LEDGERS folder, or is mounted under another path, and that no copy
             of it is in use elsewhere. A private store at another path than its import is refused until then, because a copy would have
             separate ledgers. Statements give the number of such declarations.
-        restore: Restore a lost marks file (the store's ledger_marks.json, or marks.json next to its ledgers) from the other one.
+        restore: Restore a lost marks file (the store's ledger_marks.json, or marks.json next to its ledgers) from another one that has
+            every charge.
         json: Print JSON.
     """
     if (cap is None) != (cap_delta is None):
