@@ -224,6 +224,8 @@ def check_lineage(statement: dict[str, Any], root: Path, ledger: LedgerContents 
         carried = {name: unpack(folder / name)[1] for name in manifest["tensors"]}
     except (DPVisionError, OSError) as error:
         return failed("lineage", str(error))
+    if not manifest["lineage"]:
+        return failed("lineage", f"{folder}: the manifest has none")
     digests.append(("manifest", manifest["lineage"][:-1], ledger.lineage))
     digests += [(f"{name}", lineage, manifest["lineage"]) for name, lineage in carried.items()]
     digests += [
