@@ -43,9 +43,9 @@ def person_name(value: Any, field: str, key: str) -> str | None:
     if isinstance(value, float):
         if value != value:
             return None
-        if value.is_integer() and not abs(value) <= _EXACT:
+        if value.is_integer() and not abs(value) < _EXACT:
             raise DataError(
-                f"data import: --unit-from {field}: {value!r} in {key}; expected whole numbers up to 2^53, which a floating-point column "
+                f"data import: --unit-from {field}: {value!r} in {key}; expected whole numbers below 2^53, which a floating-point column "
                 "holds exactly: it makes one person of several, or several of one. Write the persons as texts or integers."
             )
         value = int(value) if value.is_integer() else value
