@@ -60,7 +60,7 @@ class Marks:
 
     def with_runs(self, runs: Mapping[str, Mark]) -> "Marks":
         """A copy with the newest marks of some runs."""
-        return replace(self, runs=self.runs | runs)
+        return replace(self, runs={**self.runs, **runs})
 
 
 def read_marks(path: Path) -> Marks | None:

@@ -145,14 +145,14 @@ class _Losses:
         return cls(first, mass, float(p[-1]), width, r.steps)
 
     @cached_property
-    def logs_2N(self) -> np.ndarray:
-        """Losses and log probabilities."""
+    def logs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Losses and log probabilities, each (N,)."""
         with np.errstate(divide="ignore"):
-            return np.stack(((self.first + np.arange(len(self.mass_N))) * self.width, np.log(self.mass_N)))
+            return (self.first + np.arange(len(self.mass_N))) * self.width, np.log(self.mass_N)
 
     def log_moment(self, tilt: float) -> float:
         """log E[exp(tilt x loss)] of one step, the infinite loss left out."""
-        return _log_moment(*self.logs_2N, tilt)
+        return _log_moment(*self.logs, tilt)
 
 
 def _discretised(releases: Sequence[Release], width: float, delta: float, add: bool) -> list[_Losses]:
@@ -255,7 +255,7 @@ def _epsilon(releases: Sequence[Release], losses: Sequence[_Losses], delta: floa
     spectrum = np.ones(points // 2 + 1, dtype=np.complex128)
     for loss in losses:
         tilted = np.zeros(points)
-        loss_N, log_mass_N = loss.logs_2N
+        loss_N, log_mass_N = loss.logs
         share = np.exp(tilt * loss_N + log_mass_N - loss.log_moment(tilt))
         np.add.at(tilted, (loss.first + np.arange(len(share))) % points, share)
         spectrum *= fft.rfft(tilted) ** loss.steps
