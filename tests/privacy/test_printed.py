@@ -47,7 +47,7 @@ def test_numbers_for_a_script_are_rounded_up_too() -> None:
 
 
 def test_no_text_states_a_smaller_delta_and_none_a_unit_more() -> None:
-    """The headline said 8.33e-6 for 1 / 120,000, and a person's page "1 in 3" for 0.4."""
+    """The headline said 8.33e-6 for 1 / 120,000."""
     for x in NUMBERS:
         text, unit = float(up_delta(x)), 10.0 ** (math.floor(math.log10(x)) - 2) if x else 0.0
         assert x * (1 - 1e-15) <= text <= x + unit * (1 + 1e-9), (x, text)
