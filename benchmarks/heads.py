@@ -45,6 +45,7 @@ from dpvision.config import OptimConfig, PrivacyConfig
 from dpvision.config.head_presets import PRESETS
 from dpvision.dp.clip import ClippedSum
 from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.privacy.stream import Key
 
 EPSILONS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, math.inf)
 STEPS = 10
@@ -129,7 +130,7 @@ def accuracies(task: Task, train: Train, plan: DPPlan, seeds: int, name: str = "
     stream, first = stream_of(task)
     found: list[float] = []
     for seed in range(seeds if plan.noise_std > 0 else 1):
-        draw_key, noise_key = (hashlib.sha256(f"{seed} {use}".encode()).digest() for use in ("draw", "noise"))
+        draw_key, noise_key = (Key.for_tests(hashlib.sha256(f"{seed} {use}".encode()).digest()) for use in ("draw", "noise"))
         again = first if name else {}
         head = train(stream, Repeated(plan, itertools.count().__next__, draw_key, noise_key, first=again, name=name))
         found.append(100 * float((head.predict(task.test_MD) == task.test_M).float().mean()))

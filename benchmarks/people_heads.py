@@ -25,6 +25,7 @@ from dpvision.adapt.release import Releases, full_batch_noise
 from dpvision.config import PrivacyConfig
 from dpvision.config.head_presets import PRESETS
 from dpvision.privacy.plan import default_delta, make_plan
+from dpvision.privacy.stream import Key
 
 MOST = 8
 """Images of a person, at most; every number from 1 on is equally likely."""
@@ -68,7 +69,7 @@ def fitted(
     plan = make_plan(PrivacyConfig(**{**vars(cfg), "noise_multiplier": noise}))
     assert plan.unit_epsilon is not None and abs(plan.unit_epsilon / epsilon - 1) < 1e-3
     stream = FeatureStream(rows, label, int(train.label_N.max()) + 1, centre_D=centre_D, unit=True, constant=preset.constant)
-    keys = [hashlib.sha256(f"{seed} {use}".encode()).digest() for use in ("draw", "noise")]
+    keys = [Key.for_tests(hashlib.sha256(f"{seed} {use}".encode()).digest()) for use in ("draw", "noise")]
     return accuracy(FITS[head](stream, Releases(plan, itertools.count().__next__, *keys)), test)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dpvision.errors import CheckpointError
 from dpvision.files import new_folder
+from dpvision.strict_json import parse_json
 from dpvision.weights import pack, read_lineage, unpack
 
 FORMAT = "dpvision-checkpoint-1"
@@ -122,7 +123,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read, lacks a field, or was altered.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = parse_json((folder / MANIFEST).read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint: {folder / MANIFEST} cannot be read ({error}). {_older(folder)}") from None
     missing = [key for key in _REQUIRED if not isinstance(manifest, dict) or key not in manifest]

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from dpvision.errors import CheckpointError
+from dpvision.strict_json import parse_json
 
 METADATA = "dpvision.lineage"
 FORMAT = "dpvision-lineage-1"
@@ -108,7 +109,7 @@ def _record(path: Path) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        record = json.loads(text)
+        record = parse_json(text)
         if record["format"] != FORMAT or not isinstance(record["lineage"], list) or not isinstance(record["digest"], str):
             raise ValueError("unknown format")
         return record

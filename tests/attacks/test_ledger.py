@@ -426,6 +426,72 @@ def test_a_half_without_its_own_marks_gets_them_from_the_family(imported: Path, 
     assert store_account(data / "b").epsilon == pytest.approx(plan.epsilon)
 
 
+def cut(path: Path, lines: int) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:lines]))
+
+
+@pytest.mark.parametrize("lines", [2, 5])
+def test_marks_restored_from_another_half_know_every_charge(family: dict[str, Path], plan: DPPlan, lines: int) -> None:
+    """Both marks of the store that was trained on removed, its ledger cut: the other half's mark of the run's start made 12 steps 0."""
+    charge(family["b"], plan, 1, "before")
+    path = charge(family["a"], plan, 8)
+    for lost in (family["a"] / "ledger_marks.json", path.parent / "marks.json"):
+        lost.unlink()
+    whole = path.read_bytes()
+    cut(path, lines)
+    for member in family.values():
+        with pytest.raises(PrivacyError, match="shortened"):
+            restore_marks(member)
+        refused(member, plan)
+    path.write_bytes(whole)
+    for member in family.values():
+        restore_marks(member)
+        assert {run.run_id: run.steps for run in store_account(member).runs} == {"before": 1, "run": 8}
+
+
+def of_older_version(store: Path, **runs: int) -> None:
+    """The store's own marks as an older version left them: of runs elsewhere, only what was charged at their start."""
+    path = store / "ledger_marks.json"
+    values = json.loads(path.read_text())
+    del values["every_charge"]
+    for run_id, steps in runs.items():
+        lines = (store.parent / "LEDGERS" / STORE_ID / f"{run_id}.jsonl").read_bytes().splitlines()
+        values["runs"][run_id] |= {"steps": steps, "digest": digest(lines[1 + steps])}
+    path.write_text(json.dumps(values))
+
+
+def test_marks_of_an_older_version_restore_nothing_that_they_may_not_know(family: dict[str, Path], plan: DPPlan) -> None:
+    path = charge(family["a"], plan, 8)
+    shared = path.parent / "marks.json"
+    of_older_version(family["b"], run=0)
+    of_older_version(family["all"], run=0)
+    kept = shared.read_bytes(), path.read_bytes()
+    for lost in (family["a"] / "ledger_marks.json", shared):
+        lost.unlink()
+    cut(path, 2)
+    for member in family.values():
+        with pytest.raises(PrivacyError, match=r"of an older version.*from a backup"):
+            restore_marks(member)
+        refused(member, plan)
+    shared.write_bytes(kept[0])
+    path.write_bytes(kept[1])
+    restore_marks(family["a"])
+    charge(family["b"], plan, 1, "another")  # from here on all files have every charge
+    shared.unlink()
+    (family["b"] / "ledger_marks.json").unlink()
+    cut(path, 2)
+    with pytest.raises(PrivacyError, match="shortened"):
+        restore_marks(family["all"])
+
+
+def test_every_file_of_marks_has_every_charge_of_a_run_that_goes_on(family: dict[str, Path], plan: DPPlan) -> None:
+    with Ledger.open(family["a"], "run", plan, resume=False) as opened:
+        for steps in range(1, 4):
+            opened.append()
+            files = [*family["a"].parent.glob("*/ledger_marks.json"), opened.path.parent / "marks.json"]
+            assert len(files) == 4 and {json.loads(file.read_text())["runs"]["run"]["steps"] for file in files} == {steps}
+
+
 def test_a_declared_move_of_a_store_that_must_have_marks_works(imported: Path, plan: DPPlan) -> None:
     charge(imported, plan, 3)
     before = store_account(imported)

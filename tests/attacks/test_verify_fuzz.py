@@ -4,8 +4,10 @@ Before, 59 kinds of values were free with run and store, and more without: whate
 """
 
 import copy
+import hashlib
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,12 +21,13 @@ from dpvision.errors import PrivacyError
 from dpvision.files import write_json
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import ask_selection, draft_plan, make_plan
-from dpvision.report import again
+from dpvision.report import again, choice_phrases
 from dpvision.report import recompute as recompute_module
 from dpvision.report import verify as verify_module
 from dpvision.report.guarantee import guarantee_of
 from dpvision.report.statement import make_statement, write_statement
 from dpvision.report.verify import verify_statement
+from dpvision.weights import pack, unpack
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 from runs import POISSON, PRIVACY, PUBLIC_SCORES, make_run, make_store
@@ -212,6 +215,132 @@ def make_statement_of_plan(root: Path, plan: Any) -> Path:
     path = root / "statement.json"
     path.write_text(json.dumps(made))
     return path
+
+
+# A later review: figures lowered while run and store are at hand
+
+
+def with_steps(statement: dict[str, Any], steps: int, restarts: int, line: str, in_weights: int | None = None) -> dict[str, Any]:
+    """The statement that these facts make, by the product's own words and figures; other runs are said to be unknown."""
+    facts = again._facts(statement)
+    updates = facts.updates if in_weights is None else in_weights
+    hidden = {"known": False, "text": choice_phrases.OTHER_RUNS_UNKNOWN}
+    made = again.compose(
+        replace(
+            facts,
+            steps=steps,
+            restarts=restarts,
+            updates=updates,
+            other_runs=hidden,
+            from_store=False,
+            hashes={**facts.hashes, "ledger": line},
+        )
+    )
+    return json.loads(json.dumps(made))
+
+
+def lines_of(ledger: Path) -> list[str]:
+    return [hashlib.sha256(line).hexdigest() for line in ledger.read_bytes().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 planned steps, saved after 4; then 2 restarts and 2 steps, as another run on its store."""
+    root = tmp_path_factory.mktemp("resumed")
+    make_store(root / "store")
+    privacy = replace(PRIVACY, steps=8)
+    run = make_run(root / "run", root / "store", privacy=privacy, charged=4)
+    run_id = json.loads((run / "run.json").read_text())["run_id"]
+    for _ in range(2):
+        with Ledger.open(root / "store", run_id, make_plan(privacy), resume=True) as ledger:
+            ledger.append()
+    with Ledger.open(root / "store", "another", make_plan(privacy), resume=False) as ledger:
+        ledger.append()
+    write_statement(run)
+    return root
+
+
+def test_no_step_is_stated_of_a_run_that_was_charged(resumed: Path, tmp_path: Path) -> None:
+    """Epsilon 0.00 passed with run and store: an early line of the ledger, and other runs unknown."""
+    run, store, path = resumed / "run", resumed / "store", tmp_path / "s.json"
+    true = json.loads((run / "statement.json").read_text())
+    first = lines_of(run / "ledger.jsonl")[1]
+    for in_weights in (0, 4):
+        made = with_steps(true, 0, 0, first, in_weights)
+        assert made["headline"].startswith("Differential privacy with epsilon 0.00 ")
+        path.write_text(json.dumps(made))
+        for where in ((run,), (None, store), (run, store)):
+            assert bad(path, *where), where
+    # Nor with weights that say so themselves: the store's ledger decides.
+    forged = tmp_path / "run"
+    shutil.copytree(run, forged)
+    folder = next(forged.glob("checkpoints/*"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["lineage"][-1]["guarantee"]["steps"] = 0
+    blob = pack(unpack(folder / "model.safetensors")[0], manifest["lineage"])
+    (folder / "model.safetensors").write_bytes(blob)
+    manifest |= {"ledger_steps": 0, "updates": 0, "ledger_digest": first}
+    manifest["tensors"] = {"model.safetensors": hashlib.sha256(blob).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (forged / "ledger.jsonl").write_bytes(b"".join((run / "ledger.jsonl").read_bytes().splitlines(keepends=True)[:2]))
+    made = with_steps(true, 0, 0, first, 0)
+    made["hashes"]["weights"] = manifest["tensors"]
+    path.write_text(json.dumps(made))
+    assert bad(path, forged) == [], "nothing in these files contradicts it"
+    assert "store, last line" in bad(path, forged, store)
+
+
+@pytest.mark.parametrize(("steps", "restarts", "line"), [(3, 0, -2), (4, 0, -1), (5, 0, 7), (6, 1, -1), (5, 1, -1)])
+def test_steps_and_restarts_are_those_of_the_named_line_and_it_is_not_before_the_weights(
+    resumed: Path, tmp_path: Path, steps: int, restarts: int, line: int
+) -> None:
+    run, store, path = resumed / "run", resumed / "store", tmp_path / "s.json"
+    true = json.loads((run / "statement.json").read_text())
+    assert (true["mechanism"]["steps_executed"], true["history"]["restarts"]) == (6, 2)
+    lines = lines_of(next(resumed.glob(f"LEDGERS/*/{true['run_id']}.jsonl")))
+    made = with_steps(true, steps, restarts, lines[line] if steps > 4 else lines_of(run / "ledger.jsonl")[line], min(steps, 4))
+    path.write_text(json.dumps(made))
+    passes = (steps, restarts) == (4, 0)
+    assert ("store, last line" in bad(path, run, store)) is not passes
+    if steps <= 4:  # the copy ends at the weights' line
+        assert (bad(path, run) == []) is passes
+
+
+def test_other_runs_are_not_unknown_to_a_store_that_was_charged_by_them(resumed: Path, tmp_path: Path) -> None:
+    """The exit status was 0, also for a run that the statement left out."""
+    run, store, path = resumed / "run", resumed / "store", tmp_path / "s.json"
+    true = json.loads((run / "statement.json").read_text())
+    assert bad(run / "statement.json", run, store) == []
+    path.write_text(json.dumps(with_steps(true, 6, 2, true["hashes"]["ledger"])))
+    assert bad(path, run) == [] and bad(path, run, store) == ["other runs"]
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", str(path), "--run", str(run), "--store", str(store)])
+    assert stop.value.code == 1
+
+
+def test_a_stop_declared_of_a_run_that_went_on_is_not_confirmed(tmp_path: Path) -> None:
+    make_store(tmp_path / "store")
+    privacy = replace(PRIVACY, steps=8)
+    run = make_run(tmp_path / "run", tmp_path / "store", privacy=privacy, charged=4)
+    path = write_statement(run, stop="independent")
+    assert bad(path, run, tmp_path / "store") == []
+    with Ledger.open(tmp_path / "store", "5eedc0ffee123456", make_plan(privacy), resume=True) as ledger:
+        ledger.append()
+    assert bad(path, run) == [] and bad(path, run, tmp_path / "store") == ["store, last line"]
+
+
+def test_a_parent_does_not_lose_its_steps(tmp_path: Path) -> None:
+    """A lineage in which the private parent had executed no step was accepted with the store at hand: it cost nothing."""
+    store_id = make_store(tmp_path / "store")
+    plan = make_plan(replace(PRIVACY, steps=4))
+    with Ledger.open(tmp_path / "store", "parent", plan, resume=False) as ledger:
+        for _ in range(4):
+            ledger.append()
+    guarantee = {"epsilon": 0.0, "epsilon_rdp": 0.0, "delta": plan.delta, "steps": 0, "plan": plan.to_dict()}
+    parent = {"store_id": store_id, "visibility": "private", "licence": None, "run_id": "parent", "guarantee": guarantee}
+    run = make_run(tmp_path / "run", tmp_path / "store", privacy=replace(PRIVACY, steps=2), charged=2, parents=(parent,))
+    with pytest.raises(PrivacyError, match="contradicts the store's ledger"):
+        make_statement(run)
 
 
 @pytest.mark.slow

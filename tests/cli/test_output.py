@@ -35,4 +35,4 @@ def test_a_guarantee_in_words_is_no_smaller_than_the_executed_epsilon() -> None:
     assert "epsilon 1.001 " in guarantee_words(plan, plan.epsilon, None, plan.delta)
     account = StoreAccount("s", (), (), 1e-5, plan.epsilon, plan.epsilon, None, Cap(2.0, 1e-5), 0.99955, False, 0)
     said = _text(account, {})
-    assert "total: epsilon 1.001 at delta 1e-05; 1.001 by a Renyi filter" in said and "left: 0.9995" in said
+    assert "total: epsilon 1.001 at delta 1e-5; 1.001 by a Renyi filter" in said and "left: 0.9995" in said

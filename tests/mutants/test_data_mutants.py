@@ -88,6 +88,21 @@ def test_person_lost_in_a_join(tmp_path: Path) -> None:
         check()
 
 
+def test_person_spelled_twice(tmp_path: Path, scenes: Store) -> None:
+    def check() -> None:
+        people = ["7", "7.0", "007", "p\u00a01", "p 1"]
+        samples = [Sample(str(i), scenes.read(i), {"patient": person}) for i, person in enumerate(people)]
+        try:
+            store = import_samples(samples, tmp_path / f"s{len(list(tmp_path.iterdir()))}", unit_from="patient")
+        except DataError:
+            return
+        assert len(np.unique(store.index["unit"])) == 2, "a person spelled in two ways is two persons"
+
+    check()
+    with planted(importer, "refuse_alike", lambda field, names: None, "is two persons"):
+        check()
+
+
 def test_image_of_two_persons(tmp_path: Path, scenes: Store) -> None:
     def check() -> None:
         people = ["p1", "p2", "p2"]

@@ -13,10 +13,14 @@ import runs
 from dpvision.config import PrivacyConfig, from_dict
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.privacy import ledger_format
+from dpvision.privacy.account import restore_marks
 from dpvision.privacy.ledger import Ledger, read_ledger, store_account
 from dpvision.privacy.ledger_format import digest, encode, header_line, recovery_line, start_line, step_line
+from dpvision.privacy.marks import read_marks, write_marks
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.store_marks import StoreLedgers
+from dpvision.report import again, choice_phrases, verify
+from dpvision.report.check_result import ok
 from dpvision.report.statement import Evidence, make_statement
 from dpvision.train import loop
 from dpvision.train.loop import fit, save
@@ -181,6 +185,30 @@ def test_marks_of_one_half(tmp_path: Path, long_plan: DPPlan) -> None:
         check()
 
 
+def test_marks_of_the_start(tmp_path: Path, long_plan: DPPlan) -> None:
+    def check() -> None:
+        data = tmp_path / f"family{len(list(tmp_path.iterdir()))}"
+        for name in ("a", "b"):
+            runs.make_store(data / name)
+            (data / name / "store.json").write_text(json.dumps({"store_id": "5701e5701e", "visibility": "private"}))
+            StoreLedgers.of(data / name).register()
+        path = charge(data / "a", long_plan, 5)
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+        for lost in (data / "a" / "ledger_marks.json", path.parent / "marks.json"):
+            lost.unlink()
+        assert_refused(lambda: restore_marks(data / "b"), "a ledger without its steps, by marks of the run's start,")
+
+    def own_and_shared(ledgers, marks, *, of_all=False):
+        """Every charge goes to two files; the others have the run's start."""
+        family = ledgers.family_marks() if of_all else {p: read_marks(p) for p in (ledgers.own_path, ledgers.shared_path)}
+        for path, found in family.items():
+            write_marks(path, replace(found.with_runs(marks), every_charge=True))
+
+    check()
+    with planted(StoreLedgers, "set_marks", own_and_shared, "by marks of the run's start, was accepted"):
+        check()
+
+
 def _closed_form(plan: DPPlan, steps: int) -> float:
     """Of t full batches, a Gaussian of noise_multiplier / sqrt(t), computed by dp-accounting."""
     return dp_accounting.get_epsilon_gaussian(plan.noise_multiplier / steps**0.5, plan.delta)
@@ -205,6 +233,25 @@ def test_epsilon_from_config(tmp_path: Path) -> None:
 
     check()
     with planted(Evidence, "plan", property(of_config), "epsilon is not that of the plan in the ledger"):
+        check()
+
+
+def test_statement_of_an_early_line(tmp_path: Path) -> None:
+    def check() -> None:
+        folder = tmp_path / f"case{len(list(tmp_path.iterdir()))}"
+        runs.make_store(folder / "store")
+        run = runs.make_run(folder / "run", folder / "store", privacy=replace(runs.PRIVACY, steps=4), charged=4)
+        first = digest((run / "ledger.jsonl").read_bytes().splitlines()[1])
+        facts = again._facts(json.loads(json.dumps(make_statement(run))))
+        unknown = {"known": False, "text": choice_phrases.OTHER_RUNS_UNKNOWN}
+        hashes = {**facts.hashes, "ledger": first}
+        made = again.compose(replace(facts, steps=0, updates=0, other_runs=unknown, from_store=False, hashes=hashes))
+        (folder / "statement.json").write_text(json.dumps(made))
+        checks = verify.verify_statement(folder / "statement.json", None, folder / "store")
+        assert any(check.status == "failed" for check in checks), "a statement of no step passes for a run of four"
+
+    check()
+    with planted(verify, "check_line", lambda name, *rest: ok(name, "a line of the ledger"), "a statement of no step passes"):
         check()
 
 

@@ -219,7 +219,7 @@ def test_continual_training_names_the_recipe_of_its_size() -> None:
 def test_pretraining_on_images_of_people_draws_people_and_compares_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--images", "2500000", "--people", "2500000", "--epsilon", "8", "--gpus", "8", "--device", "H100"]) == 0
     said = capsys.readouterr().out
-    assert "--privacy.num-units 2500000 --privacy.sampling-unit person" in said and "epsilon 8 at delta 2e-07 for a person" in said
+    assert "--privacy.num-units 2500000 --privacy.sampling-unit person" in said and "epsilon 8 at delta 2e-7 for a person" in said
     assert "people, 1 image of each" in said and "images, one of a person" in said
 
 

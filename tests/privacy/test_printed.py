@@ -1,4 +1,4 @@
-"""Printed epsilons: never below the number, and formatted in one place."""
+"""Printed epsilons and deltas: never below the number, and formatted in one place."""
 
 import ast
 import math
@@ -11,7 +11,8 @@ import pytest
 
 import dpvision
 from dpvision.privacy.plan import make_plan
-from dpvision.privacy.printed import down, up, up_to
+from dpvision.privacy.printed import down, one_in, up, up_delta, up_to
+from dpvision.report.guarantee import headline
 from dpvision.runs.epsilon_meter import EpsilonMeter
 
 from .test_plan import SMALL
@@ -45,6 +46,19 @@ def test_numbers_for_a_script_are_rounded_up_too() -> None:
         assert x * (1 - 1e-15) <= up_to(6, x) <= x * (1 + 1.001e-5)
 
 
+def test_no_text_states_a_smaller_delta_and_none_a_unit_more() -> None:
+    """The headline said 8.33e-6 for 1 / 120,000."""
+    for x in NUMBERS:
+        text, unit = float(up_delta(x)), 10.0 ** (math.floor(math.log10(x)) - 2) if x else 0.0
+        assert x * (1 - 1e-15) <= text <= x + unit * (1 + 1e-9), (x, text)
+        assert up_delta(text) == up_delta(x), "a printed number is printed as itself"
+        if 1e-300 < x < 1:
+            assert 1 / int(one_in(x).removeprefix("1 in ").replace(",", "")) >= x * (1 - 1e-14), x
+    assert (up_delta(1e-5), up_delta(1 / 120_000), up_delta(1 / 30_000), up_delta(0.0)) == ("1e-5", "8.34e-6", "3.34e-5", "0")
+    assert (one_in(1e-5), one_in(1 / 120_000), one_in(0.4)) == ("1 in 100,000", "1 in 120,000", "1 in 2")
+    assert "delta 8.34e-6 for" in headline({"epsilon": 1.0, "unit_epsilon": None, "delta": 1 / 120_000})
+
+
 def test_binary_rounding_adds_no_unit() -> None:
     assert (up(0.1 + 0.2, 1), up(7.99, 2), up(math.nextafter(8.0, 9.0)), up(8.0000000001)) == ("0.3", "7.99", "8", "8.001")
 
@@ -52,7 +66,7 @@ def test_binary_rounding_adds_no_unit() -> None:
 @pytest.mark.parametrize("x", [math.inf, math.nan, None])
 def test_what_is_no_number_is_no_small_one(x: float | None) -> None:
     for digits in (None, 2):
-        assert up(x, digits) == ("infinity" if x == math.inf else "unknown")
+        assert up(x, digits) == up_delta(x) == ("infinity" if x == math.inf else "unknown")
 
 
 def test_the_line_of_a_running_training_states_no_less_than_is_spent() -> None:
@@ -121,6 +135,10 @@ def formatted(tree: ast.AST) -> Iterator[ast.expr]:
                 yield from values
             case ast.BinOp(left=ast.Constant(value=str()), op=ast.Mod(), right=value):
                 yield value
+            case ast.Call(func=ast.Name(id="short" | "shown"), args=[value, *_]):
+                yield value
+            case ast.Call(func=ast.Name(id="pairs"), args=[ast.Dict(values=values), *_]):
+                yield from values
 
 
 def own_formats(source: str) -> list[str]:
@@ -132,6 +150,26 @@ def own_formats(source: str) -> list[str]:
         known = epsilons_of(scope) if scope is not tree else set()
         found |= {(v.lineno, v.col_offset): ast.unparse(v) for v in formatted(scope) if is_epsilon(v, known)}
     return [f"{line}: {text}" for (line, _), text in sorted(found.items())]
+
+
+def own_deltas(source: str) -> list[str]:
+    """Deltas, and products with one, that Python source formats by itself."""
+    named = {f"{v.lineno}: {ast.unparse(v)}" for v in formatted(ast.parse(source)) if "delta" in ast.unparse(v).lower()}
+    return sorted(text for text in named if "timedelta" not in text and not re.search(r"\bup_delta\(|\bone_in\(", text))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'f"{plan.delta:.3g}"',
+        'f"{n * delta:.3g}"',
+        "short(account.delta or 0)",
+        'pairs({"N x delta": r["n_times_delta"]})',
+        'f"{1 / delta:,.0f}"',
+    ],
+)
+def test_a_format_of_ones_own_for_a_delta_is_found(source: str) -> None:
+    assert own_deltas(source)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +190,15 @@ def test_the_formatter_and_the_whole_number_are_no_format_of_ones_own(source: st
 
 
 @pytest.mark.parametrize("path", [pytest.param(p, id=str(p.relative_to(SOURCE))) for p in sorted(SOURCE.rglob("*.py")) if p != FORMATTER])
-def test_no_module_formats_an_epsilon_itself(path: Path) -> None:
-    assert not own_formats(path.read_text())
+def test_no_module_formats_an_epsilon_or_a_delta_itself(path: Path) -> None:
+    assert not own_formats(path.read_text()) and not own_deltas(path.read_text())
 
 
 @pytest.mark.parametrize("path", [pytest.param(p, id=p.name) for p in sorted(SOURCE.rglob("*.html"))])
-def test_no_template_formats_an_epsilon_itself(path: Path) -> None:
+def test_no_template_formats_an_epsilon_or_a_delta_itself(path: Path) -> None:
     for printed in re.findall(r"\{\{.*?\}\}", path.read_text()):
+        for value, filters in re.findall(r"([\w.\[\]\"]*delta\w*)((?:\s*\|\s*\w+(?:\([^)]*\))?)*)", printed):
+            assert re.fullmatch(r"\s*\|\s*(up_delta|up\(\d\))", filters) or value in ("g.delta_rule", "up_delta"), printed
         for value, filters in re.findall(r"([\w.\[\]\"]*epsilon\w*)((?:\s*\|\s*\w+(?:\([^)]*\))?)*)", printed):
             assert re.fullmatch(r"(\s*\|\s*up\(\d\))?", filters) or value.startswith("figures."), printed
         assert not re.search(r"format\([^)]*epsilon", printed), printed

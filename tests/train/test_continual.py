@@ -107,4 +107,4 @@ def test_fewer_private_images_need_more_noise(capsys: pytest.CaptureFixture[str]
     alone = make_plan(RECIPES["vip.micro"]().privacy)
     assert 7.99 < plan.epsilon <= 8 and plan.noise_multiplier > alone.noise_multiplier
     assert main(["plan", "vip.continual_base"]) == 0
-    assert "epsilon 8 at delta 2.38e-09 after 6,100 steps" in capsys.readouterr().out
+    assert "epsilon 8 at delta 2.38e-9 after 6,100 steps" in capsys.readouterr().out

@@ -24,7 +24,7 @@ from dpvision.eval.captions.zero_shot import ZeroShotSettings, zero_shot_scores
 from dpvision.eval.probes.own_head import score_own_head
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import NOTHING_FITTED, write_scores
-from dpvision.privacy.printed import up
+from dpvision.privacy.printed import up, up_delta
 from dpvision.report.gallery import gallery_of_run
 from dpvision.report.learned import PARENT
 from dpvision.report.operator_page import make_operator_page
@@ -116,7 +116,9 @@ def fit_classifier(place: Place, store: Store, dataset_size: int, num_classes: i
     root = place.free_run("demo-classifier")
     with new_head_session(config, root) as session:
         plan = session.plan
-        place.say(f"     {dataset_size:,} private images, {num_classes} classes, epsilon {up(plan.epsilon)} at delta {plan.delta:.2g}")
+        place.say(
+            f"     {dataset_size:,} private images, {num_classes} classes, epsilon {up(plan.epsilon)} at delta {up_delta(plan.delta)}"
+        )
         adapt(session)
     scores = score_own_head(root, test)
     write_scores(root, scores, train_data=NOTHING_FITTED, test_data=test.path.name)
@@ -154,7 +156,7 @@ def _train(config: RunConfig, root: Path, place: Place) -> float | None:
     """A run from its first step to its last; gives epsilon. Ctrl-C saves, and ends the demo."""
     with new_session(config, root) as session:
         plan = session.plan
-        what = f"epsilon {up(plan.epsilon)} at delta {plan.delta:.2g}, " if plan.epsilon is not None else "public images, "
+        what = f"epsilon {up(plan.epsilon)} at delta {up_delta(plan.delta)}, " if plan.epsilon is not None else "public images, "
         place.say(f"     {what}{plan.steps} steps of {plan.expected_batch_size:,.0f} images (Ctrl-C saves and stops)")
         if not fit(session):
             place.say(f"     Stopped and saved: dpvision train {config.recipe} --name {root.name} --runs {root.parent} --resume goes on.")

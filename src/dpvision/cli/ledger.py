@@ -9,7 +9,7 @@ import tyro
 from dpvision.cli.output import StorePath, emit, parse, table
 from dpvision.cli.paths import check_store
 from dpvision.errors import ConfigError
-from dpvision.privacy.printed import down, up
+from dpvision.privacy.printed import down, up, up_delta
 
 if TYPE_CHECKING:
     from dpvision.privacy.account import StoreAccount
@@ -43,7 +43,8 @@ def ledger(
         moved: Declare that this store was moved here together with its LEDGERS folder, or is mounted under another path, and that no copy
             of it is in use elsewhere. A private store at another path than its import is refused until then, because a copy would have
             separate ledgers. Statements give the number of such declarations.
-        restore: Restore a lost marks file (the store's ledger_marks.json, or marks.json next to its ledgers) from the other one.
+        restore: Restore a lost marks file (the store's ledger_marks.json, or marks.json next to its ledgers) from another one that has
+            every charge.
         json: Print JSON.
     """
     if (cap is None) != (cap_delta is None):
@@ -83,7 +84,7 @@ def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
             f"{r.steps} / {r.planned_steps}",
             r.restarts,
             "none" if r.spent.epsilon is None else up(r.spent.epsilon),
-            r.spent.delta,
+            up_delta(r.spent.delta),
             *((up(r.spent.unit_epsilon) if r.spent.unit_epsilon else "",) if people else ()),
             *((up(behind[r.run_id]) if r.run_id in behind else "",) if behind else ()),
         )
@@ -101,13 +102,13 @@ def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
     elif account.epsilon is not None and account.delta is not None:  # no delta before the first run, without a cap
         chosen = "" if account.epsilon_filter is None else f"; {up(account.epsilon_filter)} by a Renyi filter"
         if account.unit_epsilon is not None and not drawn:
-            lines.append(f"total for a person with all their images: epsilon {up(account.unit_epsilon)} at delta {account.delta:.3g}")
+            lines.append(f"total for a person with all their images: epsilon {up(account.unit_epsilon)} at delta {up_delta(account.delta)}")
         image = "total" if account.unit_epsilon is None else f"total for {'a person' if drawn else 'an image'}"
-        lines.append(f"{image}: epsilon {up(account.epsilon)} at delta {account.delta:.3g}{chosen}")
+        lines.append(f"{image}: epsilon {up(account.epsilon)} at delta {up_delta(account.delta)}{chosen}")
     if account.cap is not None:
         left = "" if account.left is None else f"; left: {down(account.left)}"
         whom = "" if account.unit_epsilon is None else " for a person"
-        lines.append(f"owner's cap{whom}: epsilon {up(account.cap.epsilon)} at delta {account.cap.delta:.3g}{left}")
+        lines.append(f"owner's cap{whom}: epsilon {up(account.cap.epsilon)} at delta {up_delta(account.cap.delta)}{left}")
     if len(rows) > 1 and account.epsilon is not None:
         lines.append(_of_choices(account))
     if account.moves:

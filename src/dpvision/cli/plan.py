@@ -12,7 +12,7 @@ from dpvision.cli.output import emit, pairs, parse, table
 from dpvision.cli.recipe import get_recipe, untyped_delta, with_budget
 from dpvision.config import PrivacyConfig
 from dpvision.errors import ConfigError
-from dpvision.privacy.printed import up
+from dpvision.privacy.printed import up, up_delta
 
 
 def run(argv: Sequence[str]) -> None:
@@ -229,13 +229,13 @@ def _text(r: dict[str, Any]) -> str:
         head = f"epsilon {up(r['unit_epsilon'])} for a person{beside}"
     image = "" if r["num_units"] is None or r["sampling_unit"] == "person" else ", of an image"
     lines = [
-        f"{head} at delta {r['delta']:.3g} after {r['steps']:,} steps",
+        f"{head} at delta {up_delta(r['delta'])} after {r['steps']:,} steps",
         pairs(
             {
                 f"epsilon (RDP, as the papers){image}": up(r["epsilon_rdp"]),
                 f"epsilon without sampling{image}": up(r["epsilon_unamplified"]),
-                "best attack": f"{tpr['0.01']:.1%} true positives at 1% false ones, {tpr['0.001']:.1%} at 0.1%",
-                "N x delta" if r["num_units"] is None else "people x delta": r["n_times_delta"],
+                "best attack": f"{up(100 * tpr['0.01'], 1)}% true positives at 1% false ones, {up(100 * tpr['0.001'], 1)}% at 0.1%",
+                "N x delta" if r["num_units"] is None else "people x delta": up_delta(r["n_times_delta"]),
                 "noise multiplier": r["noise_multiplier"],
                 "sampling": r["sampling"],
                 "sample rate": r["sample_rate"],

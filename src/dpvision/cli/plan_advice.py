@@ -6,7 +6,7 @@ from typing import Any
 from dpvision.cli.output import pairs, table
 from dpvision.cli.recipe import get_recipe
 from dpvision.plan.advice import Advice, Question, advise
-from dpvision.privacy.printed import up
+from dpvision.privacy.printed import up, up_delta
 
 
 def answer(question: Question) -> tuple[dict[str, Any], str]:
@@ -22,7 +22,7 @@ def _text(q: Question, a: Advice) -> str:
     lines = [
         f"Recommended: {a.way}.",
         f"  {a.why}",
-        pairs({"guarantee": f"epsilon {up(q.epsilon)} at delta {q.delta:.3g} for {whose}", "score": a.score, "hours": hours}),
+        pairs({"guarantee": f"epsilon {up(q.epsilon)} at delta {up_delta(q.delta)} for {whose}", "score": a.score, "hours": hours}),
         "Commands (STORE: from `dpvision data import`)",
         *(f"  {command}" for command in a.commands),
         *([draws_table(a.draws)] if a.draws else []),

@@ -6,7 +6,7 @@ from dpvision.cli.output import pairs, shown
 from dpvision.config import PrivacyConfig
 from dpvision.privacy.plan import draft_plan
 from dpvision.privacy.planner import images_per_step, what_if
-from dpvision.privacy.printed import up
+from dpvision.privacy.printed import up, up_delta
 from dpvision.privacy.simulation import NO_GUARANTEE, simulated
 
 
@@ -31,7 +31,7 @@ def simulation(recipe: str | None, full: PrivacyConfig, factor: float, typed: di
     }
     assert plan.stated_epsilon is not None, "a private plan has an epsilon"
     text = [
-        f"{NO_GUARANTEE} of a run at epsilon {up(plan.stated_epsilon)}, delta {plan.delta:.3g}",
+        f"{NO_GUARANTEE} of a run at epsilon {up(plan.stated_epsilon)}, delta {up_delta(plan.delta)}",
         pairs(
             {
                 "expected batch size": f"{shown(small.expected_batch_size)} in place of {shown(plan.expected_batch_size)}",

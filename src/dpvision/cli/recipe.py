@@ -7,6 +7,7 @@ from typing import Any
 
 from dpvision.config import PrivacyConfig, RunConfig
 from dpvision.errors import ConfigError
+from dpvision.privacy.printed import up_delta
 from dpvision.recipes import RECIPES, TABLE_ROWS
 
 
@@ -87,8 +88,8 @@ def untyped_delta(recipe: PrivacyConfig, cfg: PrivacyConfig, typed: dict[str, An
     if population * recipe.delta <= 1 + 1e-9:
         return None
     return (
-        f"privacy: N x delta={population * recipe.delta:.3g} (the recipe's {recipe.delta:.3g} is for {recipe.dataset_size:,} records, "
-        f"and {population:,} are declared); expected at most 1. Give --privacy.delta None for the default."
+        f"privacy: N x delta={up_delta(population * recipe.delta)} (the recipe's {up_delta(recipe.delta)} is for {recipe.dataset_size:,} "
+        f"records, and {population:,} are declared); expected at most 1. Give --privacy.delta None for the default."
     )
 
 

@@ -10,7 +10,7 @@ import tyro
 from dpvision.cli.paths import check_store
 from dpvision.config import RunConfig
 from dpvision.errors import ConfigError
-from dpvision.privacy.printed import up
+from dpvision.privacy.printed import up, up_delta
 
 if TYPE_CHECKING:
     from dpvision.privacy.composition import Part
@@ -112,16 +112,16 @@ COMPOSED = {
 def guarantee_words(plan: "DPPlan", epsilon: float, unit_epsilon: float | None, delta: float) -> str:
     """Return the guarantee as one line: per image, and per person if people are declared."""
     if plan.num_units is None:
-        return f"epsilon {up(epsilon)} at delta {delta:.3g}"
+        return f"epsilon {up(epsilon)} at delta {up_delta(delta)}"
     k = plan.max_records_per_unit
     if plan.sampling_unit == "person":
         images = "one image" if k == 1 else f"at most {k} images"
-        return f"epsilon {up(epsilon)} for a person ({images} in a step) at delta {delta:.3g}"
+        return f"epsilon {up(epsilon)} for a person ({images} in a step) at delta {up_delta(delta)}"
     if unit_epsilon is None:
-        return f"epsilon {up(epsilon)} for a single image, unknown for a person, at delta {delta:.3g}"
+        return f"epsilon {up(epsilon)} for a single image, unknown for a person, at delta {up_delta(delta)}"
     if k == 1:
-        return f"epsilon {up(unit_epsilon)} for a person (one image of each) at delta {delta:.3g}"
-    return f"epsilon {up(unit_epsilon)} for a person (at most {k} images), {up(epsilon)} for a single image, at delta {delta:.3g}"
+        return f"epsilon {up(unit_epsilon)} for a person (one image of each) at delta {up_delta(delta)}"
+    return f"epsilon {up(unit_epsilon)} for a person (at most {k} images), {up(epsilon)} for a single image, at delta {up_delta(delta)}"
 
 
 def spent(plan: "DPPlan", steps: int, behind: "tuple[Part, ...]" = ()) -> tuple[dict[str, Any], str]:

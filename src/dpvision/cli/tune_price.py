@@ -9,7 +9,7 @@ from dpvision.cli.output import shown, table
 from dpvision.cli.tune_space import How
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.errors import DPVisionError
-from dpvision.privacy.printed import up
+from dpvision.privacy.printed import up, up_delta
 
 if TYPE_CHECKING:
     from dpvision.cli.tune_trials import Study, Trial
@@ -91,7 +91,7 @@ def prices(config: RunConfig, plan: "DPPlan", trials: int, budget: float | None,
 def price_table(price: Price, how: How, trials: int) -> str:
     """Return the table of the four ways as text; the chosen one is marked."""
     rows = [(f"{'> ' if way == how else '  '}{way}", *rest) for way, *rest in price.rows]
-    delta = "" if price.budget is None else f", at delta {price.budget.delta:.3g}"
+    delta = "" if price.budget is None else f", at delta {up_delta(price.budget.delta)}"
     whose = ", epsilon of a person" if price.of_person else ""
     text = table(f"{trials} trials{delta}{whose}", ("way", "epsilon", "confidential", "statement's tuning"), rows)
     if how == "charged" and price.budget is not None:
@@ -113,10 +113,11 @@ def charged_text(study: "Study", store: "Store", trials: Iterable["Trial"]) -> t
     bound = filter_bound([charged_event(found.plan) for found in ledgers], study.plan.delta)
     account = store_account(store.path)
     assert bound is not None and study.budget is not None
-    total = "unknown" if account.epsilon_filter is None else f"{up(account.epsilon_filter)} at delta {account.delta:.3g}"
+    total = "unknown" if account.epsilon_filter is None else f"{up(account.epsilon_filter)} at delta {up_delta(account.delta)}"
     text = (
-        f"These trials and the choice among them: epsilon {up(study.budget.epsilon)} at delta {study.plan.delta:.3g}, the budget fixed "
-        f"beforehand; the ledgers of {len(ledgers)} trials hold {up(bound[0])}. The epsilon of a single trial does not cover the choice.\n"
+        f"These trials and the choice among them: epsilon {up(study.budget.epsilon)} at delta {up_delta(study.plan.delta)}, the budget "
+        f"fixed beforehand; the ledgers of {len(ledgers)} trials hold {up(bound[0])}. "
+        "The epsilon of a single trial does not cover the choice.\n"
         f"All {len(account.runs)} runs on the store: epsilon {total}"
         f"{'' if account.unit_epsilon is None or account.draws_people else ' for an image'}."
     )

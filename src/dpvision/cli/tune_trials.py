@@ -96,10 +96,11 @@ def study_folder(root: Path, asked: dict[str, Any], *, resume: bool) -> Iterator
         except OSError:
             raise CheckpointError(f"tune: {root} is in use by another process. Wait for it, or choose another --name.") from None
         from dpvision.files import write_json
+        from dpvision.privacy.marks import read_json
 
         asked = {"format": FORMAT, **asked}
         if resume:
-            saved = json.loads(file.read_bytes())
+            saved = read_json(file)
             other = [name for name in asked if saved.get(name) != asked[name]]
             if other:
                 raise ConfigError(

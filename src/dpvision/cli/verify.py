@@ -32,7 +32,7 @@ def verify(
     adds that the store's ledgers match its own record of them, and which other runs used the same records.
 
     Every value is recomputed from the statement's plan and steps, whatever version wrote it, or listed as declared. Each check is ok,
-    declared, not checked with a reason, unverified (a figure that could not be recomputed), or failed. The exit status is 0 if no check
+    declared, not checked with a reason, unverified (a figure that could not be confirmed), or failed. The exit status is 0 if no check
     failed and no figure is unverified, 1 otherwise, 2 if the statement cannot be read.
 
     Args:
@@ -59,7 +59,7 @@ def _text(checks: "list[Check]", bad: int, unverified: int) -> str:
     unknown = sum(check.status == "not checked" for check in checks)
     verdict = "Nothing failed."
     if unverified:
-        verdict = f"NOT VERIFIED: {unverified} of {len(checks)} checks could not recompute a figure. Do not rely on this statement."
+        verdict = f"NOT VERIFIED: {unverified} of {len(checks)} checks could not confirm a figure. Do not rely on this statement."
     if bad:
         verdict = f"{bad} of {len(checks)} checks FAILED: do not rely on this statement."
     return "\n".join([*lines, "", verdict + (f" {unknown} could not be checked." if unknown else "")])

@@ -26,6 +26,7 @@ import numpy as np
 
 from dpvision.data.multi_label import LABELS_FILE, LabelSetWriter
 from dpvision.errors import DataError
+from dpvision.strict_json import parse_json
 
 if TYPE_CHECKING:
     from dpvision.data.sources import Sample
@@ -66,7 +67,7 @@ def read_rule(path: str | Path, unknown: UnknownClasses = "refuse") -> ClassRule
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        found = json.loads(text) if text.lstrip().startswith(("[", "{")) else [line for line in text.splitlines() if line.strip()]
+        found = parse_json(text) if text.lstrip().startswith(("[", "{")) else [line for line in text.splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise DataError(f"classes: {path}: {error}; expected names in UTF-8, one per line or as a JSON list. Rewrite it so.") from None
     labels: list[str] | None = None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpvision.data.decode import BadImage, decode
-from dpvision.data.person_names import SHARED_FILE, SharedImages, Unmatched, person_name
+from dpvision.data.person_names import SHARED_FILE, SharedImages, Unmatched, loosely, person_name
 from dpvision.data.sources import Sample
 from dpvision.errors import OPERATOR_ONLY, DataError
 
@@ -89,6 +89,23 @@ def refuse_shared(field: str, found: list[Shared]) -> None:
         )
 
 
+def refuse_alike(field: str, names: Iterable[str]) -> None:
+    """Raise DataError if names of different persons may be spellings of one (``person_names.loosely``).
+
+    Args:
+        names: from ``person_name``, each once.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(loosely(name), []).append(name)
+    if found := sorted(" = ".join(sorted(group)) for group in groups.values() if len(group) > 1):
+        raise DataError(
+            f"data import: --unit-from {field}: {OPERATOR_ONLY}{len(found):,} persons spelled in several ways "
+            f"({_some(found, len(found))}), which would count as several; expected names that differ in more than case, leading zeros or "
+            "the form of a number. Write each person in one way in the source; give different persons other names."
+        )
+
+
 def check_field(option: str, field: str, seen: set[str]) -> None:
     """Raise DataError if no sample had a field."""
     if field not in seen:
@@ -96,16 +113,17 @@ def check_field(option: str, field: str, seen: set[str]) -> None:
 
 
 def check_persons(read: Callable[[], Iterable[Sample]], rule: PersonRule) -> None:
-    """Refuse a source with images without a person, or of two, before all images are decoded; only suspicious ones are.
+    """Refuse a source with images without a person or of two, or a person spelled in two ways, before all images are decoded; only
+    suspicious ones are.
 
     Args:
         read: gives the samples anew at each call; called once, and again if there are images of two persons.
 
     Raises:
-        DataError: as ``WithoutPerson.refuse`` and ``refuse_shared``, or no sample has the field.
+        DataError: as ``WithoutPerson.refuse``, ``refuse_alike`` and ``refuse_shared``, or no sample has the field.
     """
     assert rule.field is not None
-    digests, persons, missing, seen = array("Q"), array("Q"), WithoutPerson(), set[str]()
+    digests, persons, missing, seen, names = array("Q"), array("Q"), WithoutPerson(), set[str](), set[str]()
     for sample in read():
         if sample.problem is not None:
             continue
@@ -115,11 +133,14 @@ def check_persons(read: Callable[[], Iterable[Sample]], rule: PersonRule) -> Non
             if rule.unmatched == "refuse" and (missing.count or _decodes(sample.image)):
                 missing.add(sample.key)
             continue
+        if name is not None:
+            names.add(name)
         digests.append(_digest(sample.image))
         persons.append(0 if name is None else _digest(name.encode("utf-8", "surrogatepass")))
     if seen:
         check_field("--unit-from", rule.field, seen)
     missing.refuse(rule.field)
+    refuse_alike(rule.field, names)
     if rule.shared != "refuse" or not len(digests):
         return
     digest_N, person_N = (np.frombuffer(part, dtype=np.uint64) for part in (digests, persons))

@@ -24,6 +24,7 @@ from dpvision.data.import_people import (
     WithoutPerson,
     check_field,
     check_persons,
+    refuse_alike,
     refuse_shared,
 )
 from dpvision.data.join import UNMATCHED_FILE
@@ -332,6 +333,8 @@ class _Build:
                 check_field(option, name, self._fields_seen)
         if self._people.field is not None and self._people.unmatched == "refuse":
             self._no_person.refuse(self._people.field)
+        if self._people.field is not None:
+            refuse_alike(self._people.field, self._name_of_unit.values())
 
     def finish(self, visibility: str, num_seen: int, more: dict[str, Any]) -> None:
         self._check_fields()

@@ -1,6 +1,5 @@
 """The table of Hugging Face's imagefolder layout, metadata.csv or metadata.jsonl: fields of the images of a folder by file_name."""
 
-import json
 import posixpath
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +9,7 @@ from dpvision.data.captions import CAPTION_FIELDS
 from dpvision.data.csv_table import read_csv
 from dpvision.data.join import one_form
 from dpvision.errors import DataError
+from dpvision.strict_json import parse_json
 
 METADATA_NAMES = ("metadata.csv", "metadata.jsonl")
 
@@ -68,5 +68,5 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _jsonl_rows(lines: Iterable[str]) -> tuple[list[str], Iterable[Row]]:
-    rows = [json.loads(line) for line in lines if line.strip()]
+    rows = [parse_json(line, nan=True) for line in lines if line.strip()]
     return list(dict.fromkeys(name for row in rows for name in row)), rows

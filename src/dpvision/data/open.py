@@ -1,6 +1,5 @@
 """Open a store of either kind: image files in tar shards (``store``), or generated textures (``texture_store``)."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from dpvision.data.multi_label import LabelSets
 from dpvision.data.store import FORMAT, REMEDY, ROW, SEVERAL_FORMAT, TEXTURES_FORMAT, Store
 from dpvision.data.texture_store import TextureStore
 from dpvision.errors import DataError
+from dpvision.strict_json import parse_json
 
 
 def is_store(path: str | Path) -> bool:
@@ -45,7 +45,7 @@ def _description(path: Path) -> dict[str, Any]:
     """Return the content of store.json, with every field present."""
     file = path / "store.json"
     try:
-        meta = json.loads(file.read_text())
+        meta = parse_json(file.read_text())
     except OSError as error:
         raise DataError(f"store: {path}: {error.strerror}; expected a store. Make one with `dpvision data import SOURCE STORE`.") from None
     except ValueError:

@@ -33,6 +33,7 @@ from dpvision.data.metadata_table import METADATA_NAMES, read_metadata
 from dpvision.data.ordered import ordered_map
 from dpvision.data.tarindex import Member, scan
 from dpvision.errors import DataError
+from dpvision.strict_json import parse_json
 
 _BESIDE = (".txt", ".json")
 
@@ -368,7 +369,7 @@ def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Samp
         return os.pread(fd, size if limit is None else min(size, limit), parts[extension].offset)
 
     try:
-        fields = json.loads(beside("json")) if "json" in parts else {}  # json.loads detects UTF-8, UTF-16 and UTF-32 in bytes
+        fields = parse_json(beside("json"), nan=True) if "json" in parts else {}  # it detects UTF-8, UTF-16 and UTF-32 in bytes
         if not isinstance(fields, dict):
             raise ValueError("not an object")
         if "txt" in parts:

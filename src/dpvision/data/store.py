@@ -34,6 +34,7 @@ from dpvision.data.tarindex import BLOCK, member_size
 from dpvision.data.transform import random_views
 from dpvision.errors import DataError
 from dpvision.privacy.store_marks import HAS_MARKS, StoreLedgers
+from dpvision.strict_json import parse_json
 
 FORMAT = "dpvision-store-1"
 SEVERAL_FORMAT = "dpvision-store-several-1"
@@ -305,7 +306,7 @@ class Store:
     def import_summary(self) -> dict[str, Any]:
         """Counts of the import: records, images left out by reason, duplicates merged. Private: for the operator only."""
         try:
-            return json.loads((self.path / "confidential" / "import.json").read_text())
+            return parse_json((self.path / "confidential" / "import.json").read_text())
         except (OSError, ValueError) as error:
             raise DataError(
                 f"store: {self.path}: no summary of the import ({error}); expected confidential/import.json. {REMEDY}"

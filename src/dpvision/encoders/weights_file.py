@@ -18,6 +18,7 @@ from torch import Tensor
 from dpvision.checkpoint import MANIFEST, find_checkpoint, read_manifest
 from dpvision.encoders.unpickle import load_pickle_safely
 from dpvision.errors import CheckpointError
+from dpvision.strict_json import parse_json
 from dpvision.weights import unpack
 
 
@@ -60,12 +61,11 @@ def lineage_of_run_around(path: Path) -> list[dict[str, Any]] | None:
     for folder in path.resolve().parents:
         if _values(folder / MANIFEST, "lineage") is not None:
             return read_manifest(folder)["lineage"]
-        about = _values(folder / "run.json", "store_visibility")
-        if about is not None:
+        if _values(folder / "run.json", "store_visibility") is not None:
             try:
                 return read_manifest(find_checkpoint(folder))["lineage"]
             except CheckpointError:
-                return [_entry_of_run(folder / "run.json", about)]
+                return [_entry_of_run(folder / "run.json")]
     return None
 
 
@@ -78,12 +78,15 @@ def _values(path: Path, field: str) -> dict[str, Any] | None:
     return values if isinstance(values, dict) and field in values else None
 
 
-def _entry_of_run(path: Path, about: dict[str, Any]) -> dict[str, Any]:
+def _entry_of_run(path: Path) -> dict[str, Any]:
     """Return the lineage entry of a run without a readable checkpoint: its store, without a guarantee."""
     try:
+        about = parse_json(path.read_bytes())
         return {
             "store_id": str(about["store_id"]), "visibility": str(about["store_visibility"]), "licence": None,
             "run_id": str(about["run_id"]), "guarantee": None,
         }  # fmt: skip
     except KeyError as error:
         raise CheckpointError(f"weights: {path} lacks {error}; expected what the run wrote. Restore it.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"weights: {path}: {error}; expected what the run wrote. Restore it.") from None

@@ -1,6 +1,5 @@
 """Files of scores: a run's scores.json, and confidential/scores.json for private ones."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ from dpvision.errors import CheckpointError
 from dpvision.eval.score import Score
 from dpvision.files import write_json
 from dpvision.runs.folder import run_base
+from dpvision.strict_json import parse_json
 
 NOTHING_FITTED = "nothing"
 """``train_data`` of a score without a fitted probe: a run's own head, or a captioner."""
@@ -60,7 +60,7 @@ def read_scores(path: Path) -> list[dict]:
     if not path.exists():
         return []
     try:
-        entries = json.loads(path.read_text())
+        entries = parse_json(path.read_text())
         for entry in entries:
             _key(entry)
         return entries

@@ -24,7 +24,7 @@ from dpvision.privacy import accountant
 from dpvision.privacy.account import filter_bound, unit_view
 from dpvision.privacy.events import Composed, Event
 from dpvision.privacy.plan import DPPlan, View
-from dpvision.privacy.printed import up
+from dpvision.privacy.printed import up, up_delta
 from dpvision.privacy.refusal import MAX_EPSILON, MAX_N_TIMES_DELTA
 
 Part = tuple[DPPlan, int]
@@ -148,8 +148,8 @@ def check_total(parts: tuple[Part, ...], *, allow_weak: bool = False) -> None:
     records = max(plan.population for plan, _ in parts)
     if not records * delta <= MAX_N_TIMES_DELTA:
         raise PrivacyError(
-            f"lineage: dataset_size x delta = {records * delta:.3g} over the {len(parts)} runs behind these weights; expected at most "
-            f"{MAX_N_TIMES_DELTA}. Start from other weights, or plan a smaller delta."
+            f"lineage: dataset_size x delta = {up_delta(records * delta)} over the {len(parts)} runs behind these weights; expected at "
+            f"most {MAX_N_TIMES_DELTA}. Start from other weights, or plan a smaller delta."
         )
     if not epsilon < math.inf:
         raise PrivacyError(

@@ -125,7 +125,7 @@ class Ledger:
                     ledger = cls(ledgers, read_ledger(path), fd)
                     ledger._write(encode(start_line(ledger._digest, resume=True)))
                     ledger._restarts += 1
-                ledgers.set_mark(run_id, ledger._mark(), everywhere=True)
+                ledgers.set_marks({other: c.mark for other, c in contents.items()} | {run_id: ledger._mark()}, of_all=True)
             except BaseException:
                 if fd is not None:
                     os.close(fd)
@@ -160,7 +160,7 @@ class Ledger:
         self._write(encode(step_line(self._digest, step)))
         self._steps = step + 1
         with self._ledgers.locked():
-            self._ledgers.set_mark(self.run_id, self._mark())
+            self._ledgers.set_marks({self.run_id: self._mark()})
         return step
 
     def close(self) -> None:

@@ -16,13 +16,21 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy.marks import Mark
 from dpvision.privacy.plan import DPPlan
+from dpvision.strict_json import parse_json
 
 FORMAT = "dpvision-ledger-1"
+
+
+class Line(NamedTuple):
+    """What a ledger says up to and including a line."""
+
+    steps: int
+    restarts: int
 
 
 @dataclass(frozen=True)
@@ -45,21 +53,30 @@ class LedgerContents:
     """Raw bytes after the last newline: a line whose writing was interrupted; empty normally."""
     header: str
     """SHA-256 of the first line: run, store and plan."""
-    heads: dict[str, int] = field(repr=False)
-    """Digest of each line of the chain -> steps charged up to and including it. Torn lines, sealed or not, are excluded: they may hold any
-    bytes, even another ledger's line."""
+    heads: dict[str, Line] = field(repr=False)
+    """Digest of each line of the chain -> what is charged up to it. Torn lines, sealed or not, are excluded: they may hold any bytes, even
+    another ledger's line."""
 
     @property
     def mark(self) -> Mark:
         """Mark: the mark of the ledger's current state, at its last whole line."""
         last = next(reversed(self.heads))
-        return Mark(self.heads[last], last, self.header)
+        return Mark(self.heads[last].steps, last, self.header)
+
+    def at(self, line: str) -> Line | None:
+        """Return what is charged up to the line with this digest, which may be the last one, torn; None if there is no such line."""
+        return Line(self.steps, self.restarts) if line == self.digest else self.heads.get(line)
 
     def continues(self, older: "LedgerContents") -> bool:
         """Return whether ``older`` is an earlier state of this ledger, or the same."""
         if older.header != self.header:
             return False
-        return older.digest == self.digest or self.heads.get(older.mark.digest) == older.mark.steps
+        return older.digest == self.digest or self.has(older.mark)
+
+    def has(self, mark: Mark) -> bool:
+        """Return whether a whole line is the one that a mark is of, after as many steps: a line that a crash tore is in no mark."""
+        found = self.heads.get(mark.digest)
+        return found is not None and found.steps == mark.steps
 
 
 def encode(line: dict[str, Any]) -> bytes:
@@ -123,7 +140,7 @@ def read_ledger(path: Path) -> LedgerContents:
     ]:
         raise _altered(path, 1)
 
-    heads = {digest(lines[0]): 0, digest(lines[1]): 0}
+    heads = {digest(lines[0]): Line(0, 0), digest(lines[1]): Line(0, 0)}
     steps = restarts = 0
     prev = digest(lines[1])
     number = 2
@@ -139,13 +156,13 @@ def read_ledger(path: Path) -> LedgerContents:
         # A line that was torn and sealed may hold anything, a whole line included: the seal says what it counts for.
         if lines[number + 1 : number + 2] == [encode(recovery_line(digest(raw), sealed))]:
             steps, prev = sealed, digest(lines[number + 1])
-            heads[prev] = steps
+            heads[prev] = Line(steps, restarts)
             number += 2
             continue
         if after < 0:
             raise _altered(path, number + 1)
         steps, restarts, prev = after, restarts + restart, digest(raw)
-        heads[prev] = steps
+        heads[prev] = Line(steps, restarts)
         number += 1
     if torn:
         steps, prev = charge_torn(steps, plan), digest(torn)
@@ -154,7 +171,7 @@ def read_ledger(path: Path) -> LedgerContents:
 
 def _parse(raw: bytes) -> dict[str, Any] | None:
     try:
-        value = json.loads(raw)
+        value = parse_json(raw)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

@@ -1,17 +1,19 @@
 """Marks: the state of every run's ledger, recorded in the store and in the ledger folder, to detect loss, truncation or rollback of either.
 
-The same data are in two files that are lost by different accidents: ``ledger_marks.json`` in the folder of each store of a family (a
-store and its halves), and ``LEDGERS/<store_id>/marks.json``, which the family shares. docs/privacy.md has the rules.
+The same data are in files that are lost by different accidents: ``ledger_marks.json`` in the folder of each store of a family (a store and
+its halves), and ``LEDGERS/<store_id>/marks.json``, which the family shares. Every charge is written to each of them, so that a lost one can
+be restored from any other. docs/privacy.md has the rules.
 """
 
 import hashlib
-import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dpvision.errors import DataError, PrivacyError
 from dpvision.files import write_json
+from dpvision.strict_json import parse_json
 
 FORMAT = "dpvision-ledger-marks-2"
 
@@ -52,10 +54,13 @@ class Marks:
     """Number of times the owner declared the store moved."""
     members: tuple[str, ...] = ()
     """In the shared file: names of the store folders that have a file of marks."""
+    every_charge: bool = False
+    """Whether every charge of every run was written to this file. False in files of older versions, which wrote all charges to the shared
+    file, and to that of the store that the run was on."""
 
-    def with_run(self, run_id: str, mark: Mark) -> "Marks":
-        """A copy with the newest mark of a run."""
-        return replace(self, runs=self.runs | {run_id: mark})
+    def with_runs(self, runs: Mapping[str, Mark]) -> "Marks":
+        """A copy with the newest marks of some runs."""
+        return replace(self, runs={**self.runs, **runs})
 
 
 def read_marks(path: Path) -> Marks | None:
@@ -77,6 +82,7 @@ def read_marks(path: Path) -> Marks | None:
             places=tuple(map(str, values["places"])),
             moves=int(values["moves"]),
             members=tuple(map(str, values["members"])),
+            every_charge=values.get("every_charge") is True,
         )
     except (TypeError, KeyError, ValueError, AttributeError):
         raise PrivacyError(f"ledger: {path}: not a file of ledger marks; expected what dpvision wrote. Restore it.") from None
@@ -110,6 +116,6 @@ def read_json(path: Path) -> Any:
         DataError: missing or not JSON.
     """
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: {error}; expected a JSON file that dpvision wrote. Restore it.") from None

@@ -1,4 +1,4 @@
-"""Epsilons as text: the one place that rounds them, and always up, so that no text states less than was executed."""
+"""Epsilons and deltas as text: the one place that rounds them, and always up, so that no text states less than was executed."""
 
 import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
@@ -30,6 +30,26 @@ def up(epsilon: float | None, digits: int | None = None) -> str:
 def up_to(significant: int, epsilon: float) -> float:
     """Round a finite epsilon up to some significant digits."""
     return float(_rounded(epsilon, _exact(epsilon).adjusted() - significant + 1, ROUND_CEILING))
+
+
+def up_delta(delta: float | None) -> str:
+    """Format a delta, or the product of one with a number of records: three significant digits, rounded up.
+
+    >>> up_delta(1e-5), up_delta(1 / 120_000), up_delta(0.05)
+    ('1e-5', '8.34e-6', '0.05')
+
+    Returns:
+        "unknown" for None or NaN.
+    """
+    if delta is None or not math.isfinite(delta):
+        return up(delta)
+    digits, power = f"{up_to(3, delta):.2e}".split("e")
+    return f"{float(digits):g}e{int(power)}" if 0 < delta < 1e-3 else f"{up_to(3, delta):.3g}"
+
+
+def one_in(delta: float) -> str:
+    """Format a small probability as "1 in N", N rounded down."""
+    return f"1 in {_rounded(1 / delta, 0, ROUND_FLOOR):,.0f}"
 
 
 def down(x: float) -> str:

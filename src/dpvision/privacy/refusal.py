@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from dpvision.privacy import accountant, mechanism
-from dpvision.privacy.printed import up
+from dpvision.privacy.printed import up, up_delta
 
 if TYPE_CHECKING:
     from dpvision.privacy.plan import DPPlan
@@ -33,7 +33,7 @@ def refusal(plan: "DPPlan", *, allow_weak: bool = False) -> str | None:
     if not plan.population * plan.delta <= MAX_N_TIMES_DELTA:
         return (
             f"privacy: delta={plan.delta}; expected {declared} x delta at most {MAX_N_TIMES_DELTA}, got "
-            f"{plan.population * plan.delta:.3g}. Leave delta out for 1 / (2 {declared})."
+            f"{up_delta(plan.population * plan.delta)}. Leave delta out for 1 / (2 {declared})."
         )
     return _unaccounted(plan) or (None if allow_weak else weakness(plan))
 
@@ -42,7 +42,7 @@ def weakness(plan: "DPPlan") -> str | None:
     """Return why ``plan`` is refused without ``allow_weak_guarantee``, or None."""
     remedy = "To train nevertheless: --privacy.allow-weak-guarantee."
     if not plan.delta <= MAX_DELTA:
-        return f"privacy: delta={plan.delta}; expected at most {MAX_DELTA}. Pass --privacy.delta {MAX_DELTA:g}. {remedy}"
+        return f"privacy: delta={plan.delta}; expected at most {MAX_DELTA}. Pass --privacy.delta {MAX_DELTA}. {remedy}"
     stated = plan.stated_epsilon
     if stated is None or not stated <= MAX_EPSILON:
         whose = "one record" if plan.num_units is None else f"one person ({plan.clipped_per_unit} records)"

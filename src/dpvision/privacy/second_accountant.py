@@ -15,7 +15,7 @@ Legend: N bins of one step; K points of the composed grid.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from scipy import fft, optimize, special, stats
@@ -77,8 +77,9 @@ def _epsilon_of_all(releases: tuple[Release, ...], delta: float) -> float:
     width = max(_bin_width(releases), *(2 * r.largest_loss(tail) / _MOST_POINTS for r in releases))
     bounds = []
     for add in (False, True):
-        rare, tight = _of_one_rare_step(releases, width, delta, add)
-        bounds.append(rare if tight else min(rare, _epsilon(releases, width, delta, add)))
+        losses = _discretised(releases, width, delta, add)
+        rare, tight = _of_one_rare_step(losses, delta)
+        bounds.append(rare if tight else min(rare, _epsilon(releases, losses, delta, add)))
     return max(bounds)
 
 
@@ -143,14 +144,30 @@ class _Losses:
         mass[0] += p[0]
         return cls(first, mass, float(p[-1]), width, r.steps)
 
-    @property
-    def loss_N(self) -> np.ndarray:
-        return (self.first + np.arange(len(self.mass_N))) * self.width
+    @cached_property
+    def logs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Losses and log probabilities, each (N,)."""
+        with np.errstate(divide="ignore"):
+            return (self.first + np.arange(len(self.mass_N))) * self.width, np.log(self.mass_N)
 
     def log_moment(self, tilt: float) -> float:
         """log E[exp(tilt x loss)] of one step, the infinite loss left out."""
-        with np.errstate(divide="ignore"):
-            return float(special.logsumexp(tilt * self.loss_N + np.log(self.mass_N)))
+        return _log_moment(*self.logs, tilt)
+
+
+def _discretised(releases: Sequence[Release], width: float, delta: float, add: bool) -> list[_Losses]:
+    return [_Losses.of(r, width, delta / total_steps(releases), add) for r in releases]
+
+
+def _log_moment(loss_N: np.ndarray, log_mass_N: np.ndarray, tilt: float) -> float:
+    """log of the sum of mass x exp(tilt x loss)."""
+    log_N = tilt * loss_N
+    log_N += log_mass_N
+    largest = float(log_N.max(initial=-math.inf))
+    if not math.isfinite(largest):
+        return largest
+    log_N -= largest
+    return largest + math.log(np.exp(log_N, out=log_N).sum())
 
 
 def _far(noise: float, tail: float) -> float:
@@ -184,8 +201,9 @@ def _where(loss: np.ndarray, weights: np.ndarray, noise: float, low: float, high
 def _between(x: np.ndarray, mean: float, noise: float) -> np.ndarray:
     """Probability of a Gaussian between neighbouring points, computed from the smaller tail."""
     z = (x - mean) / noise
-    left, right = special.ndtr(z), special.ndtr(-z)
-    return np.maximum(np.where(z[:-1] < 0, left[1:] - left[:-1], right[:-1] - right[1:]), 0.0)
+    tail = special.ndtr(-np.abs(z))
+    left = np.where(z < 0, tail, 1.0 - tail)
+    return np.maximum(np.where(z[:-1] < 0, left[1:] - left[:-1], tail[:-1] - tail[1:]), 0.0)
 
 
 def _bin_width(releases: Sequence[Release]) -> float:
@@ -202,13 +220,13 @@ def _bin_width(releases: Sequence[Release]) -> float:
     return min(0.01, 0.05 * math.sqrt(variance / total_steps(releases)))
 
 
-def _epsilon(releases: Sequence[Release], width: float, delta: float, add: bool) -> float:
-    """Smallest epsilon whose bound on delta is at most ``delta``, for one direction.
+def _epsilon(releases: Sequence[Release], losses: Sequence[_Losses], delta: float, add: bool) -> float:
+    """Smallest epsilon whose bound on delta is at most ``delta``, for one direction; ``losses`` are those of the releases.
 
     At a low rate and little noise the loss of the rare step with the record is 10^6 times the standard deviation of a step. There the
     bins are wider than ``_bin_width`` asks for, because their number is limited; any width gives an upper bound.
     """
-    losses = [_Losses.of(r, width, delta / total_steps(releases), add) for r in releases]
+    width = losses[0].width
     infinite = math.fsum(loss.steps * loss.infinite for loss in losses)
     wanted = delta - infinite - _CUT * delta
 
@@ -222,23 +240,23 @@ def _epsilon(releases: Sequence[Release], width: float, delta: float, add: bool)
     tilt = math.exp(optimize.minimize_scalar(renyi, bounds=(-9, 18), method="bounded", options={"xatol": 1e-3}).x)
     total = log_moment(tilt)
     # The probability outside of [bottom, top] is below _CUT of delta, and so small under the tilted law that its aliases are negligible.
-    above = (1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 5.0, 9.0)
+    above = [(s, log_moment(s * tilt)) for s in (1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 5.0, 9.0)]
     top = max(
-        min((log_moment(s * tilt) - math.log(_CUT * delta)) / (s * tilt) for s in above),
-        min((log_moment(s * tilt) - total - math.log(_IMAGE)) / ((s - 1) * tilt) for s in above),
+        min((moment - math.log(_CUT * delta)) / (s * tilt) for s, moment in above),
+        min((moment - total - math.log(_IMAGE)) / ((s - 1) * tilt) for s, moment in above),
     )
     below = (0.98, 0.95, 0.9, 0.8, 0.6, 0.3, 0.0, -0.5, -1.0, -3.0)
     bottom = max((math.log(_IMAGE) - log_moment(s * tilt) + total) / ((1 - s) * tilt) for s in below)
     first = math.floor(bottom / width) - 1
     points = fft.next_fast_len(max(math.ceil(top / width) - first + 2, 64), real=True)
     if points > _MOST_POINTS:
-        return _epsilon(releases, 1.1 * width * points / _MOST_POINTS, delta, add)
+        return _epsilon(releases, _discretised(releases, 1.1 * width * points / _MOST_POINTS, delta, add), delta, add)
 
     spectrum = np.ones(points // 2 + 1, dtype=np.complex128)
     for loss in losses:
         tilted = np.zeros(points)
-        with np.errstate(divide="ignore"):
-            share = np.exp(tilt * loss.loss_N + np.log(loss.mass_N) - loss.log_moment(tilt))
+        loss_N, log_mass_N = loss.logs
+        share = np.exp(tilt * loss_N + log_mass_N - loss.log_moment(tilt))
         np.add.at(tilted, (loss.first + np.arange(len(share))) % points, share)
         spectrum *= fft.rfft(tilted) ** loss.steps
     order = np.arange(first, first + points)
@@ -264,14 +282,13 @@ def _smallest(mass_K: np.ndarray, loss_K: np.ndarray, wanted: float, guess: floa
     return max(0.0, min(float(found), float(loss_K[at])) * (1 + 1e-9) + 1e-12)
 
 
-def _of_one_rare_step(releases: Sequence[Release], width: float, delta: float, add: bool) -> tuple[float, bool]:
+def _of_one_rare_step(losses: Sequence[_Losses], delta: float) -> tuple[float, bool]:
     """Upper bound on epsilon for one direction, and whether it is tight: where epsilon comes from one step with a loss above a threshold.
 
     The threshold is the smallest that two steps exceed with probability at most _CUT x delta. Losses are those of no such step, whose sum
     is bounded (Chernoff) and must stay below epsilon, or of one such step and the others, whose law is the product of two spectra.
     """
-    losses = [_Losses.of(r, width, delta / total_steps(releases), add) for r in releases]
-    spare = _CUT * delta
+    width, spare = losses[0].width, _CUT * delta
     start, end = min(loss.first for loss in losses), max(loss.first + len(loss.mass_N) for loss in losses)
     above_M = np.zeros(end - start)  # expected number of steps with a loss above each point
     for loss in losses:
@@ -288,9 +305,11 @@ def _of_one_rare_step(releases: Sequence[Release], width: float, delta: float, a
         rare = (order > threshold) & (order <= highest)
         parts.append((order[order <= threshold], loss.mass_N[order <= threshold], order[rare], loss.mass_N[rare], loss.steps))
 
+    with np.errstate(divide="ignore"):
+        logs = [(width * n, np.log(mass), steps) for n, mass, _, _, steps in parts]
+
     def log_moment(tilt: float) -> float:
-        with np.errstate(divide="ignore"):
-            return math.fsum(steps * float(special.logsumexp(tilt * width * n + np.log(mass))) for n, mass, _, _, steps in parts)
+        return math.fsum(steps * _log_moment(loss_N, log_mass_N, tilt) for loss_N, log_mass_N, steps in logs)
 
     def chernoff(log_tail: float, sign: int) -> float:
         """Value that the sum of the other steps exceeds (``sign`` 1) or falls below (-1) with this probability at most."""

@@ -3,7 +3,7 @@
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -140,9 +140,11 @@ class StoreLedgers:
         """Write a new store's own file of marks: its location, and its family's runs and cap so far. Do nothing if there is one."""
         own = read_marks(self.own_path)
         if own is None or not own.places:
-            shared = read_marks(self.shared_path) or Marks(self.store_id)
+            # Without a shared file nothing was charged yet.
+            shared = read_marks(self.shared_path) or Marks(self.store_id, every_charge=True)
             here = tuple(sorted(place(self.root.parent, self.store_id)))
-            write_marks(self.own_path, replace(own or Marks(self.store_id, shared.runs, shared.cap), places=here))
+            new = Marks(self.store_id, shared.runs, shared.cap, every_charge=shared.every_charge)
+            write_marks(self.own_path, replace(own or new, places=here))
 
     def begin(self) -> None:
         """Make sure that the store's own file of marks and the shared one exist, and that the family's private stores say so in store.json.
@@ -164,21 +166,21 @@ class StoreLedgers:
                 if about.get("visibility") != "public" and about.get(HAS_MARKS) is not True:
                     write_json(path.parent / "store.json", about | {HAS_MARKS: True})
 
-    def set_mark(self, run_id: str, mark: Mark, *, everywhere: bool = False) -> None:
-        """Write ``mark`` durably to the store's own file and the shared one; call with the lock held and after ``begin``.
+    def set_marks(self, runs: Mapping[str, Mark], *, of_all: bool = False) -> None:
+        """Write marks durably to every file of the family: any of them can restore the others. Call with the lock held and after ``begin``.
 
         Args:
-            everywhere: also write it to every other store folder of the family; slower, for the start of a run.
+            of_all: ``runs`` are those of all ledgers, so that from now on every file has every charge.
 
         Raises:
-            PrivacyError: one of the files is gone.
+            PrivacyError: the store's own file or the shared one is gone.
         """
-        paths = self.family_marks() if everywhere else (self.own_path, self.shared_path)
-        for path in paths:
-            marks = read_marks(path)
-            if marks is None:
+        family = self.family_marks()
+        for path in (self.own_path, self.shared_path):
+            if path not in family:
                 raise PrivacyError(f"ledger: {path}: missing; it was there when the run started. Restore it, then resume: {self._restore}.")
-            write_marks(path, marks.with_run(run_id, mark))
+        for path, marks in family.items():
+            write_marks(path, replace(marks.with_runs(runs), every_charge=of_all or marks.every_charge))
 
     def set_cap(self, cap: Cap) -> None:
         """Write the owner's cap to every file of the family; call with the lock held and after ``begin``."""
@@ -208,18 +210,23 @@ class StoreLedgers:
         """Rewrite a lost file of marks from the remaining ones, with the places that these know; call with the lock held.
 
         Raises:
-            PrivacyError: none remains, or the ledgers do not match them.
+            PrivacyError: none remains, none of them is known to have every charge, or the ledgers do not match them.
         """
         family = self.family_marks()
         if not family:
             raise self._no_marks()
+        if self.shared_path not in family and not any(marks.every_charge for marks in family.values()):
+            raise PrivacyError(
+                f"ledger: {self.shared_path}: missing, and the marks in {', '.join(path.parent.name for path in family)} are of an older "
+                "version, which did not write every charge there; expected a file with all of them. Restore it from a backup."
+            )
         ledgers = self._read_ledgers(self.marks())
         runs = {run_id: contents.mark for run_id, contents in ledgers.items()}
         cap = min((marks.cap for marks in family.values() if marks.cap), key=lambda cap: cap.epsilon, default=None)
         places = tuple(sorted({known for marks in family.values() for known in marks.places}))
         for path in (self.own_path, self.shared_path):
             if path not in family:
-                write_marks(path, Marks(self.store_id, runs, cap, places=places, moves=self.declared_moves()))
+                write_marks(path, Marks(self.store_id, runs, cap, places=places, moves=self.declared_moves(), every_charge=True))
         self.begin()
 
     def check_place(self) -> None:
@@ -305,6 +312,5 @@ class StoreLedgers:
                     f"{where}: steps={contents.steps}; expected at least {mark.steps}, which the store has seen. "
                     "It was shortened or is an older copy: restore the newest one."
                 )
-            # Whole lines only: a line that a crash tore is in no mark yet.
-            if contents.heads.get(mark.digest) != mark.steps:
+            if not contents.has(mark):
                 raise PrivacyError(f"{where}: other lines than those the store has seen; expected the same ledger. Restore it.")

@@ -12,12 +12,13 @@ from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import View
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report import choice_phrases
-from dpvision.report.check_result import Check, compared, differences, failed, not_checked, ok
+from dpvision.report.check_result import Check, compared, differences, failed, not_checked, ok, unverified
 from dpvision.report.phrase_version import phrase_version
 from dpvision.report.recompute import recomputed
 from dpvision.report.statement import other_runs
 
 _NAME = "other runs"
+_AGAIN = "write the statement again, with --store"
 
 
 def check_other_runs(statement: dict[str, Any], store_dir: Path) -> Check:
@@ -27,9 +28,12 @@ def check_other_runs(statement: dict[str, Any], store_dir: Path) -> Check:
         PrivacyError: a ledger of the store was altered.
     """
     stated = statement["history"]["other_runs"]
-    if not stated["known"]:
-        return not_checked(_NAME, "the statement says that it does not know them; `dpvision ledger STORE` lists them")
     account, ledgers = store_account(store_dir), StoreLedgers.of(store_dir).read_all()
+    if not stated["known"]:
+        others = sorted(run.run_id for run in account.runs if run.steps and run.run_id != statement["run_id"])
+        if others:
+            return unverified(_NAME, f"said to be unknown, and the store was charged by {_some(others)}; {_AGAIN}")
+        return not_checked(_NAME, "the statement says that it does not know them; the store was charged by no other run")
     now = json.loads(json.dumps(other_runs(account, statement["run_id"])))
     if now.keys() != stated.keys():
         return failed(_NAME, f"the statement lacks {', '.join(sorted(now.keys() - stated.keys()))}")
@@ -50,11 +54,19 @@ def check_other_runs(statement: dict[str, Any], store_dir: Path) -> Check:
         wrong.append("text")
     if wrong:
         return failed(_NAME, f"not as in the ledgers of the store: {', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''}")
-    if more := sorted(run_id for run_id, ledger in ledgers.items() if not steps.get(run_id) and (ledger.steps or run_id not in steps)):
-        return not_checked(_NAME, f"not named in the statement: {', '.join(more[:3])}; made since, or left out")
+    if more := sorted(run_id for run_id, ledger in ledgers.items() if ledger.steps and not steps.get(run_id)):
+        return unverified(_NAME, f"not named in the statement: {_some(more)}; made since, or left out; {_AGAIN}")
+    if another_cap and stated["cap"] is not None:
+        return unverified(_NAME, f"cap {stated['cap']} in the statement, {now['cap']} now; replaced since, or never set; {_AGAIN}")
     if another_cap:
-        return not_checked(_NAME, f"cap {stated['cap']} in the statement, {now['cap']} now; it was set since, or never was the one stated")
+        return not_checked(_NAME, f"no cap in the statement, {now['cap']} now; it was set since, or left out")
+    if begun := sorted(ledgers.keys() - steps.keys()):
+        return not_checked(_NAME, f"not named in the statement, and not charged: {_some(begun)}")
     return ok(_NAME, f"every run on the store is named; runs: {len(steps)}" + ("; steps were charged since" if grown else ""))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _wrong_figures(stated: dict[str, Any], parts: list[Part]) -> list[str]:

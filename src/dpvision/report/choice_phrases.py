@@ -4,9 +4,9 @@ from typing import Any
 
 from dpvision.privacy.ledger import StoreAccount
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.printed import up
+from dpvision.privacy.printed import up, up_delta
 from dpvision.report.lineage_phrases import curated
-from dpvision.report.numbers import count, short
+from dpvision.report.numbers import count
 from dpvision.report.schema import Stop, Tuning
 
 OTHER_RUNS_UNKNOWN = (
@@ -88,7 +88,7 @@ def not_covered_of(
     cap = other_runs.get("cap")
     capped = NO_CAP
     if cap is not None and cap["covers_choice"]:
-        capped = f"The owner's cap, set before the first run, covers it: epsilon {up(cap['epsilon'])} at delta {short(cap['delta'])}."
+        capped = f"The owner's cap, set before the first run, covers it: epsilon {up(cap['epsilon'])} at delta {up_delta(cap['delta'])}."
     elif not other_runs["known"]:
         capped = NO_CAP.replace("and there is none", "which is not known here")
     adaptive = guarantee["composition"]["methods"]["epsilon"] in ("filter", "basic")
@@ -127,7 +127,7 @@ def other_runs(account: StoreAccount, run_id: str) -> str:
         chosen = "The owner's cap, set before the first run, is a guarantee also for settings chosen after seeing earlier runs."
     total = f"{person}," if account.draws_people else image if of_unit is None else f"{person}, and {image} for an image,"
     return (
-        f"{count(others, 'other run')} used the same images. Together they cost {total} at delta {short(account.delta or 0.0)} if their "
+        f"{count(others, 'other run')} used the same images. Together they cost {total} at delta {up_delta(account.delta or 0.0)} if their "
         f"settings were fixed beforehand; every run counts with all its planned steps. {chosen} {unknown}"
     )
 

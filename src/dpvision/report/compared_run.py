@@ -21,6 +21,7 @@ from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report.curves import size_text
 from dpvision.runs.folder import read_run
 from dpvision.runs.lineage import runs_on, shaped_in_confidence
+from dpvision.strict_json import parse_json
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _spent(ledger: LedgerContents | None, *, alone: bool) -> float | None:
 
 def _planned_epsilon(base: Path, ledger: LedgerContents | None) -> float | None:
     try:
-        plan = DPPlan.from_dict(json.loads((base / "plan.json").read_bytes()))
+        plan = DPPlan.from_dict(parse_json((base / "plan.json").read_bytes()))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"compare: {base / 'plan.json'} cannot be read ({error}). Restore it as the run wrote it.") from None
     behind = () if ledger is None or plan.guarantee != "dp" else runs_on(ledger.lineage, ledger.store_id)

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from dpvision.privacy.printed import up
+from dpvision.privacy.printed import up, up_delta
 
 # Placeholders that are replaced by CSS variables in the SVG, so that one figure works in both themes.
 INK, MUTED, GRID, ACCENT, SECOND = "#010203", "#010204", "#010205", "#010206", "#010207"
@@ -93,8 +93,8 @@ def epsilon_figure(points: Sequence[tuple[int, float]], stated: int, target: flo
 def profile_figure(profile: Sequence[Sequence[float]], epsilon: float, delta: float) -> str:
     """Plot the privacy profile as SVG: every pair (epsilon, delta) that holds, with the stated one marked."""
     x, y = np.array(profile, dtype=np.float64).T
-    ends = f"delta falls from {y[0]:.2f} at epsilon 0 to {y[-1]:.0e} at epsilon {up(x[-1], 1)}"
-    alt = f"Privacy profile: {ends}; stated is {up(epsilon, 2)} at {delta:.1e}."
+    ends = f"delta falls from {up_delta(y[0])} at epsilon 0 to {up_delta(y[-1])} at epsilon {up(x[-1], 1)}"
+    alt = f"Privacy profile: {ends}; stated is {up(epsilon, 2)} at {up_delta(delta)}."
     with svg_axes(alt) as (ax, svg):
         ax.semilogy(x, y, color=ACCENT)
         ax.plot([epsilon, epsilon, 0], [1e-12, delta, delta], color=SECOND, linewidth=1.2, linestyle=(0, (5, 3)))

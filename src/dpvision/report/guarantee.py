@@ -4,9 +4,8 @@ from typing import Any
 
 from dpvision.privacy.composition import Curve, Part, curve, parts_of, total
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.printed import up
+from dpvision.privacy.printed import up, up_delta
 from dpvision.report import phrases
-from dpvision.report.numbers import short
 from dpvision.report.schema import Stop
 from dpvision.runs.lineage import private_stores, runs_on
 from dpvision.runs.versions import code_versions
@@ -52,7 +51,7 @@ def headline(guarantee: dict[str, Any] | None) -> str:
         return "This run guarantees nothing."
     of_person = guarantee["unit_epsilon"] is not None
     epsilon, whom = guarantee["unit_epsilon" if of_person else "epsilon"], "person, with all their images" if of_person else "single image"
-    return f"Differential privacy with epsilon {up(epsilon, 2)} and delta {short(guarantee['delta'])} for each {whom}."
+    return f"Differential privacy with epsilon {up(epsilon, 2)} and delta {up_delta(guarantee['delta'])} for each {whom}."
 
 
 def guarantee_of(

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from dpvision.eval.score import printed
 from dpvision.files import write_file
-from dpvision.privacy.printed import up
+from dpvision.privacy.printed import up, up_delta
 from dpvision.report import numbers
 
 
@@ -35,7 +35,9 @@ def render(template: str, **values: Any) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(up=up, percent=numbers.percent_up, short=numbers.short, commas="{:,}".format, printed=printed)
+    environment.filters.update(
+        up=up, up_delta=up_delta, percent=numbers.percent_up, short=numbers.short, commas="{:,}".format, printed=printed
+    )
     return environment.get_template(template).render(css=Markup((Path(__file__).parent / "page.css").read_text()), **values)
 
 

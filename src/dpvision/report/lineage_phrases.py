@@ -4,8 +4,7 @@ from typing import Any
 
 from dpvision.data.store import SHARED_KEPT
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.printed import up
-from dpvision.report.numbers import short
+from dpvision.privacy.printed import up, up_delta
 
 PROCEDURAL = "Apache-2.0 (procedural)"
 """Licence of textures and scenes rendered by dpvision."""
@@ -36,7 +35,7 @@ def entry_text(entry: dict[str, Any], *, own: bool) -> str:
         steps = f"{guarantee['steps']:,} of {plan.steps:,} planned" if guarantee["steps"] < plan.steps else f"{plan.steps:,}"
         return (
             f"{who}, on {entry['visibility']} store {store_id[:12]}: epsilon {up(epsilon, 2)} at delta "
-            f"{short(guarantee['delta'])}, {steps} steps.{licence}"
+            f"{up_delta(guarantee['delta'])}, {steps} steps.{licence}"
         )
     if entry["visibility"] == "public" and entry["licence"] == PROCEDURAL and not entry["declared"]:
         made = f"{name}, computed by dpvision from textures" if kind == "weights" else f"store {store_id[:12]}, rendered by dpvision"

@@ -23,11 +23,6 @@ def factor(epsilon: float) -> str:
     return up(math.exp(epsilon), 0 if epsilon > 3 else 2) if epsilon < math.log(1e6) else f"10^{up(epsilon / math.log(10), 1)}"
 
 
-def one_in(delta: float) -> str:
-    """Format a small probability as "1 in N"."""
-    return f"1 in {1 / delta:,.0f}"
-
-
 def count(n: int, noun: str) -> str:
     """Return ``n`` and the noun, in the plural unless ``n`` is 1."""
     return f"{n} {noun}{'' if n == 1 else 's'}"

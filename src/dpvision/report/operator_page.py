@@ -19,6 +19,7 @@ from dpvision.report.learned import learned_of, predict_some
 from dpvision.report.neighbours import neighbours_of_run
 from dpvision.report.reconstructions import reconstruct_some
 from dpvision.runs.folder import read_run
+from dpvision.strict_json import parse_json
 
 
 def make_operator_page(
@@ -122,6 +123,6 @@ def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 def _read_plan(path: Path) -> DPPlan:
     try:
-        return DPPlan.from_dict(json.loads(path.read_bytes()))
+        return DPPlan.from_dict(parse_json(path.read_bytes()))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"report: {path} cannot be read ({error}). Restore it as the run wrote it.") from None

@@ -6,9 +6,9 @@ from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
 from dpvision.dp.rounding import RESERVE, added_bound
 from dpvision.privacy.composition import Method
 from dpvision.privacy.plan import DPPlan, default_delta
-from dpvision.privacy.printed import up
+from dpvision.privacy.printed import one_in, up, up_delta
 from dpvision.privacy.refusal import MAX_DELTA
-from dpvision.report.numbers import count, factor, one_in, percent_up
+from dpvision.report.numbers import count, factor, percent_up
 
 TRUST_MODEL = (
     "Whoever runs the training is trusted with the images. The guarantee holds against everybody who receives what is released, even if "
@@ -132,7 +132,7 @@ def unit(plan: DPPlan) -> str:
 
 def delta_rule(plan: DPPlan, num_parents: int) -> str:
     """Return how delta was chosen."""
-    default = "1 / (2 N)" if plan.delta < MAX_DELTA else f"{MAX_DELTA:g}, the largest default"
+    default = "1 / (2 N)" if plan.delta < MAX_DELTA else f"{up_delta(MAX_DELTA)}, the largest default"
     rule = default if plan.delta == default_delta(plan.population) else "set explicitly"
     whom = "images" if plan.num_units is None else "people"
     joined = f" With {count(num_parents, 'earlier run')} in the lineage, every figure holds at the smallest delta." if num_parents else ""

@@ -12,7 +12,7 @@ from dpvision.privacy.account import filter_epsilon
 from dpvision.privacy.composition import Part
 from dpvision.privacy.events import Composed, Event
 from dpvision.privacy.plan import DPPlan, View
-from dpvision.privacy.printed import up
+from dpvision.privacy.printed import up, up_delta
 from dpvision.privacy.second_accountant import Release, release
 from dpvision.report.again import COARSE, TOLERANCE, check_leaves
 from dpvision.report.check_result import Check, failed, not_checked, ok, unverified
@@ -200,7 +200,7 @@ def _check_profile(name: str, profile: list[list[float]] | None, parts: list[Par
     inside = [(e, d) for e, d in profile if 1e-10 <= d < 1]
     chosen = inside[:: max(1, len(inside) // 5)]
     try:
-        wrong = [f"({up(e)}, {d:.3g})" for e, d in chosen if not e >= second_accountant.epsilon(releases, d) * (1 - TOLERANCE) - 1e-3]
+        wrong = [f"({up(e)}, {up_delta(d)})" for e, d in chosen if not e >= second_accountant.epsilon(releases, d) * (1 - TOLERANCE) - 1e-3]
     except _NOT_COMPUTED as error:
         return not_checked(name, f"the second accountant cannot compute it ({error}); the first did, among the figures")
     if wrong:

@@ -275,7 +275,8 @@ def read_evidence(root: Path, store_dir: Path | None = None) -> Evidence:
         spoils_own = about["guarantee"] == "dp" and entry["store_id"] == about["store_id"]
         if entry["guarantee"] is None and (entry["visibility"] == "private" or spoils_own):
             raise _refused(root, f"comes from store {entry['store_id'][:8]} ({entry['visibility']}) without a guarantee")
-    if ledger.heads.get(manifest["ledger_digest"]) != manifest["ledger_steps"]:
+    saved = ledger.heads.get(manifest["ledger_digest"])
+    if saved is None or saved.steps != manifest["ledger_steps"]:
         raise PrivacyError(
             f"report: ledger {ledger.path} does not lead to {checkpoint.path}; expected the checkpoint's ledger_digest after "
             f"{manifest['ledger_steps']} steps. Restore the ledger from its newest copy."
@@ -308,11 +309,12 @@ def _check_parents(contents: LedgerContents, known: dict[str, LedgerContents]) -
         if entry["store_id"] != contents.store_id or entry["guarantee"] is None:
             continue
         parent = known.get(entry["run_id"])
-        plan = DPPlan.from_dict(entry["guarantee"].get("plan"))
-        if parent is None or not parent.plan.same_mechanism(plan) or not parent.steps >= entry["guarantee"]["steps"]:
+        plan, steps = DPPlan.from_dict(entry["guarantee"].get("plan")), entry["guarantee"]["steps"]
+        # A parent that is said to have no step would cost nothing.
+        if parent is None or not parent.plan.same_mechanism(plan) or not min(parent.steps, 1) <= steps <= parent.steps:
             raise PrivacyError(
                 f"report: lineage of {contents.path} contradicts the store's ledger of run {entry['run_id']}; expected that run's plan and "
-                "at most its charged steps. Restore the LEDGERS folder, or train again from the parent's checkpoint."
+                "its charged steps, at most all and not none. Restore the LEDGERS folder, or train again from the parent's checkpoint."
             )
 
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.printed import up
-from dpvision.report.numbers import factor, one_in, percent_up
+from dpvision.privacy.printed import one_in, up
+from dpvision.report.numbers import factor, percent_up
 from dpvision.report.phrases import CLIPPED, RECORD, tier
 
 ADJACENCY_OF_PEOPLE = (

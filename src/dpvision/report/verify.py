@@ -14,15 +14,18 @@ from dpvision.checkpoint import find_checkpoint, list_checkpoints, read_manifest
 from dpvision.errors import CheckpointError, DataError, DPVisionError, PrivacyError
 from dpvision.eval.score_file import read_scores
 from dpvision.privacy.ledger import LedgerContents, read_ledger
+from dpvision.privacy.ledger_format import Line
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report.check_other_runs import check_other_runs
-from dpvision.report.check_result import Check, compared, differences, failed, not_checked, ok
+from dpvision.report.check_result import Check, compared, differences, failed, not_checked, ok, unverified
 from dpvision.report.head_phrases import settings_of
+from dpvision.report.numbers import count
 from dpvision.report.recompute import check_epsilons, check_figures, check_schema
 from dpvision.report.statement import read_evidence, statement_of, versions_of
 from dpvision.runs.folder import read_run
 from dpvision.runs.versions import code_versions
+from dpvision.strict_json import parse_json
 from dpvision.weights import lineage_digest, unpack
 
 NO_RUN = "no run given: give its folder with --run"
@@ -48,19 +51,19 @@ def verify_statement(path: str | Path, run_dir: str | Path | None = None, store_
     if schema.status == "failed":
         return [schema, not_checked("everything else", "the statement does not fit its schema")]
     checks = [schema, *check_figures(statement), *check_epsilons(statement)]
-    copy = None
+    copy = manifest = None
     if run_dir is None:
         checks.append(not_checked("run, weights, config, code, ledger, lineage, scores", NO_RUN))
     else:
-        about, found = _run(statement, Path(run_dir))
+        about, manifest, found = _run(statement, Path(run_dir))
         checks += found
         if about is not None:
-            copy, found = check_ledger(statement, Path(run_dir) / "ledger.jsonl", about)
+            copy, found = check_ledger(statement, Path(run_dir) / "ledger.jsonl", about, manifest)
             checks += [*found, check_lineage(statement, Path(run_dir), copy), check_scores(statement, Path(run_dir))]
     if store_dir is None:
         checks.append(not_checked("store, other runs", NO_STORE))
     else:
-        checks += check_store(statement, Path(store_dir), copy)
+        checks += check_store(statement, Path(store_dir), copy, manifest)
     if copy is not None and run_dir is not None:
         checks.append(check_every_word(statement, Path(run_dir), None if store_dir is None else Path(store_dir)))
     return checks
@@ -68,23 +71,29 @@ def verify_statement(path: str | Path, run_dir: str | Path | None = None, store_
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"verify: {path}: {error}; expected a statement.json. Make one with `dpvision report RUN`.") from None
 
 
-def _run(statement: dict[str, Any], root: Path) -> tuple[dict[str, Any] | None, list[Check]]:
-    """Check the run's files: its id, weights, config and code."""
+def _run(statement: dict[str, Any], root: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None, list[Check]]:
+    """Check the run's files: its id, weights, config and code. Return run.json and the manifest, None where they cannot be read."""
     try:
         _, _, about = read_run(root)
     except DPVisionError as error:
-        return None, [failed("run", str(error))]
+        return None, None, [failed("run", str(error))]
     checks = [compared("run", [("run_id", statement["run_id"], about["run_id"])], f"run.json is that of run {about['run_id']}")]
     folder, found = check_weights(statement, root)
     checks.append(found)
-    if folder is not None:
-        checks += check_manifest(statement, folder)
-    return about, checks
+    if folder is None:
+        return about, None, checks
+    try:
+        manifest = read_manifest(folder)
+        return about, manifest, [*checks, *check_manifest(statement, manifest)]
+    except CheckpointError as error:
+        return about, None, [*checks, failed("checkpoint", str(error))]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        return about, None, [*checks, failed("checkpoint", f"{folder}: its manifest is incomplete ({error!r})")]
 
 
 def check_weights(statement: dict[str, Any], root: Path) -> tuple[Path | None, Check]:
@@ -104,12 +113,9 @@ def check_weights(statement: dict[str, Any], root: Path) -> tuple[Path | None, C
     )
 
 
-def check_manifest(statement: dict[str, Any], folder: Path) -> list[Check]:
+def check_manifest(statement: dict[str, Any], manifest: dict[str, Any]) -> list[Check]:
     """Check config, steps and code of the checkpoint."""
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError as error:
-        return [failed("checkpoint", str(error))]
+    own, charged, executed = manifest["lineage"][-1]["guarantee"], manifest["ledger_steps"], statement["mechanism"]["steps_executed"]
     config = hashlib.sha256(json.dumps(manifest["config"], sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     pairs = [
         ("hash of the config", statement["hashes"]["config"], config),
@@ -119,8 +125,11 @@ def check_manifest(statement: dict[str, Any], folder: Path) -> list[Check]:
         ("recipe", statement["recipe"], manifest["config"]["recipe"]),
         ("settings", statement["settings"], json.loads(json.dumps(settings_of(manifest)))),
         ("versions", statement["versions"], versions_of(manifest)),
+        ("steps_executed", executed, max(executed, charged)),
+        ("steps charged by the lineage in the weights", charged if own is None else own.get("steps", charged), charged),
+        ("steps in the weights, at most those charged", min(manifest["updates"], charged), manifest["updates"]),
     ]
-    checks = [compared("checkpoint", pairs, f"{folder.name} has the config, settings, steps, versions and code that the statement names")]
+    checks = [compared("checkpoint", pairs, "it has the config, settings, steps, versions and code that the statement names")]
     if statement["hashes"]["code"] == code_versions()["code_sha256"]:
         return [*checks, ok("code", "the dpvision installed here is the code that made the checkpoint")]
     made = statement["versions"].get("dpvision", "?")
@@ -130,7 +139,9 @@ def check_manifest(statement: dict[str, Any], folder: Path) -> list[Check]:
     ]
 
 
-def check_ledger(statement: dict[str, Any], path: Path, about: dict[str, Any]) -> tuple[LedgerContents | None, list[Check]]:
+def check_ledger(
+    statement: dict[str, Any], path: Path, about: dict[str, Any], manifest: dict[str, Any] | None
+) -> tuple[LedgerContents | None, list[Check]]:
     """Check the run's copy of the ledger: an unbroken chain of this run and plan that contains the statement's line."""
     try:
         ledger = read_ledger(path)
@@ -142,13 +153,10 @@ def check_ledger(statement: dict[str, Any], path: Path, about: dict[str, Any]) -
         ("store_id of run.json", about["store_id"], ledger.store_id),
         *_plan_pairs(statement, ledger.plan),
     ]
-    restarts = statement["history"]["restarts"]
-    if restarts > ledger.restarts or (restarts != ledger.restarts and statement["hashes"]["ledger"] == ledger.digest):
-        pairs.append(("restarts", restarts, ledger.restarts))
     checks = [compared("ledger", pairs, "an unbroken chain of this run, under the plan of the statement")]
-    checks.append(
-        _reaches("ledger, last line", statement, ledger, "the run's copy ends before the line that the statement names: give the store")
-    )
+    checks.append(check_line("ledger, last line", statement, ledger, manifest))
+    if checks[-1].status == "not checked":
+        checks[-1] = not_checked(checks[-1].name, f"the run's copy {checks[-1].detail}: give the store")
     return ledger, checks
 
 
@@ -174,18 +182,32 @@ def _plan_pairs(statement: dict[str, Any], plan: DPPlan) -> list[tuple[str, Any,
     return pairs
 
 
-def _reaches(name: str, statement: dict[str, Any], ledger: LedgerContents, otherwise: str) -> Check:
-    """Check that the ledger has the line whose hash is in the statement, after the same number of steps."""
-    line, steps = statement["hashes"]["ledger"], statement["mechanism"]["steps_executed"]
-    found = ledger.steps if line == ledger.digest else ledger.heads.get(line)
+def check_line(name: str, statement: dict[str, Any], ledger: LedgerContents, manifest: dict[str, Any] | None) -> Check:
+    """Check the line of the ledger whose hash is in the statement: steps and restarts up to it are those stated, and the weights' line is
+    not after it. A ledger that ends before is not checked."""
+    line = statement["hashes"]["ledger"]
+    stated = Line(statement["mechanism"]["steps_executed"], statement["history"]["restarts"])
+    found, saved = ledger.at(line), None if manifest is None else ledger.at(manifest["ledger_digest"])
     if found is None:
-        return (
-            not_checked(name, otherwise) if ledger.steps < steps else failed(name, f"no line has the hash {line[:16]}... of the statement")
-        )
-    if found != steps:
-        return failed(name, f"{found} steps up to the line of the statement, {steps} stated")
-    since = f"; charged since: {ledger.steps - steps}" if ledger.steps > steps else ""
-    return ok(name, f"steps charged up to the line that the statement names: {steps}{since}")
+        if ledger.steps < stated.steps and ledger.restarts <= stated.restarts:
+            return not_checked(name, "ends before the line that the statement names")
+        return failed(name, f"no line has the hash {line[:16]}... of the statement")
+    if found != stated:
+        return failed(name, f"{_of_line(found)} up to the line of the statement, {_of_line(stated)} stated")
+    if manifest is not None and (saved is None or saved.steps != manifest["ledger_steps"]):
+        return failed(name, f"no line of the weights, after {manifest['ledger_steps']} steps")
+    if saved is not None and (saved.steps > found.steps or saved.restarts > found.restarts):
+        return failed(name, f"the weights were saved later, after {_of_line(saved)}; {_of_line(stated)} stated")
+    if ledger.steps and not stated.steps:
+        return failed(name, f"no step stated, {ledger.steps} charged: a run counts with its whole plan from the first step on")
+    if ledger.steps > stated.steps and (statement["history"].get("stop") or {}).get("declared") == "independent":
+        return unverified(name, f"declared to have ended after {stated.steps} steps, {ledger.steps} charged: write the statement again")
+    since = f"; charged since: {ledger.steps - stated.steps}" if ledger.steps > stated.steps else ""
+    return ok(name, f"steps charged up to the line that the statement names: {stated.steps}{since}")
+
+
+def _of_line(line: Line) -> str:
+    return f"{count(line.steps, 'step')}, {count(line.restarts, 'restart')}"
 
 
 def check_lineage(statement: dict[str, Any], root: Path, ledger: LedgerContents | None) -> Check:
@@ -202,6 +224,8 @@ def check_lineage(statement: dict[str, Any], root: Path, ledger: LedgerContents 
         carried = {name: unpack(folder / name)[1] for name in manifest["tensors"]}
     except (DPVisionError, OSError) as error:
         return failed("lineage", str(error))
+    if not manifest["lineage"]:
+        return failed("lineage", f"{folder}: the manifest has none")
     digests.append(("manifest", manifest["lineage"][:-1], ledger.lineage))
     digests += [(f"{name}", lineage, manifest["lineage"]) for name, lineage in carried.items()]
     digests += [
@@ -265,14 +289,14 @@ def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | No
     return ok(name, "the statement that this dpvision writes from these files is the same")
 
 
-def check_store(statement: dict[str, Any], store_dir: Path, copy: LedgerContents | None) -> list[Check]:
+def check_store(statement: dict[str, Any], store_dir: Path, copy: LedgerContents | None, manifest: dict[str, Any] | None) -> list[Check]:
     """Check all ledgers of the store against the store's own record of them, this run's ledger, and the other runs."""
     store_id, run_id = statement["history"]["lineage"][-1]["store_id"], statement["run_id"]
     try:
         ledgers = StoreLedgers.of(store_dir)
         if ledgers.store_id != store_id:
             return [failed("store", f"{store_dir} is store {ledgers.store_id[:8]}, the statement is for {store_id[:8]}")]
-        truth = ledgers.read_all().get(run_id)
+        truth, visibility = ledgers.read_all().get(run_id), "private" if ledgers.private else "public"
     except DPVisionError as error:
         return [failed("store", str(error))]
     if truth is None:
@@ -280,11 +304,15 @@ def check_store(statement: dict[str, Any], store_dir: Path, copy: LedgerContents
     if copy is not None and not truth.continues(copy):
         return [failed("store", "the run's copy of the ledger is no earlier state of the one beside the store")]
     checks = [
-        compared("store", _plan_pairs(statement, truth.plan), "every ledger beside the store is unbroken and as the store remembers it"),
-        _reaches("store, last line", statement, truth, "the store's ledger ends before the line that the statement names"),
+        compared(
+            "store",
+            [*_plan_pairs(statement, truth.plan), ("visibility", statement["history"]["lineage"][-1]["visibility"], visibility)],
+            "every ledger beside the store is unbroken and as the store remembers it",
+        ),
+        check_line("store, last line", statement, truth, manifest),
     ]
     if checks[-1].status == "not checked":
-        checks[-1] = failed(checks[-1].name, checks[-1].detail)
+        checks[-1] = failed(checks[-1].name, f"the store's ledger {checks[-1].detail}")
     return [*checks, check_other_runs(statement, store_dir)]
 
 

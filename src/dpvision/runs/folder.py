@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import secrets
 import shutil
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 from dpvision.config import RunConfig, from_dict, to_dict
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.files import replacing, write_json
+from dpvision.strict_json import parse_json
 
 if TYPE_CHECKING:
     from dpvision.checkpoint import Checkpoint
@@ -120,7 +120,7 @@ def _settings(values: Any, base: Path, where: str) -> RunConfig:
     if config.data.store is None:  # earlier versions kept it there
         for folder in (base, base / "confidential"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                return replace(config, data=replace(config.data, store=json.loads((folder / _PATHS).read_bytes())["store"]))
+                return replace(config, data=replace(config.data, store=parse_json((folder / _PATHS).read_bytes())["store"]))
     return config
 
 
@@ -173,10 +173,10 @@ def read_run(root: Path) -> tuple[Path, RunConfig, dict[str, Any]]:
     if base is None:
         raise CheckpointError(f"run: {root} holds no run; expected a folder with config.json. List the runs with `ls {root.parent}`.")
     try:
-        about = json.loads((base / "run.json").read_bytes())
+        about = parse_json((base / "run.json").read_bytes())
         if about["format"] != FORMAT or not about["run_id"]:
             raise ValueError("unknown format")
-        return base, _settings(json.loads((base / "config.json").read_bytes()), base, "config.json"), about
+        return base, _settings(parse_json((base / "config.json").read_bytes()), base, "config.json"), about
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"run: {base} cannot be read ({error!r}). Restore run.json and config.json as the run wrote them.") from None
 

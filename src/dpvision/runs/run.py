@@ -1,7 +1,6 @@
 """One start of a run: its folder, its ledger, the lineage of its weights, its keys and its checkpoints."""
 
 import contextlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from dpvision.runs.folder import RunFolder, create_run, discard_run, open_run, p
 from dpvision.runs.lineage import own_entry, runs_on
 from dpvision.runs.unprotected import remember_weights
 from dpvision.runs.versions import code_versions
+from dpvision.strict_json import parse_json
 from dpvision.weights import Lineage
 
 _PLAN = "plan.json"
@@ -221,7 +221,7 @@ class Stopped:
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object that the run wrote; raises CheckpointError if it cannot be read."""
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
         if not isinstance(found, dict):
             raise ValueError("not an object")
         return found
