@@ -60,8 +60,9 @@ def test_steps_in_three_starts_are_those_of_one_bit_for_bit(steps: Callable[...,
 
     def trained(first: int, stop: int, start: Progress | None) -> Trained:
         releases = Releases(
-            plan.another_run(), iter(range(first, 9)).__next__, *map(Key.for_tests, KEYS), stop=lambda: releases.left == 9 - stop, _next=first
-        )
+            plan.another_run(), iter(range(first, 9)).__next__, *map(Key.for_tests, KEYS),
+            stop=lambda: releases.left == 9 - stop, _next=first,
+        )  # fmt: skip
         return steps(stream, releases, optim=optim, start=start)
 
     whole = trained(0, 9, None)
