@@ -68,6 +68,7 @@ class OptimConfig:
     config then has its value."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    """For adamw and lamb; DP transfer has ``LAMB_EPS``."""
     momentum: float = 0.9
     """For sgd only."""
     weight_decay: float = 0.005

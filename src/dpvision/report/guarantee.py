@@ -47,16 +47,16 @@ def _attack(of: Curve) -> dict[str, float]:
 NOTHING = "This run guarantees nothing."
 
 
-def headline(guarantee: dict[str, Any] | None, others: list[dict[str, Any]]) -> str:
+def headline(guarantee: dict[str, Any] | None, kept: list[dict[str, Any]]) -> str:
     """Return the headline of a statement: for a person if there is a unit_epsilon, otherwise for an image.
 
     Args:
         guarantee: the run's own.
-        others: from ``other_stores``. Without a guarantee of its own, a run on public images keeps these.
+        kept: from ``other_stores``, of a run without a guarantee whose images, and those of all such runs behind it, are public.
     """
     if guarantee is not None:
         return f"Differential privacy {kept_phrases.protection(guarantee)}."
-    return kept_phrases.headline(others) if others else NOTHING
+    return kept_phrases.headline(kept) if kept else NOTHING
 
 
 def guarantee_of(

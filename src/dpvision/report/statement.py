@@ -23,6 +23,7 @@ from dpvision.report.lineage_phrases import entry_text
 from dpvision.report.phrase_version import phrase_version
 from dpvision.report.schema import Stop, Tuning
 from dpvision.runs.folder import read_run
+from dpvision.runs.lineage import shaped_in_confidence
 from dpvision.weights import lineage_digest
 
 FORMAT = "dpvision-statement-1"
@@ -54,8 +55,8 @@ def make_statement(
     """Return the statement of a run, ready for JSON (schema: docs/statement.schema.json).
 
     Epsilon follows from the ledger: it is that of the whole plan in its first line once a step has been charged
-    (``DPPlan.stated_steps``). A run without a guarantee on a public store keeps the guarantees of the private runs behind its weights,
-    because it is post-processing of these; without such runs, the statement says first that it guarantees nothing.
+    (``DPPlan.stated_steps``). Without a guarantee, on a public store, the statement says first that the run guarantees nothing, or what its
+    weights keep from private runs: post-processing.
 
     Args:
         run_dir: run folder with at least one checkpoint.
@@ -142,15 +143,15 @@ def compose(facts: Facts) -> dict[str, Any]:
     fixed, store_id, guaranteed = tuning == "none", facts.own["store_id"], plan.guarantee == "dp"
     guarantee = guarantee_of(plan, steps, facts.inherited, store_id, fixed=fixed, stop=facts.stop) if guaranteed else None
     others = other_stores(facts.inherited, store_id if guarantee else None, fixed=fixed)
-    of_unit = guarantee is not None and guarantee["unit_epsilon"] is not None
     head = head_phrases.is_head(config)
     lineage, of_people = _lineage(facts, guarantee), plan.sampling_unit == "person"
     ended_early = None if guarantee is None else choice_phrases.stop(plan, steps, facts.stop)
-    words = head_phrases if head else phrases
-    if guarantee is None and others:
-        in_words, not_covered = kept_phrases.in_words(plan, others), kept_phrases.not_covered(lineage, others)
+    words, kept = head_phrases if head else phrases, [] if guarantee is not None or shaped_in_confidence(lineage) else others
+    if kept:
+        in_words, not_covered = kept_phrases.in_words(plan, kept), kept_phrases.not_covered(lineage, kept)
         released = kept_phrases.released(words.FILES)
     else:
+        of_unit = guarantee is not None and guarantee["unit_epsilon"] is not None
         in_words = unit_phrases.in_words(plan, guarantee) if guarantee and of_unit else phrases.in_words(plan, guarantee)
         released, not_covered = words.released(plan), phrases.not_covered(plan)
     if guarantee is not None:
@@ -159,7 +160,7 @@ def compose(facts: Facts) -> dict[str, Any]:
         "format": FORMAT,
         "phrases": phrase_version(),
         "guaranteed": guaranteed,
-        "headline": headline(guarantee, others),
+        "headline": headline(guarantee, kept),
         "in_words": in_words,
         "run_id": facts.run_id,
         "recipe": facts.recipe,
