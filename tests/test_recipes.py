@@ -1,13 +1,20 @@
 """Recipes as documents: their numbers are the paper's, and give the epsilon that the paper prints (by RDP, which it used)."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
-from dpvision.config import MAEConfig
-from dpvision.models import count_parameters
+from dpvision import load
+from dpvision.checkpoint import load_checkpoint, save_checkpoint
+from dpvision.config import MAEConfig, RunConfig, from_dict
+from dpvision.errors import CheckpointError
+from dpvision.models import count_parameters, make_model
 from dpvision.privacy.plan import make_plan
 from dpvision.recipes import RECIPES, dpcap_micro, dpcap_variations, vip_variations
+from dpvision.train.parent import start_from
 
 # Paper's printed epsilon; how far ours is by RDP: rounding of a printed noise multiplier, and steps that a row does not state.
 PRINTED = {
@@ -108,3 +115,43 @@ def test_variations_keep_the_size_but_for_the_decoder() -> None:
     assert count_parameters(RECIPES["vip.base_decoder8"]().model) - base == 2 * (
         base - count_parameters(RECIPES["vip.base_decoder2"]().model)
     )
+
+
+OLD_CONFIG = """{
+ "recipe": "synthetic.vip_nano",
+ "privacy": {"dataset_size": 1300000, "expected_batch_size": 4096, "steps": 317383, "max_grad_norm": null, "guarantee": "none"},
+ "model": {"kind": "mae", "encoder": {"kind": "vit", "image_size": 32, "patch_size": 16, "depth": 1, "width": 192, "num_heads": 3,
+  "mlp_ratio": 4.0, "qkv_bias": true, "train_cls": true}, "decoder_depth": 1, "decoder_width": 64, "decoder_num_heads": 16,
+  "mask_ratio": 0.75, "target": "pixels"},
+ "data": {"store": null, "images": "textures", "crop_scale": [0.2, 1.0], "horizontal_flip": true},
+ "optim": {"name": "adamw", "learning_rate": 0.0024, "betas": [0.9, 0.95], "weight_decay": 0.05, "decayed": "matrices"},
+ "seed": 0, "init_from": null
+}"""
+"""A small vip.nano as versions before saved it, with heads of width 64."""
+
+
+def test_a_run_saved_before_keeps_its_number_of_heads(tmp_path: Path) -> None:
+    assert [RECIPES[f"vip.{size}"]().model.encoder.num_heads for size in ("nano", "tiny", "small", "base", "large")] == [12, 12, 12, 12, 16]
+    saved = json.loads(OLD_CONFIG)
+    old = from_dict(RunConfig, saved).model
+    assert isinstance(old, MAEConfig) and old.encoder.num_heads == 3
+    new = replace(old, encoder=replace(old.encoder, num_heads=12))
+    model = make_model(old, 7)
+    manifest = {"run_id": "old", "ledger_steps": 0, "updates": 0, "config": saved, "plan": {}, "ledger_digest": "", "lineage": []}
+    save_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000001", manifest, model.state_dict())
+    x_BCHW = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    other = make_model(new, 7)
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        own_BLD, wrong_BLD = (m.encoder.forward_blocks(x_BCHW)[-1] for m in (model, other))
+        [found_BLD] = load(tmp_path / "run").blocks(x_BCHW)
+    torch.testing.assert_close(found_BLD, own_BLD)
+    assert not torch.allclose(found_BLD, wrong_BLD, atol=1e-3), "shapes do not show the heads: other ones give other features"
+    parent = load_checkpoint(tmp_path / "run")
+    start_from(make_model(old, 0), old, parent)
+    with pytest.raises(CheckpointError, match=r"encoder.num_heads=3; expected 12.*--model.encoder.num-heads"):
+        start_from(make_model(new, 0), new, parent)
+
+
+def test_the_arxiv_version_has_its_printed_rate() -> None:
+    assert RECIPES["vip.base_arxiv"]().optim == RECIPES["vip.base"]().optim and RECIPES["vip.base"]().optim.learning_rate == 3.84e-4

@@ -31,6 +31,7 @@ from dpvision.privacy import composition
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.report import guarantee, statement
 from dpvision.report.statement import make_statement
+from dpvision.report.verify import verify_statement
 from dpvision.runs import lineage as lineages
 from dpvision.runs.folder import RunFolder
 from dpvision.runs.lineage import inherit, undeclared_weights
@@ -254,6 +255,28 @@ def test_parents_left_out(tmp_path: Path) -> None:
         check()
     one = composition.curve
     with planted(guarantee, "curve", lambda parts, fprs, fixed: one(parts[:1], fprs, fixed=fixed), "bound on attacks is that of one run"):
+        check()
+
+
+def test_kept_after_private_images(tmp_path: Path) -> None:
+    runs.make_store(tmp_path / "store")
+    runs.make_store(tmp_path / "public", "public")
+    parent = runs.make_run(tmp_path / "parent", tmp_path / "store", run_id="parent")
+    lineage = tuple(read_manifest(find_checkpoint(parent))["lineage"])
+    none = replace(runs.PRIVACY, guarantee="none", noise_multiplier=None, max_grad_norm=None)
+    made = make_statement(runs.make_run(tmp_path / "child", tmp_path / "public", privacy=none, run_id="child", charged=2, parents=lineage))
+    assert made["headline"].startswith("Differential privacy with epsilon")
+    private = runs.make_run(tmp_path / "private", tmp_path / "store", privacy=none, run_id="private", charged=2, parents=lineage)
+
+    def check() -> None:
+        assert_refused(lambda: make_statement(private), "Do not release it")
+        made["history"]["lineage"][-1]["visibility"] = "private"
+        write_json(tmp_path / "forged.json", made)
+        failed = {found.name for found in verify_statement(tmp_path / "forged.json") if found.status == "failed"}
+        assert "figures" in failed, "the headline of private images passes"
+
+    check()
+    with planted(statement, "shaped_in_confidence", lambda lineage: False, "headline of private images passes"):
         check()
 
 

@@ -22,7 +22,7 @@ from dpvision.adapt.gradient import Loss, gradient_sum, sum_at_zero
 from dpvision.adapt.integer_rows import IntegerStream
 from dpvision.adapt.rate import with_rate
 from dpvision.adapt.release import Releases
-from dpvision.config import OptimConfig
+from dpvision.config import LAMB_EPS, OptimConfig
 from dpvision.errors import ConfigError
 from dpvision.optim.ema import make_ema, update_ema
 from dpvision.optim.optimizer import Optimizer
@@ -30,7 +30,7 @@ from dpvision.optim.schedule import learning_rate
 
 BIAS = -10.0
 """The paper's fixed bias: every class starts with a probability near 0, which is right for most classes when there are many."""
-ONE_STEP = OptimConfig(name="lamb", learning_rate=1e-3, eps=1e-12, weight_decay=0.0, schedule="constant")
+ONE_STEP = OptimConfig(name="lamb", learning_rate=1e-3, eps=LAMB_EPS, weight_decay=0.0, schedule="constant")
 """Adam's eps is far below any noisy gradient, so the step is the sign of each coordinate."""
 MANY_STEPS = OptimConfig(name="sgd", learning_rate=None, momentum=0.9, weight_decay=0.0, schedule="constant")
 

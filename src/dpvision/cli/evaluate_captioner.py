@@ -62,8 +62,8 @@ def evaluate_captioner(
     Args:
         run: Run or checkpoint folder of a captioner.
         store: Store with labels or captions, disjoint from the training images.
-        zero_shot: Classify --store by this label set: store, cifar10, cifar100, or a file with one class per line, synonyms separated by
-            commas.
+        zero_shot: Classify --store by this label set: store, cifar10, cifar100, or a file: one class per line, synonyms separated by
+            commas, or JSON (docs/caption_measures.md).
         labels: For --zero-shot: file of sets of correct classes per image (ImageNet-ReaL's real.json; docs/evaluation.md).
         method: For --zero-shot: trie, loss or both.
         prompt: Text before the label.

@@ -197,7 +197,7 @@ def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Linea
         if plan.epsilon_rdp is not None:
             head += f" (RDP {up(plan.epsilon_rdp)})"
     else:
-        head = f"NO PRIVACY GUARANTEE (guarantee={plan.guarantee!r})"
+        head = f"NO PRIVACY GUARANTEE (guarantee={plan.guarantee!r})" + _kept(store, lineage)
     if plan.guarantee == "dp" and (behind := runs_on(lineage, store.store_id)):
         head += f", this run alone\nTotal of these weights on this store: {spent(plan, plan.steps, behind)[1]}"
     by_person, of_head = plan.sampling_unit == "person", config.model.kind == "head"
@@ -219,6 +219,18 @@ def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Linea
             "clip norm": plan.max_grad_norm if plan.max_grad_norm is not None else "none",
         }
     )  # fmt: skip
+
+
+def _kept(store: "Store", lineage: "Lineage") -> str:
+    """Return the guarantees that weights keep in a run without one: on public images, those of the private runs behind them."""
+    from dpvision.report.guarantee import other_stores
+    from dpvision.report.kept_phrases import protection
+    from dpvision.runs.lineage import shaped_in_confidence
+
+    if store.visibility != "public" or shaped_in_confidence(lineage):
+        return ""
+    kept = [f"{protection(of)}, of private store {of['store_id'][:12]}" for of in other_stores(list(lineage), None, fixed=False)]
+    return f" for these images; kept from earlier runs: {'; '.join(kept)}" if kept else ""
 
 
 def _row_of_a_person(count: int) -> str:

@@ -22,10 +22,10 @@ from dpvision.config.models import (
 )
 from dpvision.config.plain import from_dict, to_dict, with_settings
 from dpvision.config.privacy import PrivacyConfig
-from dpvision.config.run import IMAGENET_MEAN, IMAGENET_STD, DataConfig, HardwareConfig, OptimConfig, RunConfig
+from dpvision.config.run import IMAGENET_MEAN, IMAGENET_STD, LAMB_EPS, DataConfig, HardwareConfig, OptimConfig, RunConfig
 
 __all__ = [
-    "BOS_ID", "EOS_ID", "IMAGENET_MEAN", "IMAGENET_STD", "PAD_ID", "CaptionerConfig", "ClassifierConfig", "CrossDecoderConfig",
+    "BOS_ID", "EOS_ID", "IMAGENET_MEAN", "IMAGENET_STD", "LAMB_EPS", "PAD_ID", "CaptionerConfig", "ClassifierConfig", "CrossDecoderConfig",
     "CrossMAEConfig", "DataConfig", "EncoderConfig", "FrozenEncoderConfig", "HardwareConfig", "HeadConfig",
     "MAEConfig", "ModelConfig", "OptimConfig",
     "PrivacyConfig", "ResNetConfig", "RunConfig", "TimmConfig", "ViTConfig", "from_dict", "to_dict",

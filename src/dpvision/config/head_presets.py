@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from dpvision.config.heads import Candidate, HeadConfig
 from dpvision.config.plain import with_settings
-from dpvision.config.run import OptimConfig, RunConfig
+from dpvision.config.run import LAMB_EPS, OptimConfig, RunConfig
 from dpvision.errors import ConfigError
 
 HeadName = Candidate
@@ -32,7 +32,7 @@ class HeadPreset:
 PRESETS: Mapping[HeadName, HeadPreset] = MappingProxyType(
     {
         "one_step": HeadPreset(
-            1, OptimConfig(name="lamb", learning_rate=1e-3, eps=1e-12, weight_decay=0.0, schedule="constant"), "sigmoid", -10.0
+            1, OptimConfig(name="lamb", learning_rate=1e-3, eps=LAMB_EPS, weight_decay=0.0, schedule="constant"), "sigmoid", -10.0
         ),
         "many_steps": HeadPreset(
             60,

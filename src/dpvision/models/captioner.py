@@ -1,7 +1,7 @@
 """Image captioner in DP-Cap's form (Sander et al., ICML 2024, section 3.1 and appendix A.1; Cap of Tschannen et al. 2023).
 
-Frozen positions and class token, word embeddings not tied to the head, head = LayerNorm + Linear. One departure: DP-Cap adds a frozen
-type embedding to the encoder's tokens, a constant that the bridge's bias absorbs; it is left out here.
+Frozen positions and class token, word embeddings not tied to the head, head = LayerNorm + Linear. DP-Cap's frozen type
+embedding of the encoder's tokens, a constant that the bridge's bias absorbs, is left out here.
 
 Legend: B records, L caption tokens, S encoder tokens, D decoder width, V vocabulary, C channels, H height, W width.
 """

@@ -1,6 +1,6 @@
 """Classifiers trained privately: ViP's two baselines from scratch, and ViP's encoder fine-tuned (its appendix A.5).
 
-The baselines follow their released code; their results are those in the ViP papers. Each recipe lists its departures from that code.
+The baselines follow their released code; their results are those in the ViP papers. docs/departures.md lists what differs from that code.
 docs/supervised.md has the epsilon of each setting by PLD and by RDP.
 """
 
@@ -21,9 +21,6 @@ def tan() -> RunConfig:
 
     Batch 32,768, noise 2.5, 18,000 steps, delta 8e-7, clip norm 1, 8 views, SGD without momentum or decay: the released code's README
     and defaults. Learning rate 32 is a default too, which the README's command does not change; the paper's run may have had another.
-    Departures: the code's views are shifts by up to 20 px over reflected borders, flips, and colour jitter with probability 0.3; here they
-    are crops of 83 to 100% of the area, and flips. The code starts the last gains of branches at 0 and the head at N(0, 0.01), this recipe
-    at 1 and at zeros. The code averages test images over views too; here a centre crop is scored.
     """
     return RunConfig(
         recipe="supervised.tan",
@@ -40,8 +37,7 @@ def dp_nfnet() -> RunConfig:
     """De et al. 2022 on ImageNet-1K, "DP-NFNet" in ViP: NF-ResNet-50, 25,557,032 parameters; top-1 32.4% in ViP's Table 5.
 
     Batch 16,384, noise 2.5, 71,589 steps, delta 8e-7, clip norm 1, 4 views, SGD without momentum or decay at rate 4: the released
-    configuration of the run from scratch at epsilon 8. Departures: the code's views are shifts and flips, here crops of 83 to 100% of
-    the area, and flips. The code starts the head at N(0, 0.01), this recipe at zeros.
+    configuration of the run from scratch at epsilon 8.
     """
     config = tan()
     return replace(
@@ -74,10 +70,8 @@ def vip_dp_finetune() -> RunConfig:
     """ViP-Base fine-tuned whole on ImageNet-1K with DP-AdamW (appendix A.5), 86.6 M parameters; top-1 50.3% in its Table 5.
 
     q = 262,144 / N, noise 5.6, 1500 steps, rate 1.02e-3 after 50 steps of warm-up, decay 0.005, otherwise PyTorch's AdamW; delta 8e-7.
-    The paper does not state: the clip norm (here 1; the noise scales with it, and while most records are clipped it affects AdamW only
-    through eps), the head's start (here zeros) and pooling (here the mean of the patch tokens), the augmentation (here as in
-    pre-training) and the number of views (here 1). The guarantee for the images of the pre-training is stated separately, or added up
-    if both used the same store.
+    The paper states neither the clip norm nor the head's start and pooling nor the views (docs/departures.md). The guarantee for the images
+    of the pre-training is stated separately, or added up if both used the same store.
     """
     parent = vip.base()
     assert isinstance(parent.model, MAEConfig)

@@ -2,8 +2,8 @@
 
 Settings of the MAE paper (its Table 8): AdamW with betas 0.9 and 0.95, weight decay 0.05 on matrices, base rate 1.5e-4 per 256 images,
 batch 4096, 40 of 1000 epochs of warm-up, then a cosine; 75% masked. ViP has 1.3 million textures in its appendix (1.05 million in its
-section 4.1) and pixels that are not normalised per patch. Departures: batches are Poisson draws of that expected size, and a random view of
-a texture (position, zoom, rotation, mirroring, exposure) replaces the random resized crop.
+section 4.1) and pixels that are not normalised per patch. A random view of a texture (position, zoom, rotation, mirroring, exposure)
+replaces the random resized crop (docs/departures.md).
 
 ``dpvision train vip.base`` starts from the run folder runs/synthetic.vip_base.
 """

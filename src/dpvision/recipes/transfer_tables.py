@@ -112,7 +112,7 @@ VARIATIONS = _tables() | TABLE_4
 def pretrain(model: str) -> RunConfig:
     """Supervised pre-training on public images with labels (Table 5, appendix C): Adam, decay 0.1, batch 4096, sigmoid loss.
 
-    Departures: one label per image (JFT has several); records and classes are the paper's round numbers, to be set to the store's.
+    Records and classes are the paper's round numbers, to be set to the store's.
     """
     epochs, rate = _TABLE_5[model]
     records, classes = _JFT[model.endswith("_4b")]

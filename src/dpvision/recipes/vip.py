@@ -10,8 +10,8 @@ from dataclasses import replace
 from dpvision.config import DataConfig, HardwareConfig, MAEConfig, OptimConfig, PrivacyConfig, RunConfig, ViTConfig
 
 _LAION_RECORDS = 233_804_767
-# Encoder depth, width and heads; heads of 64 (the paper's Base and Large, its Table 3 for the rest).
-_SIZES = {"nano": (12, 192, 3), "tiny": (12, 384, 6), "small": (12, 576, 9), "base": (12, 768, 12), "large": (24, 1024, 16)}
+# Encoder depth, width and heads (Table 3; heads as in the published code: 12, and 16 in Large).
+_SIZES = {"nano": (12, 192, 12), "tiny": (12, 384, 12), "small": (12, 576, 12), "base": (12, 768, 12), "large": (24, 1024, 16)}
 
 
 def _paper(size: str) -> RunConfig:

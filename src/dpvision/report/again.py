@@ -16,8 +16,9 @@ from dpvision.privacy.account import RunAccount, StoreAccount
 from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import DPPlan
-from dpvision.report import choice_phrases, phrases
+from dpvision.report import choice_phrases, kept_phrases, phrases
 from dpvision.report.check_result import Check, failed, listed, not_checked, ok, same, unverified
+from dpvision.report.guarantee import NOTHING
 from dpvision.report.phrase_version import phrase_version
 from dpvision.report.statement import Facts, compose
 from dpvision.weights import lineage_digest
@@ -62,6 +63,8 @@ def check_leaves(statement: dict[str, Any]) -> list[Check]:
         again["guarantee"]["this_run"][_PLANNED] = plans[-3][2]
     earlier = tuple(f"history.lineage[{i}].guarantee." for i in range(len(statement["history"]["lineage"]) - 1))
     known = statement.get("phrases") == phrase_version()
+    if not known and statement["guarantee"] is None and statement["headline"] == NOTHING:
+        again["headline"] = NOTHING  # older versions claimed less: they left out what the weights keep from earlier runs
     figures, words, declared = _Tally(), _Tally(), 0
     for where, stated, found in pairs(statement, again):
         if _DECLARED.fullmatch(where) or where.startswith(earlier):  # of an earlier run: as its ledger has it
@@ -197,10 +200,13 @@ def _bare_plan(statement: dict[str, Any]) -> DPPlan:
         )
         for guarantee, clipping in product(("none", "simulated"), ("hard", "automatic"))
     ]  # fmt: skip
-    texts = (statement["in_words"], mechanism["clipping"])
-    return max(
-        plans, key=lambda plan: sum(a == b for a, b in zip(texts, (phrases.in_words(plan, None), phrases.clipping(plan)), strict=True))
-    )
+    texts, others = (statement["in_words"], mechanism["clipping"]), statement["other_stores"]
+
+    def fits(plan: DPPlan) -> int:
+        words = kept_phrases.in_words(plan, others) if others else phrases.in_words(plan, None)
+        return sum(a == b for a, b in zip(texts, (words, phrases.clipping(plan)), strict=True))
+
+    return max(plans, key=fits)
 
 
 def _other_runs_texts(statement: dict[str, Any]) -> list[str]:

@@ -41,9 +41,14 @@ CHOSEN_LATER = (
     "total is a guarantee for settings fixed beforehand. {}"
 )
 NO_CAP = "A total over runs chosen from earlier results is a guarantee only against a cap set before the first run, and there is none."
+CAP_UNKNOWN = NO_CAP.replace("and there is none", "which is not known here")
 STOP = (
     "That the run ended at this step, if confidential figures decided it: losses, gradient norms, scores of private images. Ends decided "
     "by released weights, public scores or outside events are covered by epsilon, which is that of all planned steps."
+)
+EARLIER_STOP = (
+    "That an earlier run behind the weights ended before its plan, if confidential figures decided it: losses, gradient norms, scores of "
+    "private images."
 )
 STOPPED = {
     "independent": (
@@ -84,19 +89,33 @@ def not_covered_of(
         ended_early: from ``stop``.
         other_runs: ``history.other_runs`` of the statement.
     """
-    named = [entry["declared"]["name"] for entry in lineage if entry["declared"]]
     cap = other_runs.get("cap")
     capped = NO_CAP
     if cap is not None and cap["covers_choice"]:
         capped = f"The owner's cap, set before the first run, covers it: epsilon {up(cap['epsilon'])} at delta {up_delta(cap['delta'])}."
     elif not other_runs["known"]:
-        capped = NO_CAP.replace("and there is none", "which is not known here")
+        capped = CAP_UNKNOWN
     adaptive = guarantee["composition"]["methods"]["epsilon"] in ("filter", "basic")
     return [
         *([STOP] if ended_early is not None and ended_early["declared"] != "independent" else []),
-        *([f"Weights that were declared to be public ({', '.join(named)}): their training data was not verified."] if named else []),
-        *([CHOSEN_LATER.format(capped)] if adaptive else []),
+        *of_earlier_runs(lineage, adaptive=adaptive, capped=capped),
         *([CHOICE.format(capped)] if tuning == "charged" else []),
+    ]
+
+
+def of_earlier_runs(lineage: list[dict[str, Any]], *, adaptive: bool, capped: str = CAP_UNKNOWN) -> list[str]:
+    """Return what a guarantee does not cover because of the statement's lineage, this run last.
+
+    Args:
+        adaptive: whether the settings of one run may have followed another's results.
+        capped: sentence about the owner's cap.
+    """
+    named = [entry["declared"]["name"] for entry in lineage if entry["declared"]]
+    ended = any(0 < g["steps"] < g["plan"]["steps"] for entry in lineage[:-1] if (g := entry["guarantee"]) is not None)
+    return [
+        *([f"Weights that were declared to be public ({', '.join(named)}): their training data was not verified."] if named else []),
+        *([EARLIER_STOP] if ended else []),
+        *([CHOSEN_LATER.format(capped)] if adaptive else []),
         *curated(lineage),
     ]
 

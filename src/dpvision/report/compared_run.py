@@ -20,7 +20,7 @@ from dpvision.privacy.printed import up
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report.curves import size_text
 from dpvision.runs.folder import read_run
-from dpvision.runs.lineage import runs_on, shaped_in_confidence
+from dpvision.runs.lineage import private_stores, runs_on, shaped_in_confidence
 from dpvision.strict_json import parse_json
 
 
@@ -46,6 +46,8 @@ class ComparedRun:
     guarantee or a ledger."""
     this_run_epsilon: float | None
     """Epsilon of this run alone."""
+    kept_epsilon: float | None
+    """Of a run without a guarantee on a public store: the largest epsilon of earlier runs on a private store, which its weights keep."""
     step_N: np.ndarray
     loss_N: np.ndarray
     scores: tuple[dict[str, Any], ...]
@@ -64,7 +66,8 @@ class ComparedRun:
     def cost(self) -> str:
         """The stated epsilon, as text for legends."""
         if self.config.privacy.guarantee != "dp":
-            return "simulated" if self.config.privacy.guarantee == "simulated" else "no guarantee"
+            own = "simulated" if self.config.privacy.guarantee == "simulated" else "no guarantee"
+            return own if self.kept_epsilon is None else f"{own}; earlier runs ε {up(self.kept_epsilon, 2)}"
         if self.epsilon is None or self.this_run_epsilon is None:
             return "ε unknown"
         person = "" if self.config.privacy.num_units is None else " per person"
@@ -77,7 +80,7 @@ class ComparedRun:
     def planned_cost(self) -> str:
         """Planned epsilon as text with one decimal; equal for runs with the same plan."""
         person = "" if self.config.privacy.num_units is None else " per person"
-        return "no guarantee" if self.planned_epsilon is None else f"ε {up(self.planned_epsilon, 1)}{person}"
+        return self.cost if self.planned_epsilon is None else f"ε {up(self.planned_epsilon, 1)}{person}"
 
     @property
     def label(self) -> str:
@@ -127,6 +130,7 @@ def read_compared(root: Path, name: str, *, public_scores_only: bool = False) ->
         planned_epsilon=_planned_epsilon(base, ledger),
         epsilon=_spent(ledger, alone=False),
         this_run_epsilon=_spent(ledger, alone=True),
+        kept_epsilon=_kept(ledger, about),
         step_N=step_N,
         loss_N=loss_N,
         scores=tuple(s for s in scores if s["visibility"] == "public" or not public_scores_only),
@@ -151,6 +155,14 @@ def _spent(ledger: LedgerContents | None, *, alone: bool) -> float | None:
         return None
     behind = () if alone else runs_on(ledger.lineage, ledger.store_id)
     return _epsilon([*behind, (ledger.plan, ledger.steps)])
+
+
+def _kept(ledger: LedgerContents | None, about: dict[str, Any]) -> float | None:
+    if ledger is None or ledger.plan.guarantee == "dp" or about["store_visibility"] != "public" or shaped_in_confidence(ledger.lineage):
+        return None
+    parts = [runs_on(ledger.lineage, store_id) for store_id in private_stores(ledger.lineage)]
+    found = [_epsilon(runs) for runs in parts if runs]
+    return max((epsilon for epsilon in found if epsilon is not None), default=None)
 
 
 def _planned_epsilon(base: Path, ledger: LedgerContents | None) -> float | None:

@@ -4,8 +4,7 @@ from typing import Any
 
 from dpvision.privacy.composition import Curve, Part, curve, parts_of, total
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.printed import up, up_delta
-from dpvision.report import phrases
+from dpvision.report import kept_phrases, phrases
 from dpvision.report.schema import Stop
 from dpvision.runs.lineage import private_stores, runs_on
 from dpvision.runs.versions import code_versions
@@ -45,13 +44,19 @@ def _attack(of: Curve) -> dict[str, float]:
     return {f"tpr_at_fpr_{fpr:g}": tpr for fpr, tpr in of.tpr_at_fpr.items()} | {"coin_accuracy": of.coin_accuracy}
 
 
-def headline(guarantee: dict[str, Any] | None) -> str:
-    """Return the headline of a statement with this guarantee: for a person if it has unit_epsilon, otherwise for an image."""
-    if guarantee is None:
-        return "This run guarantees nothing."
-    of_person = guarantee["unit_epsilon"] is not None
-    epsilon, whom = guarantee["unit_epsilon" if of_person else "epsilon"], "person, with all their images" if of_person else "single image"
-    return f"Differential privacy with epsilon {up(epsilon, 2)} and delta {up_delta(guarantee['delta'])} for each {whom}."
+NOTHING = "This run guarantees nothing."
+
+
+def headline(guarantee: dict[str, Any] | None, kept: list[dict[str, Any]]) -> str:
+    """Return the headline of a statement: for a person if there is a unit_epsilon, otherwise for an image.
+
+    Args:
+        guarantee: the run's own.
+        kept: from ``other_stores``, of a run without a guarantee whose images, and those of all such runs behind it, are public.
+    """
+    if guarantee is not None:
+        return f"Differential privacy {kept_phrases.protection(guarantee)}."
+    return kept_phrases.headline(kept) if kept else NOTHING
 
 
 def guarantee_of(

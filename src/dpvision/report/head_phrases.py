@@ -11,6 +11,9 @@ HEADS = (
     "cost no further privacy. Its encoder was not changed."
 )
 
+FILES = "The head (weight and bias), settings, ledger, public scores, this statement, report.html."
+"""What a head's run may release."""
+
 _NOT_SETTINGS = {"recipe", "privacy", "init_from", "public_weights"}
 """Config entries left out: they are elsewhere in the statement, or are local paths."""
 
@@ -22,10 +25,9 @@ def is_head(config: dict[str, Any]) -> bool:
 
 def released(plan: DPPlan) -> str:
     """Return what may be released."""
-    what = "The head (weight and bias), settings, ledger, public scores, this statement, report.html."
     if plan.guarantee != "dp":
-        return f"{what} Any of them may reveal the content of the images."
-    return f"{what} They depend on the private images only through noisy sums. Features of the images stay with the store."
+        return f"{FILES} Any of them may reveal the content of the images."
+    return f"{FILES} They depend on the private images only through noisy sums. Features of the images stay with the store."
 
 
 def clipping(plan: DPPlan) -> str:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from dpvision.dp import rounding
 from dpvision.privacy import printed
-from dpvision.report import choice_phrases, head_phrases, lineage_phrases, numbers, phrases, unit_phrases
+from dpvision.report import choice_phrases, head_phrases, kept_phrases, lineage_phrases, numbers, phrases, unit_phrases
 
-_MODULES = (choice_phrases, head_phrases, lineage_phrases, numbers, phrases, printed, rounding, unit_phrases)
+_MODULES = (choice_phrases, head_phrases, kept_phrases, lineage_phrases, numbers, phrases, printed, rounding, unit_phrases)
 
 
 @cache

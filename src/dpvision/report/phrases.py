@@ -41,6 +41,8 @@ SELECTION_TIME = (
     "and the times of its files reveal something about it."
 )
 
+FILES = "Checkpoints (weights, moving average, optimizer state), settings, ledger, public scores, this statement, report.html."
+"""What a run of a network may release."""
 NO_PROFILE = "added epsilons give one pair (epsilon, delta), no profile"
 COMPOSITION: dict[Method, str] = {
     "one run": "The weights come from one run on this store.",
@@ -58,10 +60,9 @@ COMPOSITION: dict[Method, str] = {
 def in_words(plan: DPPlan, guarantee: dict[str, Any] | None) -> list[str]:
     """Return paragraphs that explain the headline to a reader who does not know epsilon."""
     if guarantee is None:
-        simulated = " It simulates a private run to find settings for it." if plan.guarantee == "simulated" else ""
         return [
             "Its images were imported as public or are synthetic, and nothing was done to hide any of them: the model may reproduce "
-            f"them.{simulated}",
+            f"them.{simulated(plan)}",
             "The figures below describe what was executed. None of them is a statement about privacy.",
         ]
     epsilon, delta, attack = guarantee["epsilon"], guarantee["delta"], guarantee["attack"]
@@ -81,6 +82,11 @@ def in_words(plan: DPPlan, guarantee: dict[str, Any] | None) -> list[str]:
     ]
 
 
+def simulated(plan: DPPlan) -> str:
+    """Return a sentence about a simulation, or nothing."""
+    return " It simulates a private run to find settings for it." if plan.guarantee == "simulated" else ""
+
+
 def tier(epsilon: float) -> str:
     """Return how an epsilon is commonly judged."""
     verdict = (
@@ -95,27 +101,31 @@ def tier(epsilon: float) -> str:
 
 def released(plan: DPPlan) -> str:
     """Return what may be released."""
-    what = "Checkpoints (weights, moving average, optimizer state), settings, ledger, public scores, this statement, report.html."
     if plan.guarantee != "dp":
-        return f"{what} Any of them may reveal the content of the images."
-    return f"{what} They depend on the private images only through noisy sums."
+        return f"{FILES} Any of them may reveal the content of the images."
+    return f"{FILES} They depend on the private images only through noisy sums."
 
 
 def not_covered(plan: DPPlan) -> list[str]:
     """Return what the guarantee does not cover."""
     if plan.guarantee != "dp":
         return ["Everything: no image of this run is protected."]
-    said = [
-        "Everything under confidential/: losses, gradient norms, batch sizes, times, images. It must not be released.",
+    return [CONFIDENTIAL, *of_every_guarantee(persons=plan.num_units is not None)]
+
+
+CONFIDENTIAL = "Everything under confidential/: losses, gradient norms, batch sizes, times, images. It must not be released."
+
+
+def of_every_guarantee(*, persons: bool) -> list[str]:
+    """Return what no guarantee covers, and if it is not one of ``persons``, several images of one."""
+    return [
         "Facts about the whole population that the model learns from many images together.",
         "How the store was assembled before the run: removing private images because of other private images (such as "
         "near-duplicates) is not covered; filtering each image independently, or against a fixed public set, is free. The guarantee is "
         "for the store as it was.",
         "The same image, or images of the same person, in other data sets or under other ledgers.",
+        *([] if persons else ["Several different images of one person: the import did not record the person of each image."]),
     ]
-    if plan.num_units is None:
-        said.append("Several different images of one person: the import did not record the person of each image.")
-    return said
 
 
 def unit(plan: DPPlan) -> str:

@@ -17,12 +17,13 @@ from dpvision.files import write_json
 from dpvision.privacy.ledger import LedgerContents, StoreAccount, read_ledger, store_account
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report import choice_phrases, head_phrases, phrases, unit_phrases
+from dpvision.report import choice_phrases, head_phrases, kept_phrases, phrases, unit_phrases
 from dpvision.report.guarantee import guarantee_of, headline, other_stores
 from dpvision.report.lineage_phrases import entry_text
 from dpvision.report.phrase_version import phrase_version
 from dpvision.report.schema import Stop, Tuning
 from dpvision.runs.folder import read_run
+from dpvision.runs.lineage import shaped_in_confidence
 from dpvision.weights import lineage_digest
 
 FORMAT = "dpvision-statement-1"
@@ -54,7 +55,8 @@ def make_statement(
     """Return the statement of a run, ready for JSON (schema: docs/statement.schema.json).
 
     Epsilon follows from the ledger: it is that of the whole plan in its first line once a step has been charged
-    (``DPPlan.stated_steps``). For a run without a guarantee on a public store, the statement says first that it guarantees nothing.
+    (``DPPlan.stated_steps``). Without a guarantee, on a public store, the statement says first that the run guarantees nothing, or what its
+    weights keep from private runs: post-processing.
 
     Args:
         run_dir: run folder with at least one checkpoint.
@@ -140,23 +142,31 @@ def compose(facts: Facts) -> dict[str, Any]:
     plan, steps, config, tuning = facts.plan, facts.steps, facts.config, facts.tuning
     fixed, store_id, guaranteed = tuning == "none", facts.own["store_id"], plan.guarantee == "dp"
     guarantee = guarantee_of(plan, steps, facts.inherited, store_id, fixed=fixed, stop=facts.stop) if guaranteed else None
-    of_unit = guarantee is not None and guarantee["unit_epsilon"] is not None
-    in_words = unit_phrases.in_words(plan, guarantee) if guarantee and of_unit else phrases.in_words(plan, guarantee)
+    others = other_stores(facts.inherited, store_id if guarantee else None, fixed=fixed)
     head = head_phrases.is_head(config)
     lineage, of_people = _lineage(facts, guarantee), plan.sampling_unit == "person"
     ended_early = None if guarantee is None else choice_phrases.stop(plan, steps, facts.stop)
+    words, kept = head_phrases if head else phrases, [] if guarantee is not None or shaped_in_confidence(lineage) else others
+    if kept:
+        in_words, not_covered = kept_phrases.in_words(plan, kept), kept_phrases.not_covered(lineage, kept)
+        released = kept_phrases.released(words.FILES)
+    else:
+        of_unit = guarantee is not None and guarantee["unit_epsilon"] is not None
+        in_words = unit_phrases.in_words(plan, guarantee) if guarantee and of_unit else phrases.in_words(plan, guarantee)
+        released, not_covered = words.released(plan), phrases.not_covered(plan)
+    if guarantee is not None:
+        not_covered += choice_phrases.not_covered_of(lineage, tuning, guarantee, ended_early, facts.other_runs)
     return {
         "format": FORMAT,
         "phrases": phrase_version(),
         "guaranteed": guaranteed,
-        "headline": headline(guarantee),
+        "headline": headline(guarantee, kept),
         "in_words": in_words,
         "run_id": facts.run_id,
         "recipe": facts.recipe,
         "scope": {
-            "released": head_phrases.released(plan) if head else phrases.released(plan),
-            "not_covered": phrases.not_covered(plan)
-            + ([] if guarantee is None else choice_phrases.not_covered_of(lineage, tuning, guarantee, ended_early, facts.other_runs)),
+            "released": released,
+            "not_covered": not_covered,
             "trust_model": phrases.trust_model(plan),
             "adjacency": unit_phrases.ADJACENCY_OF_PEOPLE if of_people else phrases.ADJACENCY,
             "unit": {
@@ -172,7 +182,7 @@ def compose(facts: Facts) -> dict[str, Any]:
             },
         },
         "guarantee": guarantee,
-        "other_stores": other_stores(facts.inherited, store_id if guarantee else None, fixed=fixed),
+        "other_stores": others,
         "mechanism": {
             "sampling_assumed": phrases.sampling_assumed(plan),
             "sampling_executed": phrases.sampling_executed(plan),

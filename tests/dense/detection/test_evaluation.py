@@ -1,6 +1,8 @@
 """The detector: what it learns from, what it answers in an image's own pixels, and that it finds what it was shown."""
 
 import copy
+import math
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from dpvision.dense.detection.coco_data import CocoImage, load_coco
 from dpvision.dense.detection.crops import DetectionExample, fitted
 from dpvision.dense.detection.detector import Detector, detection_losses
 from dpvision.dense.detection.evaluation import detect, detection_scores, in_image, make_detector, train_detector, training_crops
+from dpvision.dense.detection.feature_pyramid import LEVELS
 from dpvision.dense.detection.settings import DetectionSettings
 from dpvision.dense.training_settings import DenseHardware
 from dpvision.encoders.encoder import Encoder
@@ -47,6 +50,33 @@ def examples(tmp_path: Path, num: int = 3) -> list[DetectionExample]:
     train = load_coco(*write_shapes(tmp_path / "pictures", num, width=48))
     crops = training_crops(train, make_encoder(), SETTINGS)
     return [crops.load(i, 0) for i in range(num)]
+
+
+def bilinear(x_HW: np.ndarray, y: float, x: float) -> float:
+    y, x = min(max(y, 0.0), x_HW.shape[0] - 1.0), min(max(x, 0.0), x_HW.shape[1] - 1.0)
+    top, left = min(int(y), x_HW.shape[0] - 2), min(int(x), x_HW.shape[1] - 2)
+    (a, b), (c, d) = x_HW[top : top + 2, left : left + 2]
+    return (1 + top - y) * ((1 + left - x) * a + (x - left) * b) + (y - top) * ((1 + left - x) * c + (x - left) * d)
+
+
+@pytest.mark.parametrize(("head", "side"), [("box_roi_pool", 7), ("mask_roi_pool", 14)])
+def test_a_bin_of_a_region_is_the_mean_over_as_many_points_as_it_has_pixels(head: str, side: int) -> None:
+    """detectron2's sampling ratio of 0; with 2 x 2 points, a large region would skip most of its pixels."""
+    pool = getattr(made().roi_heads, head)
+    generator = torch.Generator().manual_seed(0)
+    maps = OrderedDict((name, torch.randn(1, 1, 256 >> k, 256 >> k, generator=generator)) for k, name in enumerate(LEVELS))
+    left, top, right, bottom = 10.0, 30.0, 1010.0, 990.0  # of 1024 px, on the coarsest level
+    with torch.no_grad():
+        found = pool(maps, [torch.tensor([[left, top, right, bottom]])], [(1024, 1024)])[0, 0].numpy()
+    x_HW, stride = maps[LEVELS[-1]][0, 0].double().numpy(), 32
+    height, width = (bottom - top) / stride / side, (right - left) / stride / side
+    rows, columns = math.ceil(height), math.ceil(width)
+    assert rows > 2
+    expected = np.array([[
+        np.mean([bilinear(x_HW, top / stride + (i + (r + 0.5) / rows) * height, left / stride + (j + (c + 0.5) / columns) * width)
+                 for r in range(rows) for c in range(columns)])
+        for j in range(side)] for i in range(side)])  # fmt: skip
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def losses(model: Detector, some: list[DetectionExample]) -> dict[str, torch.Tensor]:

@@ -118,6 +118,24 @@ def test_private_images_and_weights_without_a_guarantee_stay_confidential(
     assert {s["name"]: s["visibility"] for s in scores} == {bare: "private", "random weights": "public"}
 
 
+def test_a_class_255_with_a_name_counts_unless_it_is_told_to_be_ignored(
+    data: list[str], run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = list(data[:10])
+    for place in (3, 7):  # masks
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        for mask in Path(data[place]).iterdir():
+            ids = np.array(Image.open(mask))
+            Image.fromarray(np.where(ids == 90, 255, ids).astype(np.uint8)).save(folder / mask.name)
+        named[place] = str(folder)
+    named[9] = str(tmp_path / "classes.json")
+    Path(named[9]).write_text('{"7": "background", "21": "disc", "255": "square"}')
+    for ignored, count in (([], 3), (["--ignore-ids", "255"], 2)):
+        made = _json(capsys, [run, *named, *ignored, "--public", "--dry-run"])
+        assert {part["classes"] for part in made["data"].values()} == {count}
+
+
 def test_wrong_input_gets_one_clear_error(data: list[str], run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = dict(zip(data[:10:2], data[1:10:2], strict=True))
 

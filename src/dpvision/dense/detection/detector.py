@@ -32,6 +32,8 @@ from dpvision.dense.detection.settings import HeadSizes
 _RATIOS = (0.5, 1.0, 2.0)
 _ANCHOR_STRIDES = 8
 _BOX_SIDE, _MASK_SIDE = 7, 14
+SAMPLING_RATIO = 0
+"""As in detectron2: a bin of a region is the mean over ceil(height / side) x ceil(width / side) points, not over 2 x 2."""
 
 
 class Detector(GeneralizedRCNN):
@@ -54,12 +56,12 @@ class Detector(GeneralizedRCNN):
         )  # fmt: skip
         convs = [channels] * 4
         heads = _Heads(
-            MultiScaleRoIAlign(list(LEVELS), _BOX_SIDE, sampling_ratio=2),
+            MultiScaleRoIAlign(list(LEVELS), _BOX_SIDE, sampling_ratio=SAMPLING_RATIO),
             FastRCNNConvFCHead((channels, _BOX_SIDE, _BOX_SIDE), convs, [sizes.hidden], norm_layer=LayerNorm2d),
             _InFloat32(FastRCNNPredictor(sizes.hidden, num_classes + 1)),
             fg_iou_thresh=0.5, bg_iou_thresh=0.5, batch_size_per_image=sizes.regions, positive_fraction=0.25, bbox_reg_weights=None,
             score_thresh=0.05, nms_thresh=0.5, detections_per_img=sizes.detections,
-            mask_roi_pool=MultiScaleRoIAlign(list(LEVELS), _MASK_SIDE, sampling_ratio=2),
+            mask_roi_pool=MultiScaleRoIAlign(list(LEVELS), _MASK_SIDE, sampling_ratio=SAMPLING_RATIO),
             mask_head=MaskRCNNHeads(channels, convs, 1, norm_layer=LayerNorm2d),
             mask_predictor=_InFloat32(MaskRCNNPredictor(channels, channels, num_classes + 1)),
         )  # fmt: skip

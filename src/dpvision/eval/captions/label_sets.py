@@ -1,8 +1,13 @@
 """Label sets for zero-shot classification: CIFAR's class names, a store's names, or a file with synonyms."""
 
+import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from dpvision.data.import_labels import canonical
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.captions.settings import PROMPT
@@ -15,6 +20,7 @@ _CIFAR100 = """
     orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal
     shark shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
     tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm"""
+_WORDNET_ID = re.compile(r"n\d{8}")
 BUILT_IN = {"cifar10": tuple(_CIFAR10.split()), "cifar100": tuple(_CIFAR100.split())}
 """Class names in the publishers' spelling and order."""
 
@@ -25,35 +31,34 @@ class LabelSet:
 
     name: str
     classes: tuple[tuple[str, ...], ...]
-    """One or more strings per class, all different between classes."""
+    """One or more strings per class. A string may stand for several classes, as "crane" does in ImageNet: as an answer it is right for each
+    of them."""
 
     def __post_init__(self) -> None:
-        owner: dict[str, int] = {}
         for label, strings in enumerate(self.classes):
             if not strings or not all(strings):
-                raise DataError(f"labels: {self.name}: class {label} has an empty string; expected a name for each class. Give it one.")
-            for string in strings:
-                other = owner.setdefault(string.lower(), label)
-                if other != label:
-                    raise DataError(
-                        f"labels: {self.name}: {string!r} stands for class {other} ({', '.join(self.classes[other])}) and class {label} "
-                        f"({', '.join(strings)}); expected different strings. Rename one of them."
-                    )
+                raise DataError(f"labels: {self.name}: class {label} has an empty string; expected a name for each. Give it one.")
         if len(self.classes) < 2:
             raise DataError(f"labels: {self.name}: {len(self.classes)} classes; expected two or more. Add classes, one per line.")
+        if len({frozenset(map(str.lower, strings)) for strings in self.classes}) < 2:
+            raise DataError(
+                f"labels: {self.name}: all {len(self.classes)} classes have the strings {', '.join(self.classes[0])}; expected different "
+                "ones. Rename some."
+            )
 
 
 def load_label_set(name: str, store: Store) -> LabelSet:
     """Load the label set of a name for a store's labels.
 
     Args:
-        name: "store" for the store's class names, "cifar10", "cifar100", or a text file: one line per class in the order of the labels,
-            synonyms separated by commas.
+        name: "store" for the store's class names, "cifar10", "cifar100", or a file. A text file has one line per class in the order of the
+            labels, synonyms separated by commas. JSON is a list in that order, or an object from class names or numbers; a class is such a
+            line, or a list of strings.
         store: labelled; its class names, if any, must match the set.
 
     Raises:
         ConfigError: no such set or file.
-        DataError: the file cannot be read; two classes share a string; the classes differ from the store's.
+        DataError: the file cannot be read, or its classes differ from the store's.
     """
     if name == "store":
         if store.label_names is None:
@@ -71,7 +76,7 @@ def load_label_set(name: str, store: Store) -> LabelSet:
         raise ConfigError(
             f"labels: {name!r}; expected store, {', '.join(BUILT_IN)} or a file with one line per class. Use --zero-shot store."
         )
-    found = LabelSet(Path(name).name, _read_classes(Path(name)))
+    found = LabelSet(Path(name).name, _read_classes(Path(name), store.label_names))
     if store.label_names is not None and len(store.label_names) != len(found.classes):
         raise DataError(
             f"labels: {name} has {len(found.classes)} classes; expected {len(store.label_names)}, as {store.path}, in the same order. "
@@ -100,18 +105,57 @@ def _spoken(name: str) -> str:
     return " ".join(name.replace("_", " ").split()).lower()
 
 
-def _read_classes(path: Path) -> tuple[tuple[str, ...], ...]:
+def _read_classes(path: Path, names: Sequence[str] | None) -> tuple[tuple[str, ...], ...]:
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"labels: {path}: {error}; expected a text file in UTF-8. Check the path, or convert the file.") from None
+    if path.suffix.lower() == ".json" or text.lstrip()[:1] in ("[", "{"):
+        return _of_json(path, text, names)
+    lines = text.splitlines()
     while lines and not lines[-1].strip():
         lines.pop()
-    return tuple(_strings(path, number, line) for number, line in enumerate(lines, 1))
+    return tuple(_strings(path, f"line {number}", line) for number, line in enumerate(lines, 1))
 
 
-def _strings(path: Path, number: int, line: str) -> tuple[str, ...]:
-    strings = tuple(dict.fromkeys(string for part in line.split(",") if (string := " ".join(part.split()))))
+def _of_json(path: Path, text: str, names: Sequence[str] | None) -> tuple[tuple[str, ...], ...]:
+    try:
+        found = json.loads(text, object_pairs_hook=list)  # of an object, pairs: a key may stand twice
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"labels: {path}: {error}; expected JSON. Correct the file, or write one class per line.") from None
+    if isinstance(found, list) and found and text.lstrip().startswith("{"):
+        found = _in_order(path, found, names)
+    if not isinstance(found, list):
+        raise DataError(f"labels: {path}: {type(found).__name__}; expected a list, or an object from classes to names. Write one.")
+    return tuple(_strings(path, f"class {label}", entry) for label, entry in enumerate(found))
+
+
+def _in_order(path: Path, pairs: list[tuple[str, Any]], names: Sequence[str] | None) -> list[Any]:
+    """Return the entries of an object in the order of the labels: by the store's class names, or by class numbers 0, 1, ..."""
+    keys = [canonical(key) for key, _ in pairs]
+    own = [canonical(name) for name in names or ()]
+    by_name = bool(set(keys) & set(own))
+    wanted = own if by_name else [str(number) for number in range(len(keys))]
+    missing, strange = [key for key in wanted if key not in keys], [key for key in keys if key not in wanted]
+    twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
+    if missing or strange or twice:
+        rule = f"the store's {len(own)} class names" if by_name else f"class numbers 0 to {len(keys) - 1}, or the store's class names"
+        wrong = f"{twice[0]!r} twice" if twice else f"{strange[0]!r}" if strange else f"nothing for {missing[0]!r}"
+        raise DataError(f"labels: {path} has {wrong}; expected as keys {rule}, each once. Correct the keys.")
+    entry_of = dict(zip(keys, (entry for _, entry in pairs), strict=True))
+    return [entry_of[key] for key in wanted]
+
+
+def _strings(path: Path, where: str, entry: Any) -> tuple[str, ...]:
+    """Return the strings of a class: parts of a text between commas, or the items of a list.
+
+    Underscores are blanks. A WordNet id beside a name, as in Keras's ``imagenet_class_index.json``, is left out.
+    """
+    parts = entry.split(",") if isinstance(entry, str) else entry
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        raise DataError(f"labels: {path}: {where} is {entry!r}; expected a name, or a list of names. Correct the entry.")
+    spoken = dict.fromkeys(string for part in parts if (string := " ".join(part.replace("_", " ").split())))
+    strings = tuple(string for string in spoken if not _WORDNET_ID.fullmatch(string)) or tuple(spoken)
     if not strings:
-        raise DataError(f"labels: {path}: line {number} is empty; expected a class name. Remove the line, or add the name.")
+        raise DataError(f"labels: {path}: {where} is empty; expected a class name. Remove it, or add the name.")
     return strings

@@ -22,7 +22,7 @@ class LabelTrie:
     def __init__(self, captions: Sequence[Sequence[Sequence[int]]]) -> None:
         """
         Args:
-            captions: for each class, the tokens (without BOS and EOS) of each of its captions; no two classes share one.
+            captions: for each class (or set of classes), the tokens (without BOS and EOS) of its captions; no two share one.
         """
         self._children: list[dict[int, int]] = [{}]
         """Children of each node, from token to node index."""

@@ -3,7 +3,7 @@
 Legend: N images, B images of a batch, C captions, L tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -94,22 +94,24 @@ def zero_shot_scores(
 ) -> list[Score]:
     """Return the accuracy on a store's labelled images, by method, for each captioner.
 
-    With ``any_of`` the score is accuracy by these classes, whatever the metric.
+    With ``any_of`` the score is accuracy by these classes, whatever the metric. An answer is a caption, and right if it is one of the
+    image's class: a string that stands for several classes is right for each of them.
 
-    Chance is the share of the most frequent class (for ``mean_per_class``, 1 / number of classes).
+    Chance is the score of the best constant answer: the share of the most frequent class (for ``mean_per_class``, 1 / number of classes),
+    or more where a string stands for several.
 
     Raises:
         DataError: no labelled or readable image; a label without a string; a label's caption is too long for the model, or has the same
-            tokens as another class's; scores are not finite.
+            tokens as another string's of another class; scores are not finite.
     """
     settings = settings or ZeroShotSettings()
     row_N = _labelled_rows(store, labels, settings.limit)
     source = StoreImages(store, row_N)
     scores = []
     for ready in askers:
-        words = _label_words(ready, labels, settings)
-        trie = LabelTrie(words)
-        token_CL, class_C = _rows(ready, words)
+        answers = _answers(_label_words(ready, labels, settings))
+        trie = LabelTrie(list(answers.values()))
+        token_CL, answer_C = _rows(ready, list(answers.values()))
         read: list[np.ndarray] = []
         predicted: dict[Method, list[np.ndarray]] = {method: [] for method in settings.methods}
         for memory_BSD, place_B in encoded_images(ready, source, settings.fit, batch_size=batch_size, workers=workers):
@@ -121,7 +123,7 @@ def zero_shot_scores(
                 loss_BC = candidate_losses(ready.model, memory_BSD, token_BCL).cpu()
                 if not torch.isfinite(loss_BC).all():
                     raise DataError("zero-shot: losses are not finite; expected finite ones. The run diverged: train again.")
-                predicted["loss"].append(best_candidate(loss_BC, class_C.expand(len(loss_BC), -1)).numpy())
+                predicted["loss"].append(best_candidate(loss_BC, answer_C.expand(len(loss_BC), -1)).numpy())
             if progress is not None:
                 progress(f"zero-shot, {ready.name}: {int(place_B[-1]) + 1:,} of {len(row_N):,} images")
         if not read:
@@ -130,16 +132,47 @@ def zero_shot_scores(
         truth_N = store.labels[read_N]
         private = ready.confidential or store.results_visibility == "private"
         scoring = Scoring(metric, any_of, "private" if private else "public")
+        right_N = [{int(truth)} if any_of is None else any_of.accepted_N[row] for truth, row in zip(truth_N, read_N, strict=True)]
+        shared = [np.full(len(read_N), answer) for answer, classes in enumerate(answers) if len(classes) > 1]
         for method in settings.methods:
             how = _described(method, labels, settings)
-            scores.append(scoring.score(ready.name, "zero-shot", how, [np.concatenate(predicted[method])], truth_N, read_N))
+            made, *constant = (
+                scoring.score(ready.name, "zero-shot", how, [_classes(answer_N, list(answers), right_N)], truth_N, read_N)
+                for answer_N in (np.concatenate(predicted[method]), *shared)
+            )
+            scores.append(replace(made, chance=max(made.chance, *(score.value for score in constant))) if constant else made)
     return scores
+
+
+def _answers(words: list[list[list[int]]]) -> dict[tuple[int, ...], list[list[int]]]:
+    """Return the captions that stand for the same classes, by these classes, in the order of the labels."""
+    classes_of: dict[tuple[int, ...], list[int]] = {}
+    for label, own in enumerate(words):
+        for caption in own:
+            classes_of.setdefault(tuple(caption), []).append(label)
+    found: dict[tuple[int, ...], list[list[int]]] = {}
+    for tokens, classes in classes_of.items():
+        found.setdefault(tuple(dict.fromkeys(classes)), []).append(list(tokens))
+    return found
+
+
+def _classes(answer_N: np.ndarray, classes: list[tuple[int, ...]], right_N: Sequence[Set[int]]) -> np.ndarray:
+    """Return the class that each answer is taken for: a right one where it stands for one, otherwise its first; -1 for none."""
+    return np.array(
+        [
+            -1 if answer < 0 else next((k for k in classes[answer] if k in right), classes[answer][0])
+            for answer, right in zip(answer_N.tolist(), right_N, strict=True)
+        ],
+        dtype=np.int64,
+    )
 
 
 def _described(method: Method, labels: LabelSet, settings: ZeroShotSettings) -> str:
     way = "walk through the label tree" if method == "trie" else "lowest loss"
-    strings = sum(map(len, labels.classes))
+    lowered = [{string.lower() for string in strings} for strings in labels.classes]
+    strings, shared = sum(map(len, labels.classes)), sum(map(len, lowered)) - len(set().union(*lowered))
     asked = f"{len(labels.classes)} classes of {labels.name}" + (f" with {strings} strings" if strings > len(labels.classes) else "")
+    asked += f", {shared} of them shared by classes" if shared else ""
     article = ", a or an" if settings.match_article else ""
     return f'{way}, {asked}, "{settings.prompt}"{article}, {settings.fit}'
 
@@ -162,29 +195,29 @@ def _labelled_rows(store: Store, labels: LabelSet, limit: int | None) -> np.ndar
 def _label_words(ready: OpenCaptioner, labels: LabelSet, settings: ZeroShotSettings) -> list[list[list[int]]]:
     """Return the tokens of every caption of every class, without truncation."""
     found: list[list[list[int]]] = []
-    owner: dict[tuple[int, ...], int] = {}
+    owner: dict[tuple[int, ...], tuple[int, str]] = {}
     for label, captions in enumerate(prompted(labels, settings.prompt, match_article=settings.match_article)):
         own = [ready.tokenizer.words(clean_caption(caption)) for caption in captions]
-        for caption, words in zip(captions, own, strict=True):
+        for string, caption, words in zip(labels.classes[label], captions, own, strict=True):
             if len(words) + 2 > ready.num_tokens:
                 raise DataError(
                     f"zero-shot: {caption!r} is {len(words) + 2} tokens; expected at most {ready.num_tokens}, the longest caption of the "
                     f"model. Shorten the string of class {label}, or the prompt."
                 )
-            other = owner.setdefault(tuple(words), label)
-            if other != label:
+            other, first = owner.setdefault(tuple(words), (label, string.lower()))
+            if other != label and first != string.lower():
                 raise DataError(
                     f"zero-shot: class {other} ({', '.join(labels.classes[other])}) and class {label} ({', '.join(labels.classes[label])}) "
-                    "have the same tokens; expected strings with different tokens. Rename one of them."
+                    "have the same tokens; expected different strings to have different tokens. Rename one of them."
                 )
         found.append(own)
     return found
 
 
 def _rows(ready: OpenCaptioner, words: list[list[list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token_CL of all distinct captions, and the class of each, int64 (C,)."""
-    flat = list({tuple(w): label for label, own in enumerate(words) for w in own}.items())
+    """Return token_CL of all distinct captions, and the answer that each gives, int64 (C,)."""
+    flat = list({tuple(w): answer for answer, own in enumerate(words) for w in own}.items())
     token_CL = torch.full((len(flat), ready.num_tokens), PAD_ID, dtype=torch.int64)
     for c, (own_words, _) in enumerate(flat):
         token_CL[c, : len(own_words) + 2] = torch.tensor([BOS_ID, *own_words, EOS_ID])
-    return token_CL, torch.tensor([label for _, label in flat])
+    return token_CL, torch.tensor([answer for _, answer in flat])
