@@ -51,17 +51,15 @@ class RunArgs(Where):
             print(text, flush=True)
 
 
-def saved_config(command: str, root: Path, recipe: str) -> RunConfig | None:
-    """Return the settings that the run in ``root`` was started with, or None if there is no run.
+def saved_config(command: str, root: Path, recipe: str) -> RunConfig:
+    """Return the settings that the run in ``root`` was started with.
 
     Raises:
         ConfigError: the run is of another recipe.
-        CheckpointError: the run cannot be read.
+        CheckpointError: there is no run, or it cannot be read.
     """
-    from dpvision.runs.folder import read_run, run_base
+    from dpvision.runs.folder import read_run
 
-    if run_base(root) is None:
-        return None
     _, config, _ = read_run(root)
     if config.recipe != recipe:
         raise ConfigError(
@@ -72,18 +70,21 @@ def saved_config(command: str, root: Path, recipe: str) -> RunConfig | None:
 
 
 def check_places(root: Path, config: RunConfig, *, dry_run: bool) -> None:
-    """Refuse a new run whose name is taken or whose store does not exist, before slow imports.
+    """Refuse a new run whose name is taken, whose store is none, or whose warm start is missing, before slow imports.
 
     Raises:
-        CheckpointError: a run with this name exists.
-        DataError: the store does not exist.
+        CheckpointError: a run with this name exists, or the run that this one starts from does not.
+        DataError: there is no store.
     """
-    from dpvision.runs.folder import require_new
+    from dpvision.runs.folder import require_new, require_parent
 
     if not dry_run:
         require_new(root)
-    if config.data.store is not None:
-        check_store(Path(config.data.store))
+    if config.data.store is None:
+        return  # refused later, with what is missing
+    check_store(Path(config.data.store))
+    if config.init_from is not None and not config.init_from.startswith("timm:"):
+        require_parent(config.init_from)
 
 
 def resumed_hardware(command: str, root: Path, asked: RunConfig, saved: RunConfig) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from dpvision.data.multi_label import LabelSets, zero_one
 from dpvision.data.record_lines import captions_of, have_captions
 from dpvision.data.tarindex import BLOCK, member_size
 from dpvision.data.transform import random_views
-from dpvision.errors import DataError
+from dpvision.errors import DataError, remedy_for
 from dpvision.privacy.store_marks import HAS_MARKS, StoreLedgers
 
 FORMAT = "dpvision-store-1"
@@ -85,7 +85,7 @@ class _Shard:
             self.fd = os.open(path, os.O_RDONLY)
         except OSError as error:
             self.fd = -1
-            raise DataError(f"store: {path}: {error.strerror}; expected a readable shard. {REMEDY}") from None
+            raise DataError(f"store: {path}: {error.strerror}; expected a readable shard. {remedy_for(error, REMEDY)}") from None
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -131,7 +131,7 @@ class Store:
             try:
                 found = file.stat().st_size
             except OSError as error:
-                raise DataError(f"store: {file}: {error.strerror}; expected a file of {size} bytes. {REMEDY}") from None
+                raise DataError(f"store: {file}: {error.strerror}; expected a file of {size} bytes. {remedy_for(error, REMEDY)}") from None
             if found != size:
                 raise DataError(f"store: {file}: {found} bytes; expected {size}, as when it was indexed. {REMEDY}")
         shard_bytes = np.array([size for _, size in files], dtype=np.uint64)
@@ -183,7 +183,7 @@ class Store:
         try:
             read = list(map(os.pread, map(fd_of.__getitem__, shards), sizes, offsets))
         except OSError as error:
-            raise DataError(f"store: {self.path}: {error.strerror}; expected readable shards. {REMEDY}") from None
+            raise DataError(f"store: {self.path}: {error.strerror}; expected readable shards. {remedy_for(error, REMEDY)}") from None
         if sum(map(len, read)) != sum(sizes):  # none can be longer than requested
             raise DataError(f"store: {self.path}: a shard ends early; expected the size it was indexed with. {REMEDY}")
         return read
@@ -213,7 +213,7 @@ class Store:
         try:
             lines = [os.pread(text.fd, size, offset) for size, offset in zip(sizes, offsets, strict=True)]
         except OSError as error:
-            raise DataError(f"store: {self.path}: {error.strerror}; expected readable captions. {REMEDY}") from None
+            raise DataError(f"store: {self.path}: {error.strerror}; expected readable captions. {remedy_for(error, REMEDY)}") from None
         if sum(map(len, lines)) != sum(sizes):
             raise DataError(f"store: {self.path}: the captions end early; expected the size they were indexed with. {REMEDY}")
         return [captions_of(line) for line in lines]
@@ -308,7 +308,7 @@ class Store:
             return json.loads((self.path / "confidential" / "import.json").read_text())
         except (OSError, ValueError) as error:
             raise DataError(
-                f"store: {self.path}: no summary of the import ({error}); expected confidential/import.json. {REMEDY}"
+                f"store: {self.path}: no summary of the import ({error}); expected confidential/import.json. {remedy_for(error, REMEDY)}"
             ) from None
 
 
