@@ -11,6 +11,7 @@ from dpvision.cli.paths import check_store
 from dpvision.config import RunConfig
 from dpvision.errors import ConfigError
 from dpvision.privacy.printed import up
+from dpvision.privacy.stated_for import stated_for
 
 if TYPE_CHECKING:
     from dpvision.privacy.composition import Part
@@ -112,17 +113,14 @@ COMPOSED = {
 
 def guarantee_words(plan: "DPPlan", epsilon: float, unit_epsilon: float | None, delta: float) -> str:
     """Return the guarantee as one line: per image, and per person if people are declared."""
-    if plan.num_units is None:
-        return f"epsilon {up(epsilon)} at delta {delta:.3g}"
-    k = plan.max_records_per_unit
-    if plan.sampling_unit == "person":
-        images = "one image" if k == 1 else f"at most {k} images"
-        return f"epsilon {up(epsilon)} for a person ({images} in a step) at delta {delta:.3g}"
-    if unit_epsilon is None:
-        return f"epsilon {up(epsilon)} for a single image, unknown for a person, at delta {delta:.3g}"
-    if k == 1:
-        return f"epsilon {up(unit_epsilon)} for a person (one image of each) at delta {delta:.3g}"
-    return f"epsilon {up(unit_epsilon)} for a person (at most {k} images), {up(epsilon)} for a single image, at delta {delta:.3g}"
+    said, k = stated_for(plan.sampling_unit, epsilon, unit_epsilon), plan.max_records_per_unit
+    if not said.of_person:
+        whom = "" if plan.num_units is None else " for a single image, unknown for a person,"
+        return f"epsilon {up(said.epsilon)}{whom} at delta {delta:.3g}"
+    images = f"at most {k} images" if k > 1 else "one image" if plan.sampling_unit == "person" else "one image of each"
+    step = " in a step" if plan.sampling_unit == "person" else ""
+    beside = "" if said.of_image is None else f", {up(said.of_image)} for a single image,"
+    return f"epsilon {up(said.epsilon)} for a person ({images}{step}){beside} at delta {delta:.3g}"
 
 
 def spent(plan: "DPPlan", steps: int, behind: "tuple[Part, ...]" = ()) -> tuple[dict[str, Any], str]:

@@ -5,6 +5,7 @@ from typing import Any
 from dpvision.privacy.composition import Curve, Part, curve, parts_of, total
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import up
+from dpvision.privacy.stated_for import stated_for
 from dpvision.report import phrases
 from dpvision.report.numbers import short
 from dpvision.report.schema import Stop
@@ -46,13 +47,13 @@ def _attack(of: Curve) -> dict[str, float]:
     return {f"tpr_at_fpr_{fpr:g}": tpr for fpr, tpr in of.tpr_at_fpr.items()} | {"coin_accuracy": of.coin_accuracy}
 
 
-def headline(guarantee: dict[str, Any] | None) -> str:
-    """Return the headline of a statement with this guarantee: for a person if it has unit_epsilon, otherwise for an image."""
+def headline(guarantee: dict[str, Any] | None, sampling_unit: str) -> str:
+    """Return the headline of a statement with this guarantee."""
     if guarantee is None:
         return "This run guarantees nothing."
-    of_person = guarantee["unit_epsilon"] is not None
-    epsilon, whom = guarantee["unit_epsilon" if of_person else "epsilon"], "person, with all their images" if of_person else "single image"
-    return f"Differential privacy with epsilon {up(epsilon, 2)} and delta {short(guarantee['delta'])} for each {whom}."
+    said = stated_for(sampling_unit, guarantee["epsilon"], guarantee["unit_epsilon"])
+    whom = "person, with all their images" if said.of_person else "single image"
+    return f"Differential privacy with epsilon {up(said.epsilon, 2)} and delta {short(guarantee['delta'])} for each {whom}."
 
 
 def guarantee_of(
