@@ -294,7 +294,10 @@ def _range_lines(summary: dict[str, Any]) -> list[str]:
     """Return a line if images of 16 bits do not fill their range, or on the declared range."""
     if "window" in summary:
         low, high = summary["window"]
-        return [f"For prediction on files of more than 8 bits, declare the same range: preprocess(FILE, window=({low:g}, {high:g}))."]
+        return [
+            f"Runs on this store read files of more than 8 bits by the same range, {low:g} to {high:g}, also for prediction; with another "
+            f"encoder: preprocess(FILE, window=({low:g}, {high:g}))."
+        ]
     found = {name: n for name, n in summary.get("largest_values_of_16_bits", {}).items() if int(name.split()[-1]) < _DARK_BELOW}
     if not found:
         return []

@@ -37,7 +37,7 @@ from dpvision.data.record_lines import append_line, have_captions, line_of
 from dpvision.data.rgb import Window, check_window
 from dpvision.data.shard_writer import ShardWriter, new_store_folder, require_new
 from dpvision.data.sources import Missed, Sample, Source, open_source
-from dpvision.data.store import ROW, Store, write_description
+from dpvision.data.store import ROW, UNDECLARED, WINDOW, Store, write_description
 from dpvision.data.store_key import keyed_hash, new_key
 from dpvision.errors import DataError
 
@@ -377,6 +377,7 @@ class _Build:
             shared_images_kept=self._people.shared == "first",
         )
         summary = {
+            samples={WINDOW: more.get("window"), UNDECLARED: bool(self._largest)},
             "seen": num_seen,
             "records": len(rows),
             "left_out": left_out,
