@@ -290,6 +290,16 @@ def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _caption_lines(summary: dict[str, Any]) -> list[str]:
+    """Return a line if there are captions that may say nothing."""
+    if not (found := summary.get("captions_suspicious")):
+        return []
+    return [
+        f"{sum(found.values()):,} captions may say nothing about their image ({', '.join(found)}), and are kept. If they are no captions, "
+        "empty these fields in the source and import again."
+    ]
+
+
 def _range_lines(summary: dict[str, Any]) -> list[str]:
     """Return a line if images of 16 bits do not fill their range, or on the declared range."""
     if "window" in summary:
@@ -328,7 +338,7 @@ def _said(store: "Store", as_json: bool, more: dict[str, Any] | None = None) -> 
     lines = [f"{_label(store)}{store.num_records:,} records in {store.path} ({store.visibility}{labels})"]
     lines.append(pairs(_flat(summary | (more or {}))))
     lines += _left_out_lines(store, summary)
-    lines += _range_lines(summary)
+    lines += [*_range_lines(summary), *_caption_lines(summary)]
     lines += _unit_lines(store) if has_units(store) else []
     lines += to_train(store)
     emit(result, as_json, "\n".join(lines))

@@ -270,12 +270,14 @@ class _Build:
         self._reasons: Counter[str] = Counter()
         self._num_captions = self._num_cut = 0
         self._dropped: Counter[str] = Counter()
+        self._suspicious: Counter[str] = Counter()
         self._largest: Counter[int] = Counter()
         self._fields_seen: set[str] = set()
 
     def add(self, checked: _Checked) -> None:
         sample, problem, record_id, text, largest = checked
         self._dropped += text.dropped
+        self._suspicious += text.suspicious if problem is None else {}
         person = None if problem is not None else self._people.name(sample)
         if problem is None and person is None and self._people.field is not None and self._people.unmatched != "own-person":
             self._no_person.add(sample.key)
@@ -375,9 +377,9 @@ class _Build:
             may_be_unlabelled=self._labels.may_be_unlabelled,
             shared_images=merged["unit_conflicts"],
             shared_images_kept=self._people.shared == "first",
+            samples={WINDOW: more.get("window"), UNDECLARED: bool(self._largest)},
         )
         summary = {
-            samples={WINDOW: more.get("window"), UNDECLARED: bool(self._largest)},
             "seen": num_seen,
             "records": len(rows),
             "left_out": left_out,
@@ -390,6 +392,7 @@ class _Build:
             "captions": self._num_captions,
             "captions_cut": self._num_cut,
             "captions_dropped": dict(sorted(self._dropped.items())),
+            "captions_suspicious": dict(sorted(self._suspicious.items())),
             **more,
         }
         largest = {f"up to {2**bits - 1}": n for bits, n in sorted(self._largest.items())}
