@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpvision.errors import CheckpointError
+from dpvision.errors import CheckpointError, remedy_for
 from dpvision.files import new_folder
 from dpvision.strict_json import parse_json
 from dpvision.weights import pack, read_lineage, unpack
@@ -102,7 +102,8 @@ def _verified(folder: Path, name: str, digest: str) -> bytes:
     try:
         blob = (folder / name).read_bytes()
     except OSError as error:
-        raise CheckpointError(f"checkpoint: {folder / name} ({error.strerror}); expected a readable file. {_older(folder)}") from None
+        remedy = remedy_for(error, _older(folder))
+        raise CheckpointError(f"checkpoint: {folder / name} ({error.strerror}); expected a readable file. {remedy}") from None
     if hashlib.sha256(blob).hexdigest() != digest:
         raise CheckpointError(f"checkpoint: {folder / name} was altered (SHA-256 differs from {MANIFEST}). {_older(folder)}")
     return blob
@@ -125,7 +126,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = parse_json((folder / MANIFEST).read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint: {folder / MANIFEST} cannot be read ({error}). {_older(folder)}") from None
+        raise CheckpointError(f"checkpoint: {folder / MANIFEST} cannot be read ({error}). {remedy_for(error, _older(folder))}") from None
     missing = [key for key in _REQUIRED if not isinstance(manifest, dict) or key not in manifest]
     if missing or manifest["format"] != FORMAT:
         raise CheckpointError(f"checkpoint: {folder / MANIFEST} lacks {missing or 'a known format'}; expected {FORMAT}. {_older(folder)}")

@@ -1,5 +1,9 @@
 """The errors a person can meet. Each ends with the remedy; the command line prints them without a traceback and exits 2."""
 
+import errno
+import os
+from shlex import quote
+
 OPERATOR_ONLY = "operator only: "
 """Comes before what depends on private records wherever it is printed: for whoever holds them, never to be passed on."""
 
@@ -25,3 +29,12 @@ class DataError(DPVisionError):
 
 class CheckpointError(DPVisionError):
     """A checkpoint or run folder is missing, altered, incomplete or in use."""
+
+
+def remedy_for(error: BaseException, otherwise: str) -> str:
+    """Return what to do about a file that cannot be read or written: its permissions, if they are the reason, else ``otherwise``."""
+    if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EPERM):
+        return otherwise
+    place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "."
+    place = place if os.path.lexists(place) else os.path.dirname(os.path.abspath(place))
+    return f"This user may not use it: have its owner change the permissions (ls -ld {quote(place)})."

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dpvision.errors import CheckpointError
+from dpvision.errors import CheckpointError, remedy_for
 
 
 @contextlib.contextmanager
@@ -63,9 +63,8 @@ def write_file(path: Path, data: bytes) -> None:
         with replacing(path) as partial:
             partial.write_bytes(data)
     except OSError as error:
-        raise CheckpointError(
-            f"write: {path} ({error.strerror or error}); expected a writable disk with space. Free some, then repeat."
-        ) from error
+        remedy = remedy_for(error, "Free some, then repeat.")
+        raise CheckpointError(f"write: {path} ({error.strerror or error}); expected a writable disk with space. {remedy}") from error
 
 
 def write_json(path: Path, value: Any, *, sort_keys: bool = False) -> None:

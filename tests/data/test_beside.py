@@ -16,7 +16,9 @@ from dpvision.cli import main
 from dpvision.data.import_labels import ClassRule
 from dpvision.data.importer import import_source
 from dpvision.data.sources import open_source
+from dpvision.encoders.embeddings import write_embeddings
 from dpvision.errors import DataError
+from dpvision.eval.captions.caption_images import find_images
 
 from .image_files import js, png, write_folder, write_tar
 
@@ -135,9 +137,26 @@ def test_tars_of_several_splits_are_refused(tmp_path):
     assert refused(tmp_path / "src") == [str(tmp_path / "src" / "train-*.tar"), str(tmp_path / "src" / "val-0.tar")]
 
 
-def test_embed_and_caption_read_all_splits(tmp_path):
-    source = write_folder(tmp_path / "src", {"train/cat/1.png": png(1), "test/cat/2.png": png(2)})
-    assert [s.key for s in open_source(source, for_import=False).samples] == ["test/cat/2.png", "train/cat/1.png"]
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"train/cat/1.png": png(1), "test/cat/2.png": png(2)}, ["test", "train"]),
+        ({"train-0.tar": b"", "train-1.tar": b"", "val-0.tar": b""}, ["train-*.tar", "val-0.tar"]),
+        ({"images/1.png": png(1), "masks/1.png": png(2)}, ["images"]),
+    ],
+    ids=["folders", "tars", "masks"],
+)
+def test_embed_and_caption_refuse_splits_and_masks_as_the_import_does(tmp_path, files, expected):
+    """They name the part to give; the features or captions of all parts would lie in one file."""
+    source = write_folder(tmp_path / "src", files)
+    with pytest.raises(DataError) as refusal:
+        open_source(source, for_import=False)
+    said = str(refusal.value)
+    parts = re.split(r"Give one of them: |Give the images: ", said)[1].removesuffix(".").partition("; for")[0].split(", ")
+    assert parts == [shlex.quote(str(source / part)) for part in expected] and "data import" not in said
+    for run in (lambda: write_embeddings("hog", source, tmp_path / "confidential" / "x.npz"), lambda: find_images([source])):
+        with pytest.raises(DataError, match="Give "):
+            run()
 
 
 # --- tables --------------------------------------------------------------------------------------------------------------------------

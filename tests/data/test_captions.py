@@ -12,6 +12,8 @@ from dpvision.data.captions import MAX_CAPTION_CHARS, MAX_TEXT_BYTES, clean_capt
 from dpvision.data.sources import Sample
 from dpvision.errors import DataError
 
+from .image_files import png, write_folder
+
 # --- cleaning --------------------------------------------------------------------------------------------------------------------
 
 
@@ -83,7 +85,7 @@ def test_what_is_no_caption_is_counted_by_reason_and_raises_nothing():
     )
     assert found.kept == ("ok",)
     assert found.dropped == Counter({"no text": 4, "empty": 2, "another encoding": 1, "oversized": 1})
-    assert find_captions({}) == ((), 0, Counter())
+    assert find_captions({}) == ((), 0, Counter(), Counter())
 
 
 # --- encodings -------------------------------------------------------------------------------------------------------------------
@@ -233,3 +235,23 @@ def test_damaged_files_are_refused(tmp_path, name, data, words):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(DataError, match="No such file"):
         CaptionFile(tmp_path / "absent.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("nan", "text of a missing value"), ("N/A", "text of a missing value"), (" None ", "text of a missing value"),
+        ("12:30", "no letter"), ("---", "no letter"), ("IMG_2041.JPG", "file name"), ("scan.png", "file name"),
+        ("a cat", None), ("nan bread on a plate", None), ("x", None), ("猫", None), ("a sign that says 7.png", None), ("naan", None),
+    ],
+)  # fmt: skip
+def test_captions_that_may_say_nothing_are_kept_and_counted(text: str, reason: str | None, tmp_path, capsys):
+    from dpvision.cli import main
+
+    found = find_captions({"captions": [text, "a dog"]})
+    assert "a dog" in found.kept and len(found.kept) == 2 and dict(found.suspicious) == ({} if reason is None else {reason: 1})
+    source = write_folder(tmp_path / "source", {"1.png": png(1), "2.png": png(2), "2.txt": b"a dog"})
+    (source / "1.txt").write_text(text)
+    assert main(["data", "import", str(source), str(tmp_path / "store"), "--public"]) == 0
+    said = capsys.readouterr().out
+    assert ("1 captions may say nothing" in said) == (reason is not None) == (f"captions_suspicious: {reason}" in said)

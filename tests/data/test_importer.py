@@ -393,7 +393,7 @@ def test_a_file_of_captions_for_a_folder_and_for_tars(tmp_path):
     other = tmp_path / "other.csv"
     other.write_text("image,caption\nx.png,x\n")
     before = sorted(tmp_path.iterdir())
-    refused("none of its 1 images", folder, tmp_path / "n", captions=other)
+    refused("none of its 1 images", folder, tmp_path / "n", captions=other, public=True)
     refused("No such file", folder, tmp_path / "n", captions=tmp_path / "absent.csv")
     assert sorted(tmp_path.iterdir()) == before
 

@@ -6,6 +6,8 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from shlex import quote
 
 from dpvision.errors import DPVisionError
 
@@ -59,11 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        if error.errno in (errno.EACCES, errno.EPERM):
+            print(f"error: {_denied(error)}", file=sys.stderr)
+            return 2
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             place = f" ({error.filename})" if error.filename else ""
             print(
-                f"error: disk: {error.strerror}{place}; expected to write there. Earlier checkpoints are safe: free space or fix "
-                "permissions, then repeat or --resume.",
+                f"error: disk: {error.strerror}{place}; expected to write there. Earlier checkpoints are safe: free space, then "
+                "repeat or --resume.",
                 file=sys.stderr,
             )
             return 2
@@ -77,6 +82,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nstopped{'; --resume continues a run from its last checkpoint' if args[0] in _RESUMED else ''}.", file=sys.stderr)
         return 130
     return 0
+
+
+def _denied(error: OSError) -> str:
+    """Return which file or folder may not be used, how, and what to do, for an error of permissions."""
+    if not error.filename:
+        return f"permission: {error.strerror}; expected a file that this user may use. Check the permissions of the paths given."
+
+    def may(path: Path, mode: int) -> bool:
+        return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+    path, verb = Path(os.fsdecode(error.filename)).absolute(), "written"
+    closed = next((folder for folder in reversed(path.parents) if folder.is_dir() and not may(folder, os.X_OK)), None)
+    if closed is not None:
+        path, verb = closed, "entered"
+    elif os.path.lexists(path):
+        verb = "read" if not may(path, os.R_OK | (os.X_OK if path.is_dir() else 0)) else "written"
+    else:
+        path, verb = path.parent, "written to"
+    return (
+        f"permission: {path}: {error.strerror}; expected one that may be {verb} by this user. Have its owner change that (ls -ld "
+        f"{quote(str(path))}), or give another path; then repeat, or --resume. Earlier checkpoints are safe."
+    )
 
 
 def _overview() -> str:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from dpvision.cli.head_text import head_text
 from dpvision.cli.output import CONFIG, RecipeName, emit, may_show, private_scores
+from dpvision.cli.paths import check_store
 from dpvision.cli.recipe import (
     get_recipe,
     recipe_lines,
@@ -153,6 +154,7 @@ def run(argv: Sequence[str]) -> None:
         _resume(args, config, default.config)
         return
     check_places(args.root(recipe), config, dry_run=args.dry_run)
+    check_store(args.test)
     from dpvision.adapt.prepare import prepare, with_enough_steps
 
     made = prepare(config)
@@ -210,6 +212,7 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
     """Train, save and score the head, and print what was executed."""
     from dpvision.adapt.session import adapt
     from dpvision.checkpoint import find_checkpoint, read_manifest
+    from dpvision.cli.next_steps import after_run
     from dpvision.runs.lineage import runs_on
 
     made, plan = session.prepared, session.plan
@@ -230,8 +233,8 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
     lines += lost_words(session.lost, "releases")
     if scores:
         lines.append(_scores_text(args, scores, root))
-    lines += ["Next:", *([] if scores else [f"  dpvision evaluate {root} --test STORE"]), f"  dpvision report {root}"]
-    lines.append(f"  python: dpvision.load_classifier({str(root)!r})")
+    lines += after_run(root, made.store, made.config, released=session.run.folder.base == root, scored=bool(scores))
+    lines.append(f"In Python: dpvision.load_classifier({str(root)!r})")
     result: dict[str, Any] = {
         "run": str(root), "complete": complete, "steps": steps,
         "head": chosen["candidate"] if chosen else made.model.head,
@@ -353,8 +356,8 @@ def with_shorts(args: Shorts, config: RunConfig) -> RunConfig:
 
 def default_config(recipe: str, early: Early, typed: dict[str, str]) -> RunConfig:
     """Return the default settings: the recipe's, adjusted by the options; with --resume the run's own."""
-    if early.resume and (saved := saved_config("adapt", early.root(recipe), recipe)) is not None:
-        return saved
+    if early.resume:
+        return saved_config("adapt", early.root(recipe), recipe)
     config = get_recipe(recipe)
     changes: dict[str, Any] = {}
     if early.privacy.guarantee in ("none", "simulated"):

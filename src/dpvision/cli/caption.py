@@ -104,7 +104,7 @@ def caption(
         method=method, num=num, beams=beams, length_penalty=length_penalty, temperature=temperature, top_k=top_k, top_p=top_p,
         min_words=min_words, max_words=max_words, prompt=prompt_ids(captioner, prompt),
     )  # fmt: skip
-    found = find_images(images, workers)
+    found = find_images(images, workers, captioner.window)
     private = captioner.confidential or found.visibility == "private"
     if out is not None and private and not release_private_outputs:
         require_confidential(out, "caption", "captions of private images", ", or give --release-private-outputs")

@@ -21,9 +21,6 @@ from dpvision.runs.folder import require_confidential
 if TYPE_CHECKING:
     from dpvision.data.store import Store
 
-_RECIPE_RECORDS = 50_000
-"""Dataset size of the suggested recipes; smaller stores need a smaller batch."""
-_RECORDS_OF_A_UNIT = (1, 2, 4, 8)
 _DARK_BELOW = 1 << 15
 """Images of 16 bits whose largest value is below may have fewer bits."""
 
@@ -218,7 +215,7 @@ def inspect(
     """
     check_store(store)
     check_sheet(sheet, "data inspect")
-    from dpvision.data.declared import has_units
+    from dpvision.data.declared import has_units, numbers_to_declare
     from dpvision.data.inspect import contact_sheet, inspect_store
     from dpvision.data.open import open_store
 
@@ -233,7 +230,7 @@ def inspect(
     contact_sheet(opened, num_images).save(sheet)
     result["contact_sheet"] = str(sheet)
     lines = [f"{_label(opened)}what {store} holds", pairs(result), *(_unit_lines(opened) if has_units(opened) else [])]
-    emit(result | {"operator_only": opened.results_visibility == "private", "declare": _suggested(opened)}, json, "\n".join(lines))
+    emit(result | {"operator_only": opened.results_visibility == "private", "declare": numbers_to_declare(opened)}, json, "\n".join(lines))
 
 
 def split(
@@ -255,11 +252,25 @@ def split(
         json: Print JSON.
     """
     check_store(store)
+    from dpvision.cli.next_steps import to_train
+    from dpvision.data.declared import has_units
     from dpvision.data.split import split_store
 
     made = split_store(store, first, second, fraction, seed)
-    result = {str(s.path): s.num_records for s in made}
-    emit(result, json, f"{_label(made[0])}records\n{pairs(result)}")
+    lines = [f"{_label(made[0])}what each part holds", pairs({str(half.path): _held(half) for half in made})]
+    lines += _unit_lines(made[0]) if has_units(made[0]) else []
+    lines += [*to_train(made[0]), f"Keep {made[1].path} for the test: a finished run names the command that scores it there."]
+    emit({str(half.path): half.num_records for half in made}, json, "\n".join(lines))
+
+
+def _held(store: "Store") -> str:
+    """Return the numbers of records, and of people if the import recorded them, as text."""
+    import numpy as np
+
+    from dpvision.data.declared import count_units, has_units
+
+    people = f" of {count_units(store, np.arange(store.num_records)):,} people" if has_units(store) else ""
+    return f"{store.num_records:,} records{people}"
 
 
 def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
@@ -279,11 +290,24 @@ def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _caption_lines(summary: dict[str, Any]) -> list[str]:
+    """Return a line if there are captions that may say nothing."""
+    if not (found := summary.get("captions_suspicious")):
+        return []
+    return [
+        f"{sum(found.values()):,} captions may say nothing about their image ({', '.join(found)}), and are kept. If they are no captions, "
+        "empty these fields in the source and import again."
+    ]
+
+
 def _range_lines(summary: dict[str, Any]) -> list[str]:
     """Return a line if images of 16 bits do not fill their range, or on the declared range."""
     if "window" in summary:
         low, high = summary["window"]
-        return [f"For prediction on files of more than 8 bits, declare the same range: preprocess(FILE, window=({low:g}, {high:g}))."]
+        return [
+            f"Runs on this store read files of more than 8 bits by the same range, {low:g} to {high:g}, also for prediction; with another "
+            f"encoder: preprocess(FILE, window=({low:g}, {high:g}))."
+        ]
     found = {name: n for name, n in summary.get("largest_values_of_16_bits", {}).items() if int(name.split()[-1]) < _DARK_BELOW}
     if not found:
         return []
@@ -295,7 +319,8 @@ def _range_lines(summary: dict[str, Any]) -> list[str]:
 
 
 def _said(store: "Store", as_json: bool, more: dict[str, Any] | None = None) -> None:
-    from dpvision.data.declared import has_units
+    from dpvision.cli.next_steps import to_train
+    from dpvision.data.declared import has_units, numbers_to_declare
 
     summary = store.import_summary()
     result = {
@@ -305,7 +330,7 @@ def _said(store: "Store", as_json: bool, more: dict[str, Any] | None = None) -> 
         "operator_only": store.results_visibility == "private",
         "num_records": store.num_records,
         "multi_label": store.multi_label,
-        "declare": _suggested(store),
+        "declare": numbers_to_declare(store),
         **summary,
         **(more or {}),
     }
@@ -313,19 +338,9 @@ def _said(store: "Store", as_json: bool, more: dict[str, Any] | None = None) -> 
     lines = [f"{_label(store)}{store.num_records:,} records in {store.path} ({store.visibility}{labels})"]
     lines.append(pairs(_flat(summary | (more or {}))))
     lines += _left_out_lines(store, summary)
-    lines += _range_lines(summary)
+    lines += [*_range_lines(summary), *_caption_lines(summary)]
     lines += _unit_lines(store) if has_units(store) else []
-    first = _suggested(store)[0]
-    units = f" --privacy.num-units {first['num_units']}" if "num_units" in first else ""
-    recipe = "vip.micro_random_start" if summary.get("without_caption", 1) else "dpcap.micro --data.tokenizer FILE --init-from None"
-    size = first["dataset_size"]
-    batch = f" --privacy.expected-batch-size {max(1, size // 10)}" if size < _RECIPE_RECORDS else ""
-    lines.append("Next, declare a number of records (public; rounded, or better chosen without counting: docs/data.md):")
-    lines.append(f"  dpvision train {recipe} --data {store.path} --privacy.dataset-size {size}{batch}{units} --dry-run")
-    if summary.get("without_label", 1) == 0:
-        several = "--model.multi-label " if store.multi_label else ""
-        declared = f"{several}--num-classes K --dataset-size {size}{units} --epsilon 1 --dry-run"
-        lines.append(f"  or, with the labels: dpvision adapt --data {store.path} --encoder patches+scattering {declared}")
+    lines += to_train(store)
     emit(result, as_json, "\n".join(lines))
 
 
@@ -333,31 +348,14 @@ def _label(store: "Store") -> str:
     return OPERATOR_ONLY if store.results_visibility == "private" else ""
 
 
-def _suggested(store: "Store") -> list[dict[str, int]]:
-    """Return rounded numbers to declare for the store, for one to eight records per unit; without units, only the records."""
-    from dpvision.data.declared import count_units, has_units, rounded_up
-
-    if not has_units(store):
-        return [{"dataset_size": rounded_up(store.meta.get("cleared_from", store.num_records))}]
-    found: list[dict[str, int]] = []
-    for k in _RECORDS_OF_A_UNIT:
-        rows = store.eligible_rows(k, 0)
-        units = rounded_up(count_units(store, rows))
-        size = min(rounded_up(len(rows)), k * units)
-        if found and size == found[-1]["dataset_size"]:
-            break  # no unit has more records
-        found.append({"max_records_per_unit": k, "num_units": units, "dataset_size": size})
-    return found
-
-
 def _unit_lines(store: "Store") -> list[str]:
-    from dpvision.data.declared import rounded_up
+    from dpvision.data.declared import numbers_to_declare, rounded_up
 
-    field = store.meta["unit_field"]
+    field, numbers = store.meta["unit_field"], numbers_to_declare(store)
     lines = [f"{_label(store)}The guarantee will be for a {field} with all its images. Declare one of these (see docs/data.md, persons):"]
-    for one in _suggested(store):
+    for one in numbers:
         lines.append("  " + " ".join(f"--privacy.{name.replace('_', '-')} {value}" for name, value in one.items()))
-    people = f"--privacy.num-units {_suggested(store)[0]['num_units']} --privacy.dataset-size {rounded_up(store.num_records)}"
+    people = f"--privacy.num-units {numbers[0]['num_units']} --privacy.dataset-size {rounded_up(store.num_records)}"
     lines.append(f"  --privacy.sampling-unit person {people}")
     return lines
 

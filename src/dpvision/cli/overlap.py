@@ -130,6 +130,9 @@ def _named(spec: str | None, opened: "Encoder") -> str:
 
 
 def _text(result: dict[str, Any], public: "Store", out: Path | None) -> str:
+    from dpvision.cli.next_steps import to_train
+    from dpvision.data.open import open_store
+
     count = result["public_pictures_with_a_match"]
     lines = [f"{OPERATOR_ONLY}{count:,} of {public.num_records:,} public images have a match among the private ones."]
     lines.append(pairs({f"by {how}": number for how, number in result["by"].items()}))
@@ -143,6 +146,5 @@ def _text(result: dict[str, Any], public: "Store", out: Path | None) -> str:
             f"Without them: {out}, readable only by you. The images missing there reveal who is in the private store: do not share it."
         )
         lines.append("Scores on it reveal how many are missing, so they are written under confidential/.")
-        declared = public.meta.get("cleared_from", public.num_records)
-        lines.append(f"Next: dpvision train ... --data {out} --privacy.dataset-size {declared}, the public number.")
+        lines += to_train(open_store(out))
     return "\n".join(lines)

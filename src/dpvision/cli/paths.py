@@ -1,15 +1,16 @@
-"""Check that paths on the command line exist, before slow imports. Their contents are checked when they are opened."""
+"""Check paths on the command line before slow imports. Their contents are checked when they are opened."""
 
 from pathlib import Path
 
+from dpvision.data.no_store import check_is_store
 from dpvision.errors import CheckpointError, ConfigError, DataError
 
 
 def check_store(*paths: Path | None) -> None:
-    """Raise DataError for a path that does not exist; None is ignored."""
+    """Raise DataError for a path without a store, as ``check_is_store``; None is ignored."""
     for path in paths:
-        if path is not None and not path.exists():
-            raise DataError(f"store: {path}: no such folder; expected a store. Make one with `dpvision data import SOURCE STORE`.")
+        if path is not None:
+            check_is_store(path)
 
 
 def check_source(path: Path) -> None:

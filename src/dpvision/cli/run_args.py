@@ -11,6 +11,7 @@ from dpvision.cli.paths import check_store
 from dpvision.config import RunConfig
 from dpvision.errors import ConfigError
 from dpvision.privacy.printed import up, up_delta
+from dpvision.privacy.stated_for import stated_for
 
 if TYPE_CHECKING:
     from dpvision.privacy.composition import Part
@@ -51,17 +52,15 @@ class RunArgs(Where):
             print(text, flush=True)
 
 
-def saved_config(command: str, root: Path, recipe: str) -> RunConfig | None:
-    """Return the settings that the run in ``root`` was started with, or None if there is no run.
+def saved_config(command: str, root: Path, recipe: str) -> RunConfig:
+    """Return the settings that the run in ``root`` was started with.
 
     Raises:
         ConfigError: the run is of another recipe.
-        CheckpointError: the run cannot be read.
+        CheckpointError: there is no run, or it cannot be read.
     """
-    from dpvision.runs.folder import read_run, run_base
+    from dpvision.runs.folder import read_run
 
-    if run_base(root) is None:
-        return None
     _, config, _ = read_run(root)
     if config.recipe != recipe:
         raise ConfigError(
@@ -72,18 +71,21 @@ def saved_config(command: str, root: Path, recipe: str) -> RunConfig | None:
 
 
 def check_places(root: Path, config: RunConfig, *, dry_run: bool) -> None:
-    """Refuse a new run whose name is taken or whose store does not exist, before slow imports.
+    """Refuse a new run whose name is taken, whose store is none, or whose warm start is missing, before slow imports.
 
     Raises:
-        CheckpointError: a run with this name exists.
-        DataError: the store does not exist.
+        CheckpointError: a run with this name exists, or the run that this one starts from does not.
+        DataError: there is no store.
     """
-    from dpvision.runs.folder import require_new
+    from dpvision.runs.folder import require_new, require_parent
 
     if not dry_run:
         require_new(root)
-    if config.data.store is not None:
-        check_store(Path(config.data.store))
+    if config.data.store is None:
+        return  # refused later, with what is missing
+    check_store(Path(config.data.store))
+    if config.init_from is not None and not config.init_from.startswith("timm:"):
+        require_parent(config.init_from)
 
 
 def resumed_hardware(command: str, root: Path, asked: RunConfig, saved: RunConfig) -> dict[str, Any]:
@@ -111,17 +113,14 @@ COMPOSED = {
 
 def guarantee_words(plan: "DPPlan", epsilon: float, unit_epsilon: float | None, delta: float) -> str:
     """Return the guarantee as one line: per image, and per person if people are declared."""
-    if plan.num_units is None:
-        return f"epsilon {up(epsilon)} at delta {up_delta(delta)}"
-    k = plan.max_records_per_unit
-    if plan.sampling_unit == "person":
-        images = "one image" if k == 1 else f"at most {k} images"
-        return f"epsilon {up(epsilon)} for a person ({images} in a step) at delta {up_delta(delta)}"
-    if unit_epsilon is None:
-        return f"epsilon {up(epsilon)} for a single image, unknown for a person, at delta {up_delta(delta)}"
-    if k == 1:
-        return f"epsilon {up(unit_epsilon)} for a person (one image of each) at delta {up_delta(delta)}"
-    return f"epsilon {up(unit_epsilon)} for a person (at most {k} images), {up(epsilon)} for a single image, at delta {up_delta(delta)}"
+    said, k = stated_for(plan.sampling_unit, epsilon, unit_epsilon), plan.max_records_per_unit
+    if not said.of_person:
+        whom = "" if plan.num_units is None else " for a single image, unknown for a person,"
+        return f"epsilon {up(said.epsilon)}{whom} at delta {up_delta(delta)}"
+    images = f"at most {k} images" if k > 1 else "one image" if plan.sampling_unit == "person" else "one image of each"
+    step = " in a step" if plan.sampling_unit == "person" else ""
+    beside = "" if said.of_image is None else f", {up(said.of_image)} for a single image,"
+    return f"epsilon {up(said.epsilon)} for a person ({images}{step}){beside} at delta {up_delta(delta)}"
 
 
 def spent(plan: "DPPlan", steps: int, behind: "tuple[Part, ...]" = ()) -> tuple[dict[str, Any], str]:

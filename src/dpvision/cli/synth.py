@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import tyro
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from dpvision.cli.output import emit, pairs, parse
 from dpvision.cli.paths import check_sheet, check_sheet_size
+from dpvision.cli.recipe import get_recipe
 from dpvision.errors import ConfigError
 
 OutPath = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="STORE")]
@@ -79,5 +81,6 @@ def synth(
         result |= {"store": str(made.path), "num_records": made.num_records, "visibility": made.visibility, "files": files}
     text = pairs(result)
     if store is not None:
-        text += f"\nNext: dpvision train synthetic.vip_micro --data {store} --privacy.dataset-size {num}"
+        batch = "" if num >= get_recipe("synthetic.vip_micro").privacy.expected_batch_size else f" --privacy.expected-batch-size {num}"
+        text += f"\nNext: dpvision train synthetic.vip_micro --data {quote(str(store))} --privacy.dataset-size {num}{batch}"
     emit(result, json, text)

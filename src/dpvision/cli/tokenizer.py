@@ -77,7 +77,7 @@ def tokenizer(
     splits = result["examples"]
     lines = [pairs({name: value for name, value in result.items() if name != "examples"}), "  examples"]
     lines += [f"    {'|'.join(split)}" for split in splits]
-    lines.append(f"Next: dpvision train dpcap.micro --data STORE --data.tokenizer {out} --model.vocab-size {made.vocab_size}")
+    lines.append(f"For a captioner: --data.tokenizer {out} --model.vocab-size {made.vocab_size}")
     emit(result, json, "\n".join(lines))
 
 

@@ -166,6 +166,7 @@ def _texture_store(num: int) -> Path:
 
 
 def _finish(session: "Session", root: Path, complete: bool, as_json: bool) -> None:
+    from dpvision.cli.next_steps import after_run
     from dpvision.runs.lineage import runs_on
 
     assert session.run is not None
@@ -180,7 +181,7 @@ def _finish(session: "Session", root: Path, complete: bool, as_json: bool) -> No
     if not complete:
         lines.append("Saved. Continue with --resume.")
     if complete:
-        lines += ["Next:", f"  dpvision evaluate {root} --train STORE --test STORE", f"  dpvision report {root}"]
+        lines += after_run(root, session.store, session.config, released=session.run.folder.base == root)
     emit(result, as_json, "\n".join(lines))
 
 
@@ -244,4 +245,4 @@ def _default(recipe: str, argv: Sequence[str]) -> RunConfig:
         config = get_recipe(recipe)
         return replace(config, privacy=with_budget(config.privacy, typed_privacy(argv)))
     known = tyro.cli(Where, args=list(argv), return_unknown_args=True)[0]
-    return saved_config("train", known.root(recipe), recipe) or get_recipe(recipe)  # open_run raises the error
+    return saved_config("train", known.root(recipe), recipe)

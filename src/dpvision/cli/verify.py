@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -41,6 +42,8 @@ def verify(
         store: The store that the run was trained on, with its LEDGERS folder beside it.
         json: Print JSON.
     """
+    if statement.is_dir():
+        raise ConfigError(_of_folder(statement))
     if not statement.exists():
         raise ConfigError(f"verify: {statement}: no such file; expected a statement.json. Make one with `dpvision report RUN`.")
     from dpvision.report.verify import verify_statement
@@ -51,6 +54,18 @@ def verify(
     emit(result, json, _text(checks, bad, unverified))
     if bad or unverified:
         sys.exit(1)
+
+
+def _of_folder(folder: Path) -> str:
+    """Return the error for a folder in place of a statement."""
+    from dpvision.runs.folder import run_base
+
+    file, run = quote(str(folder / "statement.json")), quote(str(folder))
+    if (folder / "statement.json").exists():
+        return f"verify: {folder}: a folder; expected a statement.json. Use dpvision verify {file} --run {run}"
+    if run_base(folder) is not None:
+        return f"verify: {folder}: a run without a statement; expected a statement.json. Write it first: dpvision report {run}"
+    return f"verify: {folder}: a folder without statement.json; expected the file. Make one with `dpvision report RUN`, and give its path."
 
 
 def _text(checks: "list[Check]", bad: int, unverified: int) -> str:

@@ -62,26 +62,27 @@ def split_of(folder: str) -> str | None:
     return _SPLITS.get(folder.lower())
 
 
-def check_folders(folder: Path, below: Sequence[str], *, top: bool, has_images: bool) -> None:
+def check_folders(folder: Path, below: Sequence[str], *, top: bool, has_images: bool, for_import: bool = True) -> None:
     """Raise DataError if the folders in a folder are splits, or images and their masks.
 
     Args:
         below: names of the folders in it, without hidden ones.
         top: it is the source.
         has_images: there are images in it.
+        for_import: the remedy is a command of the import for each; otherwise the path of each.
     """
     splits = [name for name in below if split_of(name) is not None]
     if len({split_of(name) for name in splits}) > 1 or (top and splits and len(splits) == len(below) and not has_images):
         raise DataError(
-            f"source: {folder}: the folders {', '.join(sorted(splits))} are splits, no classes; expected one of them. Import each into a "
-            f"store of its own: {_commands(folder / name for name in sorted(splits))}."
+            f"source: {folder}: the folders {', '.join(sorted(splits))} are splits, no classes; expected one of them. "
+            f"{_each((folder / name for name in sorted(splits)), for_import)}"
         )
     images, masks = ([name for name in below if name.lower() in names] for names in (_IMAGE_FOLDERS, _MASK_FOLDERS))
     if images and masks:
         train = f"--train {quote(str(folder / images[0]))} --train-masks {quote(str(folder / masks[0]))}"
         raise DataError(
             f"source: {folder}: the folder {masks[0]} beside {images[0]} holds masks or annotations, no class; expected images only. "
-            f"Import the images: {_commands([folder / images[0]])}; for segmentation: dpvision evaluate segmentation ENCODER {train} ..."
+            f"{_alone(folder / images[0], for_import)}; for segmentation: dpvision evaluate segmentation ENCODER {train} ..."
         )
 
 
@@ -93,7 +94,7 @@ def check_table(table: Path, source: Path) -> None:
     )
 
 
-def check_packed(source: Path, paths: Sequence[Path]) -> None:
+def check_packed(source: Path, paths: Sequence[Path], for_import: bool = True) -> None:
     """Raise DataError if parquet files or tars are of several splits, by their names or their folders below the source."""
     of: dict[str, list[Path]] = {}
     for path in paths:
@@ -104,8 +105,8 @@ def check_packed(source: Path, paths: Sequence[Path]) -> None:
             of.setdefault(_SPLITS[names[-1].lower()], []).append(path)
     if len(of) > 1:
         raise DataError(
-            f"source: {source}: files of the splits {', '.join(of)}; expected one split. Import each into a store of its own: "
-            f"{_commands(_pattern(files, paths) for files in of.values())}."
+            f"source: {source}: files of the splits {', '.join(of)}; expected one split. "
+            f"{_each((_pattern(files, paths) for files in of.values()), for_import)}"
         )
 
 
@@ -142,6 +143,16 @@ def _pattern(files: Sequence[Path], others: Sequence[Path]) -> Path:
     found = _SPLIT_IN_NAME.search(files[0].stem.lower())
     patterns = [f"{names[0][:shared]}*{suffix}", f"*{found[1] if found else ''}*{suffix}"]
     return folder / next((p for p in patterns if not any(path.match(p) for path in outside)), patterns[0])
+
+
+def _each(places: Iterable[Path], for_import: bool) -> str:
+    if for_import:
+        return f"Import each into a store of its own: {_commands(places)}."
+    return f"Give one of them: {', '.join(quote(str(place)) for place in places)}."
+
+
+def _alone(place: Path, for_import: bool) -> str:
+    return f"Import the images: {_commands([place])}" if for_import else f"Give the images: {quote(str(place))}"
 
 
 def _commands(places: Iterable[Path]) -> str:

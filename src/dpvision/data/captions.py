@@ -29,6 +29,9 @@ _MARKS = (
 _JOINERS = "\u200c\u200d"  # part of the spelling of Persian, Hindi and emoji
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 _CONTROLS_IN_TEXT = 0.1
+_MISSING = frozenset(["nan", "nat", "none", "null", "n/a", "na", "#n/a", "<na>", "undefined", "untitled", "no caption"])
+"""What programs, and people, write where there is no caption."""
+_FILE_NAME = re.compile(r"\S+\.(?:jpe?g|png|gif|webp|tiff?|bmp|heic|avif|svg)", re.IGNORECASE)
 
 
 class Captions(NamedTuple):
@@ -40,6 +43,8 @@ class Captions(NamedTuple):
     """Number of ``kept`` that were longer than ``MAX_CAPTION_CHARS``."""
     dropped: Counter[str]
     """Number of captions dropped, by reason. Repeats are merged and not counted."""
+    suspicious: Counter[str]
+    """Number of ``kept`` that may say nothing about the image, by ``suspicion``."""
 
 
 def find_captions(fields: Mapping[str, Any]) -> Captions:
@@ -65,7 +70,16 @@ def find_captions(fields: Mapping[str, Any]) -> Captions:
                     kept.setdefault(clean, is_cut)
                 else:
                     dropped["empty"] += 1
-    return Captions(tuple(kept), sum(kept.values()), dropped)
+    return Captions(tuple(kept), sum(kept.values()), dropped, Counter(found for caption in kept if (found := suspicion(caption))))
+
+
+def suspicion(caption: str) -> str | None:
+    """Return why a clean caption may say nothing about its image, or None. Only the operator knows: such captions are kept and counted."""
+    if caption.lower() in _MISSING:
+        return "text of a missing value"
+    if not any(map(str.isalpha, caption)):
+        return "no letter"
+    return "file name" if _FILE_NAME.fullmatch(caption) else None
 
 
 def clean_caption(text: str) -> str:

@@ -9,6 +9,7 @@ from dpvision.errors import DataError
 
 TOLERANCE = 0.01
 """Largest relative difference between a store's count and the declared number, which is public and may be rounded."""
+_RECORDS_OF_A_UNIT = (1, 2, 4, 8)
 
 
 def fits(count: int, declared: int, *, at_most: bool = False) -> bool:
@@ -28,6 +29,21 @@ def rounded_up(count: int) -> int:
 def has_units(store: Store) -> bool:
     """Return whether the import recorded units (persons)."""
     return store.meta.get("unit_field") is not None
+
+
+def numbers_to_declare(store: Store) -> list[dict[str, int]]:
+    """Return rounded numbers to declare for a store, for one to eight records per unit; without units, only the records."""
+    if not has_units(store):
+        return [{"dataset_size": rounded_up(store.meta.get("cleared_from", store.num_records))}]
+    found: list[dict[str, int]] = []
+    for k in _RECORDS_OF_A_UNIT:
+        rows = store.eligible_rows(k, 0)
+        units = rounded_up(count_units(store, rows))
+        size = min(rounded_up(len(rows)), k * units)
+        if found and size == found[-1]["dataset_size"]:
+            break  # no unit has more records
+        found.append({"max_records_per_unit": k, "num_units": units, "dataset_size": size})
+    return found
 
 
 def shared_images(store: Store) -> int:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from dpvision.data.captions import CAPTION_FIELDS
 from dpvision.data.decode import HEAD_BYTES, may_be_image
-from dpvision.errors import DataError
+from dpvision.errors import DataError, remedy_for
 
 
 def read_arrow(path: Path, read: Callable[[], Any]) -> Any:
@@ -18,7 +18,8 @@ def read_arrow(path: Path, read: Callable[[], Any]) -> Any:
     try:
         return read()
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"source: {path}: {error}; expected a parquet file. Copy it again or remove it.") from None
+        remedy = remedy_for(error, "Copy it again or remove it.")
+        raise DataError(f"source: {path}: {error}; expected a parquet file. {remedy}") from None
 
 
 def image_column(schema: pa.Schema, path: Path) -> tuple[str, int]:

@@ -18,14 +18,16 @@ What has two readings is refused with both of them: numbers without a 0 for decl
 import json
 import re
 import unicodedata
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
 from dpvision.data.multi_label import LABELS_FILE, LabelSetWriter
-from dpvision.errors import DataError
+from dpvision.errors import DataError, remedy_for
 from dpvision.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 UnknownClasses = Literal["refuse", "unlabelled"]
 _SHOWN = 100
 _NAMED_AT_MOST = 5
+_LOOKED_AT = 200
+"""Images that are read to name more of the classes without a number."""
 _REMEDY = "Change it in the source, or choose another --label-from."
 _MOST = 2**31
 _NUMBER = re.compile(r"([+-]?[0-9]{1,18})(\.0*)?")
@@ -69,7 +73,8 @@ def read_rule(path: str | Path, unknown: UnknownClasses = "refuse") -> ClassRule
         text = Path(path).read_text(encoding="utf-8-sig")
         found = parse_json(text) if text.lstrip().startswith(("[", "{")) else [line for line in text.splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise DataError(f"classes: {path}: {error}; expected names in UTF-8, one per line or as a JSON list. Rewrite it so.") from None
+        remedy = remedy_for(error, "Rewrite it so.")
+        raise DataError(f"classes: {path}: {error}; expected names in UTF-8, one per line or as a JSON list. {remedy}") from None
     labels: list[str] | None = None
     if isinstance(found, dict):
         labels = list(found)
@@ -195,6 +200,24 @@ class ImportedLabels:
         text, number = _reading(value)
         declares = self._declared is not None and self._declared.of_name(text) is not None
         return None if not text or (number == -1 and not declares) else value  # -1 marks a missing label in public data sets
+
+    def unlisted(self, sample: "Sample") -> list[str]:
+        """The names in a sample's label that nothing numbers: the store is private, and nobody listed its classes."""
+        if not self._private or self._declared is not None or self._names is not None or self._rule.unknown == "unlabelled":
+            return []
+        value = self.value(sample)
+        parts = value if isinstance(value, list | tuple) else [value]
+        return [text for text in (canonical(one) for one in parts if isinstance(one, str)) if text and _number_in(text) is None]
+
+    def refuse_unlisted(self, names: Iterable[str]) -> NoReturn:
+        """Raise the DataError of ``finish`` for these names."""
+        for name in names:
+            self._unknown_class(name)
+            self._num_unknown += 1
+            if len(self._unknown) > _NAMED_AT_MOST:
+                break
+        self._check_unknown()
+        raise AssertionError("no name")
 
     def number(self, key: str, value: Any) -> int:
         """Provisional number of a value's class, or set of classes, for ``finish``; -1 for no label.
@@ -347,3 +370,20 @@ class ImportedLabels:
         if class_of is not None:
             rows["label"] = np.append(class_of, -1)[rows["label"]]  # the last entry serves label -1
         return self._names, None
+
+
+def with_classes(samples: Iterable["Sample"], labels: ImportedLabels, counts: Callable[["Sample"], bool]) -> Iterator["Sample"]:
+    """Yield the samples; refuse a private store without declared classes at the first class name, before that image is decoded.
+
+    Args:
+        counts: whether an image is not left out for another reason; asked of images with such a name only.
+
+    Raises:
+        DataError: names the class, and others among the next images.
+    """
+    rest = iter(samples)
+    for sample in rest:
+        if sample.problem is None and (names := labels.unlisted(sample)) and counts(sample):
+            later = (name for one in islice(rest, _LOOKED_AT) if one.problem is None for name in labels.unlisted(one))
+            labels.refuse_unlisted(chain(names, later))
+        yield sample

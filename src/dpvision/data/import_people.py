@@ -130,7 +130,7 @@ def check_persons(read: Callable[[], Iterable[Sample]], rule: PersonRule) -> Non
         seen |= sample.fields.keys()
         name = rule.name(sample)
         if name is None and rule.unmatched != "own-person":
-            if rule.unmatched == "refuse" and (missing.count or _decodes(sample.image)):
+            if rule.unmatched == "refuse" and (missing.count or decodes(sample.image)):
                 missing.add(sample.key)
             continue
         if name is not None:
@@ -161,7 +161,7 @@ def _shared(samples: Iterable[Sample], rule: PersonRule, suspects: set[int]) -> 
         if name is None and rule.unmatched == "drop":
             continue
         if digest not in first:
-            first[digest] = (sample.key, name) if _decodes(sample.image) else None
+            first[digest] = (sample.key, name) if decodes(sample.image) else None
         elif (kept := first[digest]) is not None and kept[1] != name:
             found.append(Shared(*kept, sample.key, name))
     return found
@@ -171,7 +171,8 @@ def _digest(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-def _decodes(data: bytes) -> bool:
+def decodes(data: bytes) -> bool:
+    """Return whether the bytes are an image that can be read."""
     try:
         decode(data)
     except BadImage:

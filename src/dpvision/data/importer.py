@@ -8,6 +8,7 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from dpvision.data.caption_files import CaptionFile
 from dpvision.data.captions import Captions, find_captions
 from dpvision.data.decode import BadImage, decode, in_8_bits, largest_undeclared
-from dpvision.data.import_labels import ClassRule, ImportedLabels
+from dpvision.data.import_labels import ClassRule, ImportedLabels, with_classes
 from dpvision.data.import_people import (
     NO_PERSON,
     PersonRule,
@@ -24,6 +25,7 @@ from dpvision.data.import_people import (
     WithoutPerson,
     check_field,
     check_persons,
+    decodes,
     refuse_alike,
     refuse_shared,
 )
@@ -36,7 +38,7 @@ from dpvision.data.record_lines import append_line, have_captions, line_of
 from dpvision.data.rgb import Window, check_window
 from dpvision.data.shard_writer import ShardWriter, new_store_folder, require_new
 from dpvision.data.sources import Missed, Sample, Source, open_source
-from dpvision.data.store import ROW, Store, write_description
+from dpvision.data.store import ROW, UNDECLARED, WINDOW, Store, write_description
 from dpvision.data.store_key import keyed_hash, new_key
 from dpvision.errors import DataError
 
@@ -105,7 +107,8 @@ def import_source(
 
     found = opened()
     if unit_from is not None and "refuse" in (unmatched, shared_images):
-        check_persons(lambda: opened().samples, people)
+        labels = ImportedLabels(label_from or "label", found.label_names, label_separator, private=not public, rule=classes)
+        check_persons(lambda: with_classes(opened().samples, labels, partial(_counts, people=people, require_captions=False)), people)
     return import_samples(
         found.samples,
         store_dir,
@@ -167,7 +170,8 @@ def import_samples(
         build = _Build(folder, files, people, labels, missed or Missed(), licence, metric)
         done = 0
         named = samples if caption_file is None else caption_file.attach(samples)
-        for chunk in _checked(named, build.key, require_captions, window, workers):
+        listed = with_classes(named, labels, partial(_counts, people=people, require_captions=require_captions))
+        for chunk in _checked(listed, build.key, require_captions, window, workers):
             for checked in chunk:
                 build.add(checked)
             done += len(chunk)
@@ -179,6 +183,12 @@ def import_samples(
             build.write_missed(caption_file.missed())
         build.finish("public" if public else "private", done, more)
     return open_store(target)
+
+
+def _counts(sample: Sample, people: PersonRule, require_captions: bool) -> bool:
+    """Return whether an image is not left out for its person, its captions or its bytes."""
+    dropped = people.field is not None and people.unmatched == "drop" and people.name(sample) is None
+    return not dropped and (not require_captions or bool(find_captions(sample.fields).kept)) and decodes(sample.image)
 
 
 class _Checked(NamedTuple):
@@ -261,12 +271,14 @@ class _Build:
         self._reasons: Counter[str] = Counter()
         self._num_captions = self._num_cut = 0
         self._dropped: Counter[str] = Counter()
+        self._suspicious: Counter[str] = Counter()
         self._largest: Counter[int] = Counter()
         self._fields_seen: set[str] = set()
 
     def add(self, checked: _Checked) -> None:
         sample, problem, record_id, text, largest = checked
         self._dropped += text.dropped
+        self._suspicious += text.suspicious if problem is None else {}
         person = None if problem is not None else self._people.name(sample)
         if problem is None and person is None and self._people.field is not None and self._people.unmatched != "own-person":
             self._no_person.add(sample.key)
@@ -368,6 +380,7 @@ class _Build:
             may_be_unlabelled=self._labels.may_be_unlabelled,
             shared_images=merged["unit_conflicts"],
             shared_images_kept=self._people.shared == "first",
+            samples={WINDOW: more.get("window"), UNDECLARED: bool(self._largest)},
         )
         summary = {
             "seen": num_seen,
@@ -382,8 +395,9 @@ class _Build:
             "captions": self._num_captions,
             "captions_cut": self._num_cut,
             "captions_dropped": dict(sorted(self._dropped.items())),
+            "captions_suspicious": dict(sorted(self._suspicious.items())),
             **more,
         }
-        if self._largest:
-            summary["largest_values_of_16_bits"] = {f"up to {2**bits - 1}": n for bits, n in sorted(self._largest.items())}
+        largest = {f"up to {2**bits - 1}": n for bits, n in sorted(self._largest.items())}
+        summary |= {"largest_values_of_16_bits": largest} if largest else {}
         (self._folder / "confidential" / "import.json").write_text(json.dumps(summary, indent=1))

@@ -8,7 +8,7 @@ from typing import Any
 from dpvision.data.captions import CAPTION_FIELDS
 from dpvision.data.csv_table import read_csv
 from dpvision.data.join import one_form
-from dpvision.errors import DataError
+from dpvision.errors import DataError, remedy_for
 from dpvision.strict_json import parse_json
 
 METADATA_NAMES = ("metadata.csv", "metadata.jsonl")
@@ -48,7 +48,8 @@ def read_metadata(root: Path, wanted: Iterable[str], may_be_empty: str | None) -
     except DataError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"source: {file}: {error}; expected a readable table in UTF-8. Repair it, or move it away.") from None
+        remedy = remedy_for(error, "Repair it, or move it away.")
+        raise DataError(f"source: {file}: {error}; expected a readable table in UTF-8. {remedy}") from None
     return columns, made
 
 

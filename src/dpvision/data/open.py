@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from dpvision.data.multi_label import LabelSets
+from dpvision.data.no_store import check_is_store
 from dpvision.data.store import FORMAT, REMEDY, ROW, SEVERAL_FORMAT, TEXTURES_FORMAT, Store
 from dpvision.data.texture_store import TextureStore
-from dpvision.errors import DataError
+from dpvision.errors import DataError, remedy_for
 from dpvision.strict_json import parse_json
 
 
@@ -31,7 +32,7 @@ def open_store(path: str | Path) -> Store:
     try:
         index = np.load(path / "index.npy", mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"store: {path / 'index.npy'}: {error}; expected the index of the store. {REMEDY}") from None
+        raise DataError(f"store: {path / 'index.npy'}: {error}; expected the index of the store. {remedy_for(error, REMEDY)}") from None
     if index.dtype != ROW or index.shape != (meta["num_records"],):
         got = f"{index.dtype} of shape {index.shape}"
         raise DataError(f"store: {path}: index is {got}; expected {meta['num_records']} rows of {FORMAT}. {REMEDY}")
@@ -43,11 +44,12 @@ def open_store(path: str | Path) -> Store:
 
 def _description(path: Path) -> dict[str, Any]:
     """Return the content of store.json, with every field present."""
+    check_is_store(path)
     file = path / "store.json"
     try:
         meta = parse_json(file.read_text())
     except OSError as error:
-        raise DataError(f"store: {path}: {error.strerror}; expected a store. Make one with `dpvision data import SOURCE STORE`.") from None
+        raise DataError(f"store: {file}: {error.strerror}; expected the description of a store. {remedy_for(error, REMEDY)}") from None
     except ValueError:
         raise DataError(f"store: {file}: not JSON; expected the description of a store. {REMEDY}") from None
     if not isinstance(meta, dict) or meta.get("format") not in (FORMAT, SEVERAL_FORMAT, TEXTURES_FORMAT):

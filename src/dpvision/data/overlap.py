@@ -212,6 +212,7 @@ def write_without(public: Store, out: str | Path, rows: np.ndarray, private: Sto
             may_be_unlabelled=public.meta.get("may_be_unlabelled", False),
             shared_images=shared_images(public),
             shared_images_kept=SHARED_KEPT in public.meta,
+            samples=public.meta,
             cleared={"deduplicated": record, "cleared_from": public.meta.get("cleared_from", public.num_records)},
             labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),
         )

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 from dpvision.data.decode import extension
 from dpvision.data.sources import Sample
 from dpvision.data.tarindex import TarWriter
-from dpvision.errors import CheckpointError, DataError
+from dpvision.errors import CheckpointError, DataError, remedy_for
 from dpvision.files import new_folder
 
 SHARD_BYTES = 1 << 28
@@ -34,9 +34,8 @@ def new_store_folder(target: Path, *, private: bool) -> Iterator[Path]:
             yield folder
     except (OSError, CheckpointError) as error:
         problem = getattr(error, "strerror", None) or error
-        raise DataError(
-            f"data: {target}: {problem}; expected to write the store. Nothing was kept: free space or choose another disk."
-        ) from error
+        remedy = remedy_for(error.__cause__ or error, "Free space or choose another disk.")
+        raise DataError(f"data: {target}: {problem}; expected to write the store, of which nothing was kept. {remedy}") from error
 
 
 class ShardWriter:

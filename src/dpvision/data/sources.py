@@ -81,7 +81,8 @@ def open_source(
             ``photos/train-*.tar``.
         unit_from, label_from: fields to read (parquet columns, columns of metadata.csv, ``parent``, keys of the json).
         label_separator: if given, an empty label in a table is an empty list, not a missing label.
-        for_import: refuse what has two readings as a data set (``beside``): splits, masks, tables below the source, tars of class folders.
+        for_import: refuse also what would be lost or wrong in a data set: tables below the source, tars of class folders. Splits, and masks
+            beside images, are always refused (``beside``).
         workers: threads that scan tars.
 
     Raises:
@@ -107,15 +108,13 @@ def _recognise(source: Path, for_import: bool) -> tuple[str, list[Path]]:
                 f"source: {packed[0]} beside the image {image}; expected one kind. Move the other away, or name the files, e.g. "
                 f"'{packed[0].parent}/*{packed[0].suffix}' in quotes."
             )
-        if for_import:
-            check_packed(source, packed)
+        check_packed(source, packed, for_import)
         return ("tar", tars) if tars else ("parquet", parquets) if parquets else ("folder", [source])
     paths = sorted(path for path in source.parent.glob(source.name) if not path.is_dir()) if "*" in source.name else [source]
     kinds = {path.suffix for path in paths if path.is_file()}
     for kind in ("tar", "parquet"):
         if kinds == {f".{kind}"}:
-            if for_import:
-                check_packed(source.parent, paths)
+            check_packed(source.parent, paths, for_import)
             return kind, paths
     if not kinds:
         got = "nothing there"
@@ -141,16 +140,15 @@ def _survey(root: Path, for_import: bool) -> tuple[Path | None, list[Path], list
         below[:] = sorted(name for name in below if not is_hidden(name))
         first = next((name for name in names if is_image(name) and not is_hidden(name)), None)
         image = folder / first if first and image is None else image
-        if for_import:
-            for name in METADATA_NAMES:
-                if name in names and folder != root:
-                    check_table(folder / name, root)
-            if below and not listed:
-                inner.append((folder, tuple(below), first is not None))
+        for name in METADATA_NAMES if for_import else ():
+            if name in names and folder != root:
+                check_table(folder / name, root)
+        if below and not listed:
+            inner.append((folder, tuple(below), first is not None))
         for suffix, found in ((".tar", tars), (".parquet", parquets)):
             found += [folder / name for name in names if name.endswith(suffix) and not is_hidden(name)]
     for folder, folders, has_images in inner:  # after the tables, which name what is lost
-        check_folders(folder, folders, top=folder == root, has_images=has_images)
+        check_folders(folder, folders, top=folder == root, has_images=has_images, for_import=for_import)
     return image, sorted(tars), sorted(parquets)
 
 

@@ -79,6 +79,7 @@ def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> 
             may_be_unlabelled=store.meta.get("may_be_unlabelled", False),
             shared_images=shared_images(store),
             shared_images_kept=SHARED_KEPT in store.meta,
+            samples=store.meta,
             # Not cleared_from: without the removed records, this half's original number of records is unknown.
             cleared={"deduplicated": store.meta["deduplicated"]} if "deduplicated" in store.meta else None,
             labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),

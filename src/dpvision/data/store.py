@@ -17,7 +17,7 @@ Legend: B requested rows, V views, C channels, H height, W width, N records of t
 import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -30,9 +30,10 @@ from dpvision.config import DataConfig
 from dpvision.data.keys import StepKey
 from dpvision.data.multi_label import LabelSets, zero_one
 from dpvision.data.record_lines import captions_of, have_captions
+from dpvision.data.rgb import Window
 from dpvision.data.tarindex import BLOCK, member_size
 from dpvision.data.transform import random_views
-from dpvision.errors import DataError
+from dpvision.errors import DataError, remedy_for
 from dpvision.privacy.store_marks import HAS_MARKS, StoreLedgers
 from dpvision.strict_json import parse_json
 
@@ -58,6 +59,8 @@ label is the position of the record's set (multi_label.py)."""
 
 SHARED_KEPT = "shared_images_kept"
 """Entry of store.json: images of two persons were kept for the first, as the operator asked; statements list it as not covered."""
+WINDOW, UNDECLARED = "window", "undeclared_range"
+"""Entries of store.json on images of more than 8 bits."""
 _OPEN_SHARDS = 256
 _CHECK_ROWS = 1 << 20
 REMEDY = "Import the source again, or restore the file."
@@ -86,7 +89,7 @@ class _Shard:
             self.fd = os.open(path, os.O_RDONLY)
         except OSError as error:
             self.fd = -1
-            raise DataError(f"store: {path}: {error.strerror}; expected a readable shard. {REMEDY}") from None
+            raise DataError(f"store: {path}: {error.strerror}; expected a readable shard. {remedy_for(error, REMEDY)}") from None
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -123,6 +126,17 @@ class Store:
         images are public, but which and how many of them remain depends on the private store."""
         return "private" if "deduplicated" in self.meta else self.visibility
 
+    @property
+    def window(self) -> Window | None:
+        """tuple: declared range by which images of more than 8 bits were read at the import (``--window``), or None."""
+        found = self.meta.get(WINDOW)
+        return None if found is None else (float(found[0]), float(found[1]))
+
+    @property
+    def undeclared_range(self) -> bool:
+        """bool: whether there are images of 16 bits that are read by their whole range, because none is stated or declared."""
+        return bool(self.meta.get(UNDECLARED))
+
     def check(self) -> None:
         """Raise DataError unless every file has its recorded size, every row lies inside its file, and the last row of each shard follows
         a tar header of its size."""
@@ -132,7 +146,7 @@ class Store:
             try:
                 found = file.stat().st_size
             except OSError as error:
-                raise DataError(f"store: {file}: {error.strerror}; expected a file of {size} bytes. {REMEDY}") from None
+                raise DataError(f"store: {file}: {error.strerror}; expected a file of {size} bytes. {remedy_for(error, REMEDY)}") from None
             if found != size:
                 raise DataError(f"store: {file}: {found} bytes; expected {size}, as when it was indexed. {REMEDY}")
         shard_bytes = np.array([size for _, size in files], dtype=np.uint64)
@@ -184,7 +198,7 @@ class Store:
         try:
             read = list(map(os.pread, map(fd_of.__getitem__, shards), sizes, offsets))
         except OSError as error:
-            raise DataError(f"store: {self.path}: {error.strerror}; expected readable shards. {REMEDY}") from None
+            raise DataError(f"store: {self.path}: {error.strerror}; expected readable shards. {remedy_for(error, REMEDY)}") from None
         if sum(map(len, read)) != sum(sizes):  # none can be longer than requested
             raise DataError(f"store: {self.path}: a shard ends early; expected the size it was indexed with. {REMEDY}")
         return read
@@ -214,7 +228,7 @@ class Store:
         try:
             lines = [os.pread(text.fd, size, offset) for size, offset in zip(sizes, offsets, strict=True)]
         except OSError as error:
-            raise DataError(f"store: {self.path}: {error.strerror}; expected readable captions. {REMEDY}") from None
+            raise DataError(f"store: {self.path}: {error.strerror}; expected readable captions. {remedy_for(error, REMEDY)}") from None
         if sum(map(len, lines)) != sum(sizes):
             raise DataError(f"store: {self.path}: the captions end early; expected the size they were indexed with. {REMEDY}")
         return [captions_of(line) for line in lines]
@@ -309,7 +323,7 @@ class Store:
             return parse_json((self.path / "confidential" / "import.json").read_text())
         except (OSError, ValueError) as error:
             raise DataError(
-                f"store: {self.path}: no summary of the import ({error}); expected confidential/import.json. {REMEDY}"
+                f"store: {self.path}: no summary of the import ({error}); expected confidential/import.json. {remedy_for(error, REMEDY)}"
             ) from None
 
 
@@ -331,6 +345,7 @@ def write_description(
     cleared: dict[str, Any] | None = None,
     shared_images: int = 0,
     shared_images_kept: bool = False,
+    samples: Mapping[str, Any] | None = None,
 ) -> None:
     """Write index.npy and store.json, the two files that make a folder a store, and ledger_marks.json.
 
@@ -341,6 +356,7 @@ def write_description(
         cleared: the record of images removed from a public store (overlap.py).
         shared_images: files of the source with the bytes of an image that was kept for another unit.
         shared_images_kept: the operator asked to keep such images for the first unit.
+        samples: the entries ``WINDOW`` and ``UNDECLARED``, or a description that has them.
     """
     np.save(folder / "index.npy", index, allow_pickle=False)
     meta = {
@@ -358,6 +374,7 @@ def write_description(
         "may_be_unlabelled": may_be_unlabelled,
         **({} if unit_field is None else {"shared_images": shared_images}),
         **({SHARED_KEPT: "first"} if unit_field is not None and shared_images_kept else {}),
+        **{name: samples[name] for name in (WINDOW, UNDECLARED) if samples is not None and samples.get(name)},
         **(cleared or {}),
         **({} if visibility == "public" else {HAS_MARKS: True}),
     }

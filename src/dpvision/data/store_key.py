@@ -10,7 +10,7 @@ import secrets
 from hashlib import blake2b
 from pathlib import Path
 
-from dpvision.errors import DataError
+from dpvision.errors import DataError, remedy_for
 
 KEY_FILE = Path("confidential") / "key"
 _KEY_BYTES = 32
@@ -39,7 +39,8 @@ def read_key(store_dir: Path) -> bytes:
     try:
         key = bytes.fromhex(path.read_text())
     except (OSError, ValueError) as error:
-        raise DataError(f"store: {path}: {error}; expected the store's key. Restore it from a copy of the store.") from None
+        remedy = remedy_for(error, "Restore it from a copy of the store.")
+        raise DataError(f"store: {path}: {error}; expected the store's key. {remedy}") from None
     if len(key) != _KEY_BYTES:
         raise DataError(f"store: {path}: {len(key)} bytes; expected {_KEY_BYTES}. Restore it from a copy of the store.")
     return key

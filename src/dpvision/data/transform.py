@@ -236,6 +236,8 @@ class Preprocess:
     std: tuple[float, ...]
     data: DataConfig = field(default_factory=DataConfig)
     """Settings of resize and crop."""
+    window: Window | None = None
+    """Declared range of samples of more than 8 bits, of the store that a run was trained on."""
 
     def __call__(self, image: str | Path | bytes | Image.Image | np.ndarray, window: Window | None = None) -> np.ndarray:
         """Transform an image to float32 x_CHW. The path, or the bytes, of a file give what training and evaluation see of it.
@@ -243,12 +245,13 @@ class Preprocess:
         Args:
             image: path, bytes, Pillow image, or uint8 RGB pixels (H, W, 3); see ``decode.read_image``. An array has no orientation, no
                 transparency and no range of values other than 0 ... 255, so they must have been applied.
-            window: the values that become black and white, for grey of more than 8 bits; as declared at the import (``--window``).
+            window: the values that become black and white, for grey of more than 8 bits, as at the import (``--window``); if None, those
+                declared for the images that the run was trained on.
 
         Raises:
             DataError: the image cannot be read, or an array of another type or shape.
         """
-        image = Image.fromarray(read_image(image, window))
+        image = Image.fromarray(read_image(image, self.window if window is None else window))
         pixels_HWC, side = evaluation_view(image, self.image_size, self.data)
         x_CHW = np.empty((3, self.image_size, self.image_size), dtype=np.float32)
         normalise_canvas(pixels_HWC, side, self.mean, self.std, x_CHW)
@@ -260,6 +263,6 @@ def preprocess(image_size: int, mean: Sequence[float], std: Sequence[float], own
     return Preprocess(image_size, tuple(mean), tuple(std), DataConfig(own_sizes=own_sizes))
 
 
-def preprocess_of(image_size: int, data: DataConfig) -> Preprocess:
+def preprocess_of(image_size: int, data: DataConfig, window: Window | None = None) -> Preprocess:
     """Make the evaluation transform of a run, the same as ``loader.image_batches`` applies to a store."""
-    return Preprocess(image_size, data.mean, data.std, data)
+    return Preprocess(image_size, data.mean, data.std, data, window)

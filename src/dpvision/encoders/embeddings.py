@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from safetensors.numpy import save
 
-from dpvision.data.decode import BadImage, decode
+from dpvision.data.decode import BadImage
 from dpvision.data.open import is_store, open_store
+from dpvision.data.pixel_range import check_declared
 from dpvision.data.sources import open_source
 from dpvision.data.store import Store
 from dpvision.encoders.collect import Progress, collect_features
@@ -80,6 +81,7 @@ def write_embeddings(
     if private and not release_private_outputs:
         require_confidential(out, "embed", "features of private images", ", or give --release-private-outputs")
     if store is not None:
+        check_declared(encoder.window, False, store, "embed", "the images that the encoder was trained on")
         functions = {"": lambda x_BCHW: {"": encoder(x_BCHW, pooling)}}
         found, label_N, row_N = collect_features(
             functions, store, encoder.data, encoder.image_size, batch_size=batch_size, workers=workers, progress=progress
@@ -115,7 +117,7 @@ def _embed_source(
             total += 1
             if sample.problem is None:
                 with contextlib.suppress(BadImage):
-                    yield sample.key, encoder.preprocess(decode(sample.image))
+                    yield sample.key, encoder.preprocess(sample.image)
 
     images = readable()
     while batch := list(islice(images, batch_size)):

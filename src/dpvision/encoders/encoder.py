@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from dpvision.config import DataConfig
+from dpvision.data.rgb import Window
 from dpvision.data.transform import Preprocess, preprocess_of
 from dpvision.errors import ConfigError
 from dpvision.runs.lineage import shaped_in_confidence
@@ -55,6 +56,8 @@ class Encoder:
     order_D: Tensor | None = field(default=None, compare=False)
     """Spatial frequency of each feature dimension, int64 from 0 (the average over positions), or None. Private heads give low frequencies
     more weight under much noise (``adapt.frequency``)."""
+    window: Window | None = None
+    """Declared range of the samples of more than 8 bits that a run was trained on; files are read by it."""
     licence: str | None = None
     """Licence of published weights as stated by their library; None if not stated, and for runs, whose manifests have it."""
 
@@ -85,7 +88,7 @@ class Encoder:
     @property
     def preprocess(self) -> Preprocess:
         """Preprocessing as a function from one image (path, bytes, PIL image or uint8 array) to float32 (3, H, W)."""
-        return preprocess_of(self.image_size, self.data)
+        return preprocess_of(self.image_size, self.data, self.window)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield its weights, on the CPU; nothing for features without weights. Copies them lazily."""

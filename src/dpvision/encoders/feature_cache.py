@@ -34,7 +34,7 @@ from torch import Tensor
 from dpvision.data import decode, jpeg, loader, rgb, transform
 from dpvision.data.store import Store
 from dpvision.encoders import collect, pooled
-from dpvision.errors import DataError
+from dpvision.errors import DataError, remedy_for
 from dpvision.files import replacing, sync
 
 MAX_BYTES = 4 << 30
@@ -113,8 +113,9 @@ class FeatureCache:
                     written = self.load_array(key, shape, dtype)  # under the lock, which keeps other processes from deleting it
             self._make_room(partial.path)
         except OSError as error:
+            remedy = remedy_for(error, "Free space, then repeat.")
             raise DataError(
-                f"features: {self.folder} ({error.strerror or error}); expected a writable folder with free space. Free space, then repeat."
+                f"features: {self.folder} ({error.strerror or error}); expected a writable folder with free space. {remedy}"
             ) from None
         assert written is not None, "just written"
         return written

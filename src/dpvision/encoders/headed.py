@@ -15,6 +15,7 @@ import torch
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.data.class_names import all_names
+from dpvision.data.pixel_range import window_of
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.identity import check_same
 from dpvision.encoders.open import open_encoder
@@ -80,4 +81,5 @@ def load_classifier(
         resize=opened.resize, crop=opened.crop, poolings=lambda x_BCHW: {"scores": head(opened(x_BCHW, pooling).float())}, family="fixed",
         lineage=tuple(checkpoint.manifest["lineage"]), encoder=opened, pooling=pooling, head=head, config=config,
         class_names=all_names(checkpoint.manifest.get("class_names"), config.model.num_classes or 0),
+        window=window_of(checkpoint.manifest),
     )  # fmt: skip

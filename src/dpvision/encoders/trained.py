@@ -8,6 +8,7 @@ from torch import nn
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import RunConfig
+from dpvision.data.pixel_range import window_of
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.pooled import attends, frozen, pooled_model
 from dpvision.errors import CheckpointError, ConfigError
@@ -52,6 +53,7 @@ def run_encoder(
         blocks=network.forward_blocks if isinstance(network, ViT) else None,
         lineage=() if untrained else tuple(checkpoint.manifest["lineage"]),
         weights="random" if untrained else "trained",
+        window=window_of(checkpoint.manifest),
     )
 
 

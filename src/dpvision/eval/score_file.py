@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from dpvision.errors import CheckpointError
+from dpvision.errors import CheckpointError, remedy_for
 from dpvision.eval.score import Score
 from dpvision.files import write_json
 from dpvision.runs.folder import run_base
@@ -65,7 +65,8 @@ def read_scores(path: Path) -> list[dict]:
             _key(entry)
         return entries
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"scores: {path} cannot be read ({error!r}). Move it away and evaluate again.") from None
+        remedy = remedy_for(error, "Move it away and evaluate again.")
+        raise CheckpointError(f"scores: {path} cannot be read ({error!r}). {remedy}") from None
 
 
 def _key(entry: dict) -> tuple[str, str, str, str]:

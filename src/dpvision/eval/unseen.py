@@ -7,6 +7,7 @@ import numpy as np
 
 from dpvision.config import DataConfig
 from dpvision.data.open import is_store, open_store
+from dpvision.data.pixel_range import check_declared
 from dpvision.data.store import Store
 from dpvision.errors import DataError
 
@@ -39,13 +40,16 @@ def trained_classes(data: DataConfig, manifest: Mapping[str, Any] | None, what: 
 
 
 def check_unseen(data: DataConfig, store: Store, what: str) -> None:
-    """Refuse test images that are in the training store, if it is still there. Parts of one store are allowed.
+    """Refuse test images that are in the training store, if it is still there, or whose 16-bit samples were read otherwise. Parts of one
+    store are allowed.
 
     Args:
         data: the run's data config.
         what: name of the evaluation, for the error.
     """
     trained = trained_store(data)
+    if trained is not None:
+        check_declared(trained.window, trained.undeclared_range, store, what, "the images that the run was trained on")
     if trained is not None and trained.store_id == store.store_id and len(np.intersect1d(trained.index["id"], store.index["id"])):
         raise DataError(
             f"{what}: {store.path} shares records with the store that the run was trained on; expected other images. "

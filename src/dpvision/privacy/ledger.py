@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dpvision.errors import CheckpointError, DataError, PrivacyError
+from dpvision.errors import CheckpointError, DataError, PrivacyError, remedy_for
 from dpvision.files import append, make_folders, write_file
 from dpvision.privacy.account import RunAccount, StoreAccount, check_cap, set_cap, store_account
 from dpvision.privacy.ledger_format import (
@@ -206,7 +206,8 @@ def _lock(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_APPEND)
     except OSError as error:
-        raise PrivacyError(f"ledger: {path}: {error.strerror}; the store saw its run. Restore the ledger.") from None
+        remedy = remedy_for(error, "Restore the ledger.")
+        raise PrivacyError(f"ledger: {path}: {error.strerror}; the store saw its run. {remedy}") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

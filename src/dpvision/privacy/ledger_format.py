@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpvision.errors import ConfigError, PrivacyError
+from dpvision.errors import ConfigError, PrivacyError, remedy_for
 from dpvision.privacy.marks import Mark
 from dpvision.privacy.plan import DPPlan
 from dpvision.strict_json import parse_json
@@ -125,7 +125,8 @@ def read_ledger(path: Path) -> LedgerContents:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise PrivacyError(f"ledger: {path}: {error.strerror}; expected a readable ledger. Restore it from a copy.") from None
+        remedy = remedy_for(error, "Restore it from a copy.")
+        raise PrivacyError(f"ledger: {path}: {error.strerror}; expected a readable ledger. {remedy}") from None
     *lines, torn = data.split(b"\n")
     header = _parse(lines[0]) if lines else None
     if header is None or header.get("kind") != "header" or header.get("format") != FORMAT:

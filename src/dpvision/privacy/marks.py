@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpvision.errors import DataError, PrivacyError
+from dpvision.errors import DataError, PrivacyError, remedy_for
 from dpvision.files import write_json
 from dpvision.strict_json import parse_json
 
@@ -118,4 +118,4 @@ def read_json(path: Path) -> Any:
     try:
         return parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}; expected a JSON file that dpvision wrote. Restore it.") from None
+        raise DataError(f"{path}: {error}; expected a JSON file that dpvision wrote. {remedy_for(error, 'Restore it.')}") from None

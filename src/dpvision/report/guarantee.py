@@ -47,15 +47,16 @@ def _attack(of: Curve) -> dict[str, float]:
 NOTHING = "This run guarantees nothing."
 
 
-def headline(guarantee: dict[str, Any] | None, kept: list[dict[str, Any]]) -> str:
-    """Return the headline of a statement: for a person if there is a unit_epsilon, otherwise for an image.
+def headline(guarantee: dict[str, Any] | None, sampling_unit: str, kept: list[dict[str, Any]]) -> str:
+    """Return the headline of a statement.
 
     Args:
         guarantee: the run's own.
+        sampling_unit: of the run's plan.
         kept: from ``other_stores``, of a run without a guarantee whose images, and those of all such runs behind it, are public.
     """
     if guarantee is not None:
-        return f"Differential privacy {kept_phrases.protection(guarantee)}."
+        return f"Differential privacy {kept_phrases.protection(guarantee, sampling_unit)}."
     return kept_phrases.headline(kept) if kept else NOTHING
 
 

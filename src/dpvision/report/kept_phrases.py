@@ -7,6 +7,7 @@ from typing import Any
 
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import one_in, up, up_delta
+from dpvision.privacy.stated_for import stated_for
 from dpvision.report.choice_phrases import of_earlier_runs
 from dpvision.report.numbers import factor
 from dpvision.report.phrases import of_every_guarantee, simulated, tier
@@ -24,11 +25,15 @@ OTHER_LEDGERS = (
 )
 
 
-def protection(figures: dict[str, Any]) -> str:
-    """Return epsilon and delta of figures of one store: for a person if they have unit_epsilon, otherwise for an image."""
-    of_person = figures["unit_epsilon"] is not None
-    epsilon, whom = figures["unit_epsilon" if of_person else "epsilon"], "person, with all their images" if of_person else "single image"
-    return f"with epsilon {up(epsilon, 2)} and delta {up_delta(figures['delta'])} for each {whom}"
+def protection(figures: dict[str, Any], sampling_unit: str = "record") -> str:
+    """Return epsilon and delta of figures of one store, and whom they are for.
+
+    Args:
+        sampling_unit: of the plan behind the figures; of a total, in which unit_epsilon alone says it, "record".
+    """
+    said = stated_for(sampling_unit, figures["epsilon"], figures["unit_epsilon"])
+    whom = "person, with all their images" if said.of_person else "single image"
+    return f"with epsilon {up(said.epsilon, 2)} and delta {up_delta(figures['delta'])} for each {whom}"
 
 
 def headline(others: Others) -> str:
@@ -41,8 +46,8 @@ def in_words(plan: DPPlan, others: Others) -> list[str]:
     """Return paragraphs that explain that headline."""
     said = []
     for store in others:
-        of_person = store["unit_epsilon"] is not None
-        epsilon, whom = store["unit_epsilon" if of_person else "epsilon"], "person, with all their images" if of_person else "image"
+        said_for = stated_for("record", store["epsilon"], store["unit_epsilon"])
+        epsilon, whom = said_for.epsilon, "person, with all their images" if said_for.of_person else "image"
         said.append(
             f"Remove any one {whom}, from private store {store['store_id'][:12]}. Any result of all this training could have occurred "
             f"without it as well: its probability changes by a factor of at most e^epsilon = {factor(epsilon)}, up to delta, "

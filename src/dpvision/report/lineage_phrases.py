@@ -5,6 +5,7 @@ from typing import Any
 from dpvision.data.store import SHARED_KEPT
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import up, up_delta
+from dpvision.privacy.stated_for import stated_for
 
 PROCEDURAL = "Apache-2.0 (procedural)"
 """Licence of textures and scenes rendered by dpvision."""
@@ -31,10 +32,12 @@ def entry_text(entry: dict[str, Any], *, own: bool) -> str:
     if guarantee is not None:
         plan = DPPlan.from_dict(guarantee["plan"])
         # Of the plan: an entry of an older version has the epsilon of the executed steps.
-        epsilon = plan.epsilon or 0.0 if plan.stated_steps(guarantee["steps"]) else 0.0
+        said = stated_for(plan.sampling_unit, plan.epsilon or 0.0, plan.unit_epsilon)
+        epsilon = said.epsilon if plan.stated_steps(guarantee["steps"]) else 0.0
+        whom = " for a person" if said.of_person else "" if plan.num_units is None else " for a single image"
         steps = f"{guarantee['steps']:,} of {plan.steps:,} planned" if guarantee["steps"] < plan.steps else f"{plan.steps:,}"
         return (
-            f"{who}, on {entry['visibility']} store {store_id[:12]}: epsilon {up(epsilon, 2)} at delta "
+            f"{who}, on {entry['visibility']} store {store_id[:12]}: epsilon {up(epsilon, 2)}{whom} at delta "
             f"{up_delta(guarantee['delta'])}, {steps} steps.{licence}"
         )
     if entry["visibility"] == "public" and entry["licence"] == PROCEDURAL and not entry["declared"]:

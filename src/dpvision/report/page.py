@@ -13,6 +13,7 @@ from dpvision.eval.score_file import NOTHING_FITTED
 from dpvision.files import write_json
 from dpvision.privacy.composition import total_epsilon
 from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.stated_for import Stated, stated_for
 from dpvision.report import figures
 from dpvision.report.gallery import Gallery
 from dpvision.report.html import render, setting_rows, write_page
@@ -63,16 +64,19 @@ def make_report(
     if gallery is not None and gallery.visibility != "public":
         raise PrivacyError(f"report: the gallery of {gallery.store} is private; expected its public part. Drop --gallery.")
     write_json(root / "statement.json", statement)
+    guarantee, unit = statement["guarantee"], statement["scope"]["unit"]["sampling_unit"]
+    said = None if guarantee is None else stated_for(unit, guarantee["epsilon"], guarantee["unit_epsilon"])
     html = render(
         "report_page.html",
         s=statement,
-        figures=_figures(evidence, statement, tuning, evidence.manifest["config"]["privacy"]["target_epsilon"]),
+        said=said,
+        figures=_figures(evidence, statement, tuning, _asked(evidence.manifest["config"]["privacy"], said)),
         learned=learned_of(statement["scores"]),
         predictions=predictions,
         images=images,
         alike=alike,
         gallery=gallery,
-        scale=_place_on_scale(statement),
+        scale=0.0 if said is None else _place_on_scale(said.epsilon),
         recompute=recompute_code(evidence.plan, statement),
         settings=setting_rows(statement["settings"]),
     )
@@ -122,12 +126,15 @@ def _recompute_selection(plan: DPPlan, steps: int) -> list[str]:
     ]
 
 
-def _place_on_scale(statement: dict[str, Any]) -> float:
+def _asked(privacy: dict[str, Any], said: Stated | None) -> float | None:
+    """Return the target of the epsilon that is drawn by steps: a single image's if there is one beside a person's."""
+    target: float | None = privacy["target_epsilon"]
+    return privacy.get("target_unit_epsilon") if target is None and said is not None and said.of_image is None else target
+
+
+def _place_on_scale(epsilon: float) -> float:
     """Return the horizontal position of epsilon on the page's scale: a third each for 0.1 to 1, 1 to 10 and 10 to 100."""
-    guarantee = statement["guarantee"]
-    if guarantee is None:
-        return 0.0
-    decades = math.log10(max(guarantee["unit_epsilon"] or guarantee["epsilon"], 1e-9)) + 1
+    decades = math.log10(max(epsilon, 1e-9)) + 1
     return 8 + 64 * min(max(decades, 0.0), 2.94)
 
 

@@ -5,10 +5,10 @@ from functools import cache
 from pathlib import Path
 
 from dpvision.dp import rounding
-from dpvision.privacy import printed
+from dpvision.privacy import printed, stated_for
 from dpvision.report import choice_phrases, head_phrases, kept_phrases, lineage_phrases, numbers, phrases, unit_phrases
 
-_MODULES = (choice_phrases, head_phrases, kept_phrases, lineage_phrases, numbers, phrases, printed, rounding, unit_phrases)
+_MODULES = (choice_phrases, head_phrases, kept_phrases, lineage_phrases, numbers, phrases, printed, rounding, stated_for, unit_phrases)
 
 
 @cache

@@ -160,7 +160,7 @@ def compose(facts: Facts) -> dict[str, Any]:
         "format": FORMAT,
         "phrases": phrase_version(),
         "guaranteed": guaranteed,
-        "headline": headline(guarantee, kept),
+        "headline": headline(guarantee, plan.sampling_unit, kept),
         "in_words": in_words,
         "run_id": facts.run_id,
         "recipe": facts.recipe,

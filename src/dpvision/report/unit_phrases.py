@@ -4,6 +4,7 @@ from typing import Any
 
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import one_in, up
+from dpvision.privacy.stated_for import stated_for
 from dpvision.report.numbers import factor, percent_up
 from dpvision.report.phrases import CLIPPED, RECORD, tier
 
@@ -29,11 +30,13 @@ def in_words(plan: DPPlan, guarantee: dict[str, Any]) -> list[str]:
     Args:
         guarantee: must have unit_epsilon and unit_attack.
     """
-    epsilon, delta, attack, k = guarantee["unit_epsilon"], guarantee["delta"], guarantee["unit_attack"], plan.max_records_per_unit
+    delta, attack, k = guarantee["delta"], guarantee["unit_attack"], plan.max_records_per_unit
+    said = stated_for(plan.sampling_unit, guarantee["epsilon"], guarantee["unit_epsilon"])
+    epsilon = said.epsilon
     seen = "the model after every step" if plan.selection is None else "the model that was chosen, with its score,"
     drawn = plan.sampling_unit == "person"
     images = ("one image" if k == 1 else f"at most {k} images") + (" in each step" if drawn else "")
-    single = f" For a single image of a person epsilon is {up(guarantee['epsilon'], 2)}." if k > 1 and not drawn else ""
+    single = "" if said.of_image is None else f" For a single image of a person epsilon is {up(said.of_image, 2)}."
     return [
         f"Remove any one of the {plan.population:,} people, with all their images, of which {images} took part. Any result of this "
         "training could have occurred without them as well: its probability changes by a factor of at most "

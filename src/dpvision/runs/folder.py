@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from dpvision.config import RunConfig, from_dict, to_dict
-from dpvision.errors import CheckpointError, ConfigError
+from dpvision.errors import CheckpointError, ConfigError, remedy_for
 from dpvision.files import replacing, write_json
 from dpvision.strict_json import parse_json
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dpvision.checkpoint import Checkpoint
 
 FORMAT = "dpvision-run-1"
+_SHOWN = 8
 _PATHS = "paths.json"
 """Under ``confidential/``: where the store is. A folder's name may tell what its images are, and whose."""
 
@@ -171,19 +172,46 @@ def read_run(root: Path) -> tuple[Path, RunConfig, dict[str, Any]]:
     """
     base = run_base(root)
     if base is None:
-        raise CheckpointError(f"run: {root} holds no run; expected a folder with config.json. List the runs with `ls {root.parent}`.")
+        raise CheckpointError(f"run: {root} holds no run; expected a run's folder, with config.json. {_runs_in(root.parent)}")
     try:
         about = parse_json((base / "run.json").read_bytes())
         if about["format"] != FORMAT or not about["run_id"]:
             raise ValueError("unknown format")
         return base, _settings(parse_json((base / "config.json").read_bytes()), base, "config.json"), about
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"run: {base} cannot be read ({error!r}). Restore run.json and config.json as the run wrote them.") from None
+        remedy = remedy_for(error, "Restore run.json and config.json as the run wrote them.")
+        raise CheckpointError(f"run: {base} cannot be read ({error!r}). {remedy}") from None
 
 
 def run_base(root: Path) -> Path | None:
     """Return the folder of a run's files, or None if there is no run."""
     return next((b for b in (root, root / "confidential") if (b / "config.json").exists()), None)
+
+
+def _runs_in(folder: Path) -> str:
+    """Name the runs in a folder, for an error."""
+    names = []
+    with contextlib.suppress(OSError):
+        names = sorted(path.name for path in folder.iterdir() if run_base(path) is not None)
+    if not names:
+        return f"There is no run in {folder}: correct the path (--runs and --name), or start a run without --resume."
+    return f"The runs in {folder} are {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}: give one of them (--name)."
+
+
+def require_parent(init_from: str | None) -> None:
+    """Refuse initial weights from a run that is not there.
+
+    Raises:
+        CheckpointError: names the command that makes it.
+    """
+    if init_from is None or Path(init_from).exists():
+        return
+    name = Path(init_from).name
+    make = f"Make it with `dpvision train {name}`" if name.startswith("synthetic.") else "Change --init-from"
+    raise CheckpointError(
+        f"run: init_from={init_from!r} does not exist; expected the run that this one starts from. "
+        f"{make}, or pass --init-from None for random weights."
+    )
 
 
 def _lock(root: Path) -> IO[str]:

@@ -93,6 +93,8 @@ class Run:
             "lineage": [*self.lineage, own_entry(self.plan, self.store, run_id, steps, self.lineage)],
             # Declared or public; the classifier's scores are in this order.
             **({"class_names": self.store.label_names} if isinstance(self.config.model, ClassifierConfig | HeadConfig) else {}),
+            # Declared: files that are read for prediction have the same range.
+            **({} if self.store.window is None else {"window": list(self.store.window)}),
             **more,
             "versions": code_versions(),
         }

@@ -20,12 +20,12 @@ from dpvision.dp.clip import LossFn
 from dpvision.dp.compiled import CompiledBlocks, compile_blocks
 from dpvision.dp.route import route_of
 from dpvision.dp.support import check_compiled
-from dpvision.errors import CheckpointError, ConfigError
+from dpvision.errors import ConfigError
 from dpvision.models import make_model
 from dpvision.optim.ema import make_ema
 from dpvision.optim.optimizer import Optimizer
 from dpvision.privacy.plan import DPPlan, make_plan
-from dpvision.runs.folder import read_run
+from dpvision.runs.folder import read_run, require_parent
 from dpvision.runs.lineage import inherit, shaped_in_confidence
 from dpvision.runs.run import Stopped, new_run
 from dpvision.runs.store_checks import check_labels, check_people, check_store, require_public
@@ -234,15 +234,10 @@ def _check_paths(config: RunConfig, open_parent: OpenParent) -> None:
         raise ConfigError("data: store=None; expected a folder made by `dpvision data import`. Pass --data STORE.")
     if not Path(config.data.store).exists():
         open_store(Path(config.data.store))  # raises with the reason
-    if isinstance(config.model, CaptionerConfig):
-        open_tokenizer(config)
     init_from = config.init_from
     if init_from is not None and init_from.startswith("timm:") and open_parent is not load_checkpoint:
         open_parent(init_from)  # raises with the reason
-    elif init_from is not None and not Path(init_from).exists():
-        name = Path(init_from).name
-        make = f"Make it with `dpvision train {name}`" if name.startswith("synthetic.") else "Change --init-from"
-        raise CheckpointError(
-            f"run: init_from={init_from!r} does not exist; expected the run that this one starts from. "
-            f"{make}, or pass --init-from None for random weights."
-        )
+    else:
+        require_parent(init_from)
+    if isinstance(config.model, CaptionerConfig):
+        open_tokenizer(config)

@@ -19,6 +19,8 @@ from dpvision.data.decode import BadImage, decode
 from dpvision.data.keys import StepKey
 from dpvision.data.open import is_store, open_store
 from dpvision.data.ordered import ordered_map
+from dpvision.data.pixel_range import check_declared
+from dpvision.data.rgb import Window
 from dpvision.data.sources import file_sample, open_source
 from dpvision.data.store import Store
 from dpvision.data.transform import centre_box, cut, normalise
@@ -39,6 +41,8 @@ class ImageFile(NamedTuple):
     image: bytes
     """Content of the image file; empty if ``problem`` is set."""
     problem: str | None = None
+    stored: bool = False
+    """Whether it is from a store, whose images are read as at the import."""
 
 
 class Caption(NamedTuple):
@@ -69,18 +73,22 @@ class ImageFiles:
     """"public" if all come from public stores; files outside a store count as private, as for ``embed``."""
 
 
-def find_images(places: Sequence[str | Path], workers: int = 2) -> ImageFiles:
+def find_images(places: Sequence[str | Path], workers: int = 2, window: Window | None = None) -> ImageFiles:
     """Find images in stores, in sources that ``data import`` accepts, and in single files.
 
     Args:
         places: one or more. An image's name is its path; in stores, tars and parquet files its key; in a folder FOLDER/KEY.
+        window: the captioner's (``OpenCaptioner.window``).
 
     Raises:
-        DataError: no places, or one without images; raised before the first image is read.
+        DataError: no places, one without images or with several splits, or a store of 16-bit images without a declared range where there
+            is a ``window``; raised before the first image is read.
     """
     if not places:
         raise DataError("caption: no images; expected one or more. Give an image, a folder, a tar or a store.")
     stores = [open_store(place) if is_store(place) else None for place in places]
+    for store in filter(None, stores):
+        check_declared(window, False, store, "caption", "the images that the captioner was trained on")
     parts = [_store_images(store) if store else _file_images(place, workers) for store, place in zip(stores, places, strict=True)]
     public = all(store is not None and store.results_visibility == "public" for store in stores)
     return ImageFiles(chain.from_iterable(parts), "public" if public else "private")
@@ -115,7 +123,7 @@ def caption_files(
         pixels, problem = None, file.problem
         if problem is None:
             try:
-                pixels = square(decode(file.image), captioner.image_size, fit)
+                pixels = square(decode(file.image, window=None if file.stored else captioner.window), captioner.image_size, fit)
             except BadImage as error:
                 problem = error.reason
         return Captioned(file.name, (), problem), pixels, image_number(file.image)
@@ -196,7 +204,7 @@ def _captioned(
 def _store_images(store: Store) -> Iterator[ImageFile]:
     for row in range(store.num_records):
         record = store.record(row)
-        yield ImageFile(record.key, record.image)
+        yield ImageFile(record.key, record.image, stored=True)
 
 
 def _file_images(place: str | Path, workers: int) -> Iterator[ImageFile]:

@@ -9,6 +9,8 @@ import torch
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import CaptionerConfig, DataConfig
 from dpvision.data.captions import clean_caption
+from dpvision.data.pixel_range import window_of
+from dpvision.data.rgb import Window
 from dpvision.data.tokenizer import CaptionTokenizer
 from dpvision.encoders.trained import load_model
 from dpvision.errors import CheckpointError, ConfigError
@@ -32,6 +34,8 @@ class OpenCaptioner:
     """Whether these weights were trained on private images without a guarantee, so that everything computed with them is private."""
     seed: int
     """Seed of the run's initial weights."""
+    window: Window | None = None
+    """Declared range of the samples of more than 8 bits that it was trained on."""
 
     @property
     def image_size(self) -> int:
@@ -95,6 +99,7 @@ def open_captioner(run_or_checkpoint: str | Path, *, ema: bool = False, device: 
         data=config.data,
         confidential=shaped_in_confidence(checkpoint.manifest["lineage"]),
         seed=config.seed,
+        window=window_of(checkpoint.manifest),
     )
 
 

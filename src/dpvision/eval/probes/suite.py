@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from dpvision.data.class_names import numbered_as
+from dpvision.data.pixel_range import check_declared
 from dpvision.data.store import Store
 from dpvision.encoders.fixed import raw_pixels
 from dpvision.encoders.open import open_encoder, recognised
@@ -69,10 +70,12 @@ def evaluate(
     train_rows, test_rows = evaluation_rows(train_store, test_store)
     scored_store = train_store
     if test_store is not None:
+        check_declared(train_store.window, train_store.undeclared_range, test_store, "evaluate", "the training images")
         scored_store = same_numbers(numbered_as(test_store, train_store.label_names, "evaluate", "the training store"), test_store, any_of)
     train_labels, test_labels = (torch.from_numpy(s.labels[r]) for s, r in ((train_store, train_rows), (scored_store, test_rows)))
     check_labels(train_labels, test_labels, train_store.label_names)
     encoder = recognised(open_encoder(str(spec), ema=ema, device=device), train_store, scored_store)
+    check_declared(encoder.window, False, train_store, "evaluate", "the images that the run was trained on")
     private = encoder.confidential or "private" in (train_store.results_visibility, scored_store.results_visibility)
     measured = "accuracy" if any_of is not None else checked_metric(metric or train_store.meta.get("metric") or "accuracy")
     task = Task(
