@@ -148,6 +148,6 @@ def test_privacy_never_imports_torch() -> None:
         assert "import torch" not in path.read_text() and "from torch" not in path.read_text(), path
 
 
-def test_files_stay_below_400_lines() -> None:
-    long = {p.relative_to(SRC).as_posix(): n for p in SRC.rglob("*.py") if (n := len(p.read_text().splitlines())) > 400}
+def test_files_stay_below_600_lines() -> None:
+    long = {p.relative_to(SRC).as_posix(): n for p in SRC.rglob("*.py") if (n := len(p.read_text().splitlines())) > 600}
     assert not long, f"two ideas in one file? {long}"

@@ -56,7 +56,7 @@ def test_no_text_states_a_smaller_delta_and_none_a_unit_more() -> None:
             assert 1 / int(one_in(x).removeprefix("1 in ").replace(",", "")) >= x * (1 - 1e-14), x
     assert (up_delta(1e-5), up_delta(1 / 120_000), up_delta(1 / 30_000), up_delta(0.0)) == ("1e-5", "8.34e-6", "3.34e-5", "0")
     assert (one_in(1e-5), one_in(1 / 120_000), one_in(0.4)) == ("1 in 100,000", "1 in 120,000", "1 in 2")
-    assert "delta 8.34e-6 for" in headline({"epsilon": 1.0, "unit_epsilon": None, "delta": 1 / 120_000})
+    assert "delta 8.34e-6 for" in headline({"epsilon": 1.0, "unit_epsilon": None, "delta": 1 / 120_000}, "record", [])
 
 
 def test_binary_rounding_adds_no_unit() -> None:

@@ -1,6 +1,5 @@
 """The commands that are printed after an import, a split and a run: they follow from what the store holds, and each passes as printed."""
 
-import json
 import os
 from pathlib import Path
 from shlex import quote
@@ -13,6 +12,7 @@ from dpvision.data.declared import numbers_to_declare
 from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, DPVisionError
+from dpvision.strict_json import parse_json
 
 _SMALLEST_SHARE = 10
 """Records for each record of a batch, in a store that is smaller than the recipe's."""
@@ -130,7 +130,7 @@ def other_half(store: Store) -> Store | None:
         if not os.access(file, os.R_OK):
             continue
         try:
-            meta = json.loads(file.read_bytes())
+            meta = parse_json(file.read_bytes())
             if not isinstance(meta, dict) or (meta.get("store_id"), meta.get("split")) != (store.store_id, wanted):
                 continue
             found = open_store(file.parent)
