@@ -180,7 +180,8 @@ FOREIGN = {
     "data/store.py": "captions", "data/record_lines.py": "captions", "data/caption_files.py": "captions", "data/sources.py": "captions",
     "data/image_column.py": "names of columns", "data/tokenizer.py": "words", "data/datasets.py": "published lists",
     "dense/segmentation/semantic_data.py": "published classes", "dense/training_state.py": "a loss scale without privacy",
-    "eval/any_of_labels.py": "labels for a score", "eval/captions/label_sets.py": "labels for a score", "eval/benchmark_files.py": "published questions",
+    "eval/any_of_labels.py": "labels for a score", "eval/captions/label_sets.py": "labels for a score",
+    "eval/benchmark_files.py": "published questions",
     "encoders/weights_file.py": "recognises a file, which is then read strictly", "encoders/feature_cache.py": "features",
 }  # fmt: skip
 """Modules with a reader of their own, of what no guarantee depends on."""
