@@ -31,10 +31,17 @@ def protection(figures: dict[str, Any]) -> str:
     return f"with epsilon {up(epsilon, 2)} and delta {short(figures['delta'])} for each {whom}"
 
 
+def kept(others: Others) -> str:
+    """Return the guarantees of all stores as text, with the stores."""
+    said = (protection(of) + ("," if of["unit_epsilon"] is not None else "") + f" of private store {of['store_id'][:12]}" for of in others)
+    return "; ".join(said)
+
+
 def headline(others: Others) -> str:
     """Return the headline of a run without a guarantee whose weights have others' guarantees."""
-    kept = "; ".join(f"{protection(store)}, of private store {store['store_id'][:12]}" for store in others)
-    return f"Differential privacy {kept}: kept from earlier training. The images of this run itself are public and have no guarantee."
+    return (
+        f"Differential privacy {kept(others)}: kept from earlier training. The images of this run itself are public and have no guarantee."
+    )
 
 
 def in_words(plan: DPPlan, others: Others) -> list[str]:
@@ -42,9 +49,9 @@ def in_words(plan: DPPlan, others: Others) -> list[str]:
     said = []
     for store in others:
         of_person = store["unit_epsilon"] is not None
-        epsilon, whom = store["unit_epsilon" if of_person else "epsilon"], "person, with all their images" if of_person else "image"
+        epsilon, whom = store["unit_epsilon" if of_person else "epsilon"], "person, with all their images," if of_person else "image"
         said.append(
-            f"Remove any one {whom}, from private store {store['store_id'][:12]}. Any result of all this training could have occurred "
+            f"Remove any one {whom} from private store {store['store_id'][:12]}. Any result of all this training could have occurred "
             f"without it as well: its probability changes by a factor of at most e^epsilon = {factor(epsilon)}, up to delta, "
             f"{one_in(store['delta'])}. {tier(epsilon)}"
         )
