@@ -32,7 +32,7 @@ from .runs import PRIVACY, make_run, make_store
 SMALL = replace(PRIVACY, steps=4, noise_multiplier=3.0)
 NONE = replace(SMALL, guarantee="none", noise_multiplier=None, max_grad_norm=None)
 PEOPLE = replace(SMALL, num_units=25_000, max_records_per_unit=2)
-CLAIM = re.compile(r"epsilon ([\d.]+) and delta (\S+) for each (single image|person, with all their images), of private store (\w+)")
+CLAIM = re.compile(r"epsilon ([\d.]+) and delta (\S+) for each (single image|person, with all their images),? of private store (\w+)")
 
 
 def lineage_of(run: Path) -> tuple[dict[str, Any], ...]:

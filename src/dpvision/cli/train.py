@@ -225,13 +225,13 @@ def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Linea
 def _kept(store: "Store", lineage: "Lineage") -> str:
     """Return the guarantees that weights keep in a run without one: on public images, those of the private runs behind them."""
     from dpvision.report.guarantee import other_stores
-    from dpvision.report.kept_phrases import protection
+    from dpvision.report.kept_phrases import kept
     from dpvision.runs.lineage import shaped_in_confidence
 
     if store.visibility != "public" or shaped_in_confidence(lineage):
         return ""
-    kept = [f"{protection(of)}, of private store {of['store_id'][:12]}" for of in other_stores(list(lineage), None, fixed=False)]
-    return f" for these images; kept from earlier runs: {'; '.join(kept)}" if kept else ""
+    others = other_stores(list(lineage), None, fixed=False)
+    return f" for these images; kept from earlier runs: {kept(others)}" if others else ""
 
 
 def _row_of_a_person(count: int) -> str:

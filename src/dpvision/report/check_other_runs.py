@@ -13,9 +13,9 @@ from dpvision.privacy.plan import View
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report import choice_phrases
 from dpvision.report.check_result import Check, compared, differences, failed, not_checked, ok, unverified
+from dpvision.report.guarantee import other_runs
 from dpvision.report.phrase_version import phrase_version
 from dpvision.report.recompute import recomputed
-from dpvision.report.statement import other_runs
 
 _NAME = "other runs"
 _AGAIN = "write the statement again, with --store"

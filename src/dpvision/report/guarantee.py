@@ -1,10 +1,12 @@
 """The figures of a guarantee: for one store, over all runs on it behind the released weights, at one delta."""
 
+from dataclasses import asdict
 from typing import Any
 
 from dpvision.privacy.composition import Curve, Part, curve, parts_of, total
+from dpvision.privacy.ledger import StoreAccount
 from dpvision.privacy.plan import DPPlan
-from dpvision.report import kept_phrases, phrases
+from dpvision.report import choice_phrases, kept_phrases, phrases
 from dpvision.report.schema import Stop
 from dpvision.runs.lineage import private_stores, runs_on
 from dpvision.runs.versions import code_versions
@@ -96,3 +98,29 @@ def other_stores(lineage: list[dict[str, Any]], own_store: str | None, *, fixed:
     """Return the figures of each private store in the lineage other than ``own_store``."""
     seen = [(store_id, runs_on(lineage, store_id)) for store_id in private_stores(lineage) if store_id != own_store]
     return [{"store_id": store_id, **figures_of(parts, fixed=fixed)} for store_id, parts in seen if parts]
+
+
+def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
+    """Return all runs in the store's ledgers, including this one; without the store's account, that they are unknown."""
+    if account is None:
+        return {"known": False, "text": choice_phrases.OTHER_RUNS_UNKNOWN}
+    runs = [
+        {
+            "run_id": run.run_id,
+            "guarantee": run.guarantee,
+            "steps": run.steps,
+            "epsilon": run.spent.epsilon,
+            "delta": run.spent.delta if run.guarantee == "dp" else None,
+        }
+        for run in account.runs
+    ]
+    return {
+        "known": True,
+        "text": choice_phrases.other_runs(account, run_id),
+        "runs": runs,
+        "epsilon_total": account.epsilon,
+        "epsilon_filter": account.epsilon_filter,
+        "unit_epsilon_total": account.unit_epsilon,
+        "delta": account.delta,
+        "cap": None if account.cap is None else asdict(account.cap) | {"covers_choice": account.cap_covers_choice},
+    }

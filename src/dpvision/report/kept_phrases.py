@@ -36,10 +36,17 @@ def protection(figures: dict[str, Any], sampling_unit: str = "record") -> str:
     return f"with epsilon {up(said.epsilon, 2)} and delta {up_delta(figures['delta'])} for each {whom}"
 
 
+def kept(others: Others) -> str:
+    """Return the guarantees of all stores as text, with the stores."""
+    said = (protection(of) + ("," if of["unit_epsilon"] is not None else "") + f" of private store {of['store_id'][:12]}" for of in others)
+    return "; ".join(said)
+
+
 def headline(others: Others) -> str:
     """Return the headline of a run without a guarantee whose weights have others' guarantees."""
-    kept = "; ".join(f"{protection(store)}, of private store {store['store_id'][:12]}" for store in others)
-    return f"Differential privacy {kept}: kept from earlier training. The images of this run itself are public and have no guarantee."
+    return (
+        f"Differential privacy {kept(others)}: kept from earlier training. The images of this run itself are public and have no guarantee."
+    )
 
 
 def in_words(plan: DPPlan, others: Others) -> list[str]:
@@ -47,9 +54,9 @@ def in_words(plan: DPPlan, others: Others) -> list[str]:
     said = []
     for store in others:
         said_for = stated_for("record", store["epsilon"], store["unit_epsilon"])
-        epsilon, whom = said_for.epsilon, "person, with all their images" if said_for.of_person else "image"
+        epsilon, whom = said_for.epsilon, "person, with all their images," if said_for.of_person else "image"
         said.append(
-            f"Remove any one {whom}, from private store {store['store_id'][:12]}. Any result of all this training could have occurred "
+            f"Remove any one {whom} from private store {store['store_id'][:12]}. Any result of all this training could have occurred "
             f"without it as well: its probability changes by a factor of at most e^epsilon = {factor(epsilon)}, up to delta, "
             f"{one_in(store['delta'])}. {tier(epsilon)}"
         )

@@ -54,7 +54,7 @@ def check_epsilons(statement: dict[str, Any]) -> list[Check]:
         parts, others = _parts(statement), _other_parts(statement)
     except DPVisionError:
         return [not_checked("epsilon", "the plans in the lineage cannot be read")]
-    checks = [] if guarantee is not None else [not_checked("epsilon", "the statement gives no guarantee")]
+    checks = [] if guarantee is not None else [not_checked("epsilon", "the statement gives no guarantee for the images of this run")]
     if guarantee is not None and parts:
         this = guarantee["this_run"]
         checks.append(recomputed("epsilon of this run", this["epsilon"], parts[-1:], parts[-1][0].delta, "record", "one run"))

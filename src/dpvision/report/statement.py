@@ -14,11 +14,11 @@ from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyErro
 from dpvision.eval.score import is_of_the_run
 from dpvision.eval.score_file import read_scores
 from dpvision.files import write_json
-from dpvision.privacy.ledger import LedgerContents, StoreAccount, read_ledger, store_account
+from dpvision.privacy.ledger import LedgerContents, read_ledger, store_account
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report import choice_phrases, head_phrases, kept_phrases, phrases, unit_phrases
-from dpvision.report.guarantee import guarantee_of, headline, other_stores
+from dpvision.report.guarantee import guarantee_of, headline, other_runs, other_stores
 from dpvision.report.lineage_phrases import entry_text
 from dpvision.report.phrase_version import phrase_version
 from dpvision.report.schema import Stop, Tuning
@@ -370,32 +370,6 @@ def _lineage(facts: Facts, guarantee: dict[str, Any] | None) -> list[dict[str, A
     last = len(entries) - 1
     joined = [entry | beside for entry, beside in zip(entries, more, strict=True)]
     return [entry | {"text": entry_text(entry, own=i == last)} for i, entry in enumerate(joined)]
-
-
-def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
-    """Return all runs in the store's ledgers, including this one; without the store's account, that they are unknown."""
-    if account is None:
-        return {"known": False, "text": choice_phrases.OTHER_RUNS_UNKNOWN}
-    runs = [
-        {
-            "run_id": run.run_id,
-            "guarantee": run.guarantee,
-            "steps": run.steps,
-            "epsilon": run.spent.epsilon,
-            "delta": run.spent.delta if run.guarantee == "dp" else None,
-        }
-        for run in account.runs
-    ]
-    return {
-        "known": True,
-        "text": choice_phrases.other_runs(account, run_id),
-        "runs": runs,
-        "epsilon_total": account.epsilon,
-        "epsilon_filter": account.epsilon_filter,
-        "unit_epsilon_total": account.unit_epsilon,
-        "delta": account.delta,
-        "cap": None if account.cap is None else dataclasses.asdict(account.cap) | {"covers_choice": account.cap_covers_choice},
-    }
 
 
 def versions_of(manifest: dict[str, Any]) -> dict[str, str]:
