@@ -295,7 +295,7 @@ def test_a_run_states_and_verifies_the_guarantee_of_a_person(config: RunConfig, 
     assert guarantee["epsilon"] == guarantee["unit_epsilon"] and "for each person" in statement["headline"]
     assert unit["sampling_unit"] == "person" and unit["num_units"] == PEOPLE and statement["mechanism"]["divisor"] == 4
     assert "each person is sampled independently" in statement["mechanism"]["sampling_assumed"]
-    assert "single image of a person epsilon" not in " ".join(statement["in_words"]), "there is no such figure"
+    assert "single image of a person" not in " ".join(statement["in_words"]), "there is no such figure"
     assert main(["ledger", config.data.store]) == 0 and "total for a person" in capsys.readouterr().out
     verify = ["verify", str(tmp_path / "run" / "statement.json"), "--run", str(tmp_path / "run"), "--store", config.data.store]
     assert main(verify) == 0
