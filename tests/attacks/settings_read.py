@@ -112,7 +112,9 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "optim.decayed": ("matrices", "all"),
     "optim.momentum": (0.3,),
     "optim.schedule": ("cosine", "linear", "vip"),
-    "optim.ema_decay": (0.7,),
+    "optim.warmup_steps": (3,),
+    "optim.global_clip": (1e-3,),
+    "optim.ema_decay": (0.05,),
     "optim.decay_horizon": (3.0,),
     "hardware.precision": ("bfloat16",),
     "init_from": ("runs/x",),
@@ -150,10 +152,11 @@ def shrunk(config: RunConfig) -> RunConfig:
             encoder = replace(encoder, image_size=16, patch_size=8, depth=1, width=8, num_heads=2, mlp_ratio=4.0)
         elif isinstance(encoder, ResNetConfig):
             depths = (1,) * len(encoder.depths)
-            encoder = replace(encoder, image_size=16, depths=depths, widths=(16,) * len(depths), stem_width=16, groups=4)
+            encoder = replace(
+                encoder, image_size=16 if encoder.stem == "3x3" else 64, depths=depths, widths=(16,) * len(depths), stem_width=16, groups=4
+            )
         else:
-            name = "resnetv2_50x1_bit" if encoder.name.startswith("resnet") else "test_vit"
-            encoder = replace(encoder, name=name, image_size=32)
+            encoder = replace(encoder, name="test_vit", image_size=32)
         small: dict[str, Any] = {"encoder": encoder}
         if isinstance(model, MAEConfig):
             small |= {"decoder_depth": 1, "decoder_width": 8, "decoder_num_heads": 2, "mask_ratio": 0.5}

@@ -108,11 +108,9 @@ class PrivacyConfig:
                 self.noise_multiplier is None or self.noise_multiplier > 0,
                 w, "noise_multiplier", self.noise_multiplier, "more than 0 in a private run", "For no privacy use guarantee=none.",
             )  # fmt: skip
-        if self.guarantee == "none":
-            require(
-                not self.noise_multiplier and given in ([], ["noise_multiplier"]),
-                w, "noise_multiplier", self.noise_multiplier, "no noise and no target with guarantee=none", "Drop it.",
-            )  # fmt: skip
+        elif given and (self.noise_multiplier is None or (self.guarantee == "none" and self.noise_multiplier > 0)):
+            rule = "no target" if self.guarantee == "simulated" else "no noise and no target"
+            require(False, w, given[0], getattr(self, given[0]), f"{rule} with guarantee={self.guarantee}", "Drop it.")
 
     @property
     def num_steps(self) -> int:
