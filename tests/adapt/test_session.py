@@ -278,7 +278,7 @@ def test_bad_settings_are_refused_before_anything_is_charged(private: Store, tmp
         (with_model(iterate="ema"), ConfigError, "ema_decay=None with iterate='ema'"),
         (with_size(1), DataError, "operator only: 1200 can take part.*--dataset-size 1200"),
         (with_size(1300), DataError, "declared dataset_size=1300"),
-        (with_model(head="one_step"), ConfigError, "steps=60; expected 1"),
+        (replace(with_model(head="one_step"), privacy=replace(good.privacy, steps=60)), ConfigError, "steps=60; expected 1"),
     ]  # fmt: skip
     for config, kind, said in cases:
         with pytest.raises(kind, match=said):

@@ -16,6 +16,7 @@ from dpvision.cli.data import _suggested
 from dpvision.config import PrivacyConfig
 from dpvision.data.declared import TOLERANCE, fits, rounded_up
 from dpvision.data.open import open_store
+from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, PrivacyError
 from dpvision.privacy import refusal as refusals
 from dpvision.privacy.plan import DPPlan, draft_plan, make_plan
@@ -65,7 +66,7 @@ def test_what_is_no_number_is_refused(name: str) -> None:
     assert refusal(dataclasses.replace(draft_plan(FULL), **{name: math.nan})) is not None
 
 
-def test_a_recipes_delta_does_not_follow_to_more_records(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipes_delta_does_not_follow_to_more_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """N x delta between 1 and 1.5 is for a delta that somebody typed; before, the recipe's was taken for it."""
     argv = ["plan", "transfer.vit_b16", "--dataset-size", "1200000", "--expected-batch-size", "100000", "--steps", "1"]
     argv += ["--noise-multiplier", "5", "--json"]
@@ -73,7 +74,8 @@ def test_a_recipes_delta_does_not_follow_to_more_records(capsys: pytest.CaptureF
     assert "is for 1,281,167 records" in json.loads(capsys.readouterr().out)["refused"]
     assert main([*argv, "--delta", "1e-6"]) == 0
     assert json.loads(capsys.readouterr().out)["refused"] is None
-    typed = ["train", "transfer.vit_b16", "--data", "nowhere", "--privacy.dataset-size", "1200000"]
+    store = str(write_scenes(tmp_path / "store", 10, 16, workers=1).path)
+    typed = ["train", "transfer.vit_b16", "--data", store, "--init-from", "None", "--privacy.dataset-size", "1200000"]
     assert main(typed) == 2
     assert "--privacy.delta None" in capsys.readouterr().err
 

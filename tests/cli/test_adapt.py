@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,6 @@ from dpvision.adapt import prepare
 from dpvision.adapt.rate import MOST_STEPS
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli import main
-from dpvision.cli.recipe import typed_settings, with_values
-from dpvision.config.head_presets import with_head
 from dpvision.data.import_labels import ClassRule
 from dpvision.data.importer import import_samples
 from dpvision.data.open import open_store
@@ -121,17 +118,6 @@ def test_under_a_noise_multiplier_adapt_has_the_steps_and_epsilon_of_plan(
     assert adapted["steps"] == planned["steps"] == 60 and adapted["epsilon"] == planned["epsilon"]
     assert main([*argv, "--epsilon", str(planned["epsilon"])]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] > 60, "what the rate's rule asks for at this epsilon"
-
-
-def test_settings_typed_are_copied_one_by_one_onto_another_heads_defaults() -> None:
-    asked = RECIPES["transfer.many_steps"]()
-    typed = typed_settings(["--optim.learning-rate", "0.5", "--privacy.steps=7", "--model.no-bias", "--data", "x", "--nothing.here", "1"])
-    assert typed == {"optim.learning_rate": "0.5", "privacy.steps": "7", "model.no_bias": "--data", "nothing.here": "1"}
-    model = replace(asked.model, bias=False)
-    asked = replace(asked, optim=replace(asked.optim, learning_rate=0.5), privacy=replace(asked.privacy, steps=7), model=model)
-    other = with_head(RECIPES["transfer.many_steps"](), "one_step")
-    wanted = replace(other, optim=replace(other.optim, learning_rate=0.5), privacy=replace(other.privacy, steps=7))
-    assert with_values(other, asked, typed) == replace(wanted, model=replace(other.model, bias=False)) != other
 
 
 @pytest.mark.slow

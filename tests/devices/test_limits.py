@@ -97,7 +97,7 @@ def test_a_run_on_such_a_cpu_says_so(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     for precision, warned in (("float32", False), ("bfloat16", True)):
         config = replace(config, hardware=replace(config.hardware, precision=precision))
-        train(TrainArgs(recipe="vip.nano", runs=tmp_path, name=precision, quiet=True, config=config))
+        train(TrainArgs(recipe="vip.nano", runs=tmp_path, name=precision, quiet=True), config, {})
         assert ("This CPU has no bfloat16 instructions" in capsys.readouterr().err) == warned
 
 

@@ -48,7 +48,7 @@ def fit_head(
     """
     assert isinstance(config.model, HeadConfig)
     cfg = config.model.settled()
-    assert cfg.loss != "auto" and cfg.bias is not None
+    assert cfg.loss != "auto" and cfg.bias is not None and cfg.constant is not None
     stream = replace(stream, constant=cfg.constant)
     after: AfterStep = lambda trained: after_step(lambda: _chosen(cfg, trained()))  # noqa: E731
     match cfg.head:

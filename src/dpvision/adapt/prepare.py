@@ -22,7 +22,8 @@ from dpvision.adapt.recommend import WIDEST, recommend_head
 from dpvision.adapt.release import full_batch_noise
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import FrozenEncoderConfig, HeadConfig, ModelConfig, PrivacyConfig, RunConfig
-from dpvision.config.head_presets import with_candidate, with_head
+from dpvision.config.head_presets import PRESETS, with_candidate, with_steps
+from dpvision.config.resolve import require_read
 from dpvision.data.declared import count_units, has_units, rounded_up
 from dpvision.data.open import open_store
 from dpvision.data.store import Store
@@ -73,34 +74,33 @@ class Prepared:
         return _NEEDED.get(self.model.head, 1)
 
 
-def prepare(config: RunConfig, plan: DPPlan | None = None, encoder: Encoder | None = None) -> Prepared:
+def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     """Open the store and encoder of ``config``, fill in its defaults, make the plan, and check everything.
 
     Args:
         plan: the plan of a resumed run; if None, a new one is made.
-        encoder: the config's, if it is open already.
 
     Raises:
-        ConfigError: the encoder is unknown, has no weights, or mixes images of a batch; a number is not declared; settings conflict.
+        ConfigError: the encoder is unknown, has no weights, or mixes images of a batch; a number is not declared; settings conflict, or
+            would not be read.
         DataError: the store, its size or its labels do not fit.
         PrivacyError: the plan or the encoder's lineage is refused.
         CheckpointError: the encoder cannot be read.
     """
     model = _check_asked(config)
+    if plan is None:
+        require_read(config)
     assert config.data.store is not None and model.num_classes is not None and model.encoder.spec is not None
     store = open_store(config.data.store)
     by_person = config.privacy.sampling_unit == "person"
     row_N = np.arange(store.num_records) if by_person else store.eligible_rows(config.privacy.max_records_per_unit, config.seed)
     _check_declared(config.privacy, store, row_N)
     device = distributed.join(config.hardware.device).device
-    encoder = encoder or open_public(model.encoder, device)
-    pooling, width = check_alone(encoder, model.encoder.pooling, device)
-    ruled = plan is None and model.head == "auto"
-    config = settled(config, encoder, pooling, width)
-    plan = plan or head_plan(config)
-    if ruled:
-        config = with_enough_steps(config, encoder, plan)
-        plan = head_plan(config)
+    encoder, pooling, width = open_alone(model.encoder, device)
+    if plan is None:
+        config, plan = planned(config, encoder, pooling, width)
+    else:
+        config = settle(config, encoder, pooling, width)
     if not model.candidates:
         optim = with_rate(config.optim, plan, bounded=not encoder.standard_rows)
         config = replace(config, model=_with_decay(config.model, encoder, plan), optim=optim)
@@ -114,21 +114,41 @@ def prepare(config: RunConfig, plan: DPPlan | None = None, encoder: Encoder | No
     return Prepared(config, plan, store, *rows_and_labels(config, store), encoder, lineage, device)
 
 
-def with_enough_steps(config: RunConfig, encoder: Encoder, plan: DPPlan) -> RunConfig:
-    """Return ``config`` with as many full-batch steps as the rate's rule wants for this encoder (``rate.enough_steps``).
+def open_alone(cfg: FrozenEncoderConfig, device: torch.device) -> tuple[Encoder, str, int]:
+    """Open the encoder that a config names, and return it with its pooling and feature dimension.
 
-    Unchanged with a given noise multiplier: each further step would cost epsilon.
-
-    Args:
-        config: with the head's default number of steps, which stays where the rule does not apply.
-        plan: the config's.
+    Raises: as ``open_public`` and ``check_alone``.
     """
-    model, cfg = config.model, config.privacy
+    encoder = open_public(cfg, device)
+    return encoder, *check_alone(encoder, cfg.pooling, device)
+
+
+def planned(config: RunConfig, encoder: Encoder, pooling: str, width: int) -> tuple[RunConfig, DPPlan]:
+    """Return the config with its head and its number of steps, and the plan of its run.
+
+    A head without a number of steps gets its own; ``many_steps`` as many full batches as the rate's rule wants for this encoder
+    (``rate.enough_steps``), except with a given noise multiplier, where each further step would cost epsilon.
+
+    Raises: as ``settle`` and ``make_plan``.
+    """
+    chosen = settle(config, encoder, pooling, width)
+    plan, model, cfg = head_plan(chosen), chosen.model, config.privacy
     assert isinstance(model, HeadConfig)
-    ruled = config.optim.learning_rate is None and cfg.sampling == "full_batch" and cfg.noise_multiplier is None
-    if not ruled or encoder.standard_rows or model.head != "many_steps" or model.candidates:
-        return config
-    return replace(config, privacy=replace(cfg, steps=enough_steps(plan, config.optim.momentum)))
+    ruled = cfg.steps is None and config.optim.learning_rate is None and cfg.sampling == "full_batch" and cfg.noise_multiplier is None
+    if ruled and not encoder.standard_rows and model.head == "many_steps" and not model.candidates:
+        chosen = replace(chosen, privacy=replace(cfg, steps=enough_steps(plan, config.optim.momentum)))
+        plan = head_plan(chosen)
+    return chosen, plan
+
+
+def with_planned_steps(config: RunConfig) -> RunConfig:
+    """Return the config of a head with the number of steps that a run with it has.
+
+    Raises: as ``prepare``, for all but the store.
+    """
+    model = _check_asked(config)
+    chosen, _ = planned(config, *open_alone(model.encoder, distributed.join(config.hardware.device).device))
+    return replace(config, privacy=replace(config.privacy, steps=chosen.privacy.steps))
 
 
 def rows_and_labels(config: RunConfig, store: Store) -> tuple[np.ndarray, np.ndarray, PersonImages | None]:
@@ -141,21 +161,24 @@ def rows_and_labels(config: RunConfig, store: Store) -> tuple[np.ndarray, np.nda
     return row_N, store.targets(labelled, model.num_classes) if model.multi_label else store.labels[labelled], people
 
 
-def settled(config: RunConfig, encoder: Encoder, pooling: str, width: int) -> RunConfig:
-    """Return the config with the encoder's own settings filled in and 'auto' replaced by a head.
+def settle(config: RunConfig, encoder: Encoder, pooling: str, width: int) -> RunConfig:
+    """Return the config with the encoder's own settings, a head for 'auto', and the head's own settings where it has none.
 
     Raises:
-        ConfigError: 'auto' without a target epsilon, or a head that does not fit the feature dimension or the steps.
+        ConfigError: 'auto' without a target epsilon, or a head that does not fit the feature dimension, the steps or the other settings.
     """
-    assert isinstance(config.model, HeadConfig) and config.model.num_classes is not None
-    frozen = replace(config.model.encoder, pooling=pooling, image_size=encoder.image_size, width=width)
-    config = replace(config, model=replace(config.model, encoder=frozen), data=replace(config.data, mean=encoder.mean, std=encoder.std))
-    assert isinstance(config.model, HeadConfig) and config.model.num_classes is not None
-    if config.model.candidates:
-        for name in config.model.candidates:
+    model = config.model
+    assert isinstance(model, HeadConfig) and model.num_classes is not None
+    frozen = replace(model.encoder, pooling=pooling, image_size=encoder.image_size, width=width)
+    # Standardised rows have their centre already.
+    model = replace(model, encoder=frozen, centre="none" if encoder.standard_rows else model.centre)
+    asked, config = config, replace(config, model=model, data=replace(config.data, mean=encoder.mean, std=encoder.std))
+    if model.candidates:
+        config = with_steps(config)
+        for name in model.candidates:
             _check_head(with_candidate(config, name), width)
         return config
-    if config.model.head == "auto":
+    if model.head == "auto":
         privacy = config.privacy
         if privacy.guarantee == "dp" and privacy.target_epsilon is None and privacy.target_unit_epsilon is None:
             raise ConfigError(
@@ -164,13 +187,14 @@ def settled(config: RunConfig, encoder: Encoder, pooling: str, width: int) -> Ru
             )
         epsilon = math.inf if privacy.target_epsilon is None else privacy.target_epsilon
         if privacy.target_unit_epsilon is not None:
-            epsilon = draft_plan(privacy).epsilon or math.inf
+            epsilon = draft_plan(with_steps(config).privacy).epsilon or math.inf
         head, reason = recommend_head(
-            privacy.sampled_from, config.model.num_classes, epsilon, width, _delta(privacy), people=privacy.sampling_unit == "person"
+            privacy.sampled_from, model.num_classes or 0, epsilon, width, _delta(privacy), people=privacy.sampling_unit == "person"
         )
-        config = with_head(config, head, reason)
-    assert isinstance(config.model, HeadConfig)
-    config = replace(config, model=config.model.settled())
+        model = replace(model, head=head, reason=reason)
+        require_read(replace(asked, model=replace(model, encoder=replace(frozen, width=0), reason=None)))
+        config = replace(config, optim=config.optim if head == "many_steps" else PRESETS[head].optim)
+    config = with_steps(replace(config, model=model.settled()))
     _check_head(config, width)
     return config
 
@@ -179,19 +203,24 @@ def _with_decay(model: ModelConfig, encoder: Encoder, plan: DPPlan) -> HeadConfi
     """Return the head's config with a frequency decay. If it has none, set the rule's, or 1 if the rule does not apply."""
     assert isinstance(model, HeadConfig)
     if model.frequency_decay is not None:
+        if encoder.order_D is None and model.frequency_decay != 1:
+            raise ConfigError(
+                f"adapt: frequency_decay={model.frequency_decay} with {encoder.name}, whose features have no frequencies; expected none. "
+                "Leave out --model.frequency-decay."
+            )
         return model
     return replace(model, frequency_decay=frequency_decay(plan) if encoder.order_D is not None and model.head == "many_steps" else 1.0)
 
 
 def head_plan(config: RunConfig) -> DPPlan:
-    """Return the plan of a head.
+    """Return the plan of a head, of the head's own number of steps if it has none.
 
     It is ``make_plan``'s, except that full batches get the exact noise (not rounded up to five digits) and candidates get the plan of a
     private selection among them.
 
     Raises: as ``make_plan``.
     """
-    cfg, model = config.privacy, config.model
+    cfg, model = with_steps(config).privacy, config.model
     assert isinstance(model, HeadConfig)
     if model.candidates:
         return make_plan(cfg, ask_selection(cfg, mean_runs=model.selection_runs, shape=model.selection_shape))
@@ -200,7 +229,7 @@ def head_plan(config: RunConfig) -> DPPlan:
         target, records = cfg.target_unit_epsilon, cfg.clipped_per_unit
     if cfg.guarantee != "dp" or cfg.sampling != "full_batch" or target is None:
         return make_plan(cfg)
-    noise = records * full_batch_noise(target, _delta(cfg), cfg.steps)
+    noise = records * full_batch_noise(target, _delta(cfg), cfg.num_steps)
     return make_plan(replace(cfg, target_epsilon=None, target_unit_epsilon=None, noise_multiplier=noise))
 
 
@@ -289,9 +318,9 @@ def _check_declared(cfg: PrivacyConfig, store: Store, row_N: np.ndarray) -> None
 def _check_head(config: RunConfig, width: int) -> None:
     model, privacy = config.model, config.privacy
     assert isinstance(model, HeadConfig)
-    if model.head == "one_step" and privacy.steps != 1:
+    if model.head == "one_step" and privacy.num_steps != 1:
         raise ConfigError(f"adapt: steps={privacy.steps}; expected 1 with head='one_step'. Use transfer.many_steps for more.")
-    if privacy.steps < (needed := _NEEDED.get(model.head, 1)):
+    if privacy.num_steps < (needed := _NEEDED.get(model.head, 1)):
         raise ConfigError(f"adapt: steps={privacy.steps}; expected {needed} or more with head={model.head!r}. Give more --privacy.steps.")
     if model.iterate == "ema" and config.optim.ema_decay is None:
         raise ConfigError("adapt: optim.ema_decay=None with iterate='ema'; expected a decay in (0, 1). Give --optim.ema-decay 0.9.")

@@ -193,8 +193,7 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
         workers=loader_threads(hardware.workers, made.device), device=made.device,
         progress=progress,
     )  # fmt: skip
-    needs_centre = cfg.centre == "textures" and not made.encoder.standard_rows
-    centre_D = texture_centre(made.encoder, cfg.encoder.pooling, made.device) if needs_centre else None
+    centre_D = texture_centre(made.encoder, cfg.encoder.pooling, made.device) if cfg.centre == "textures" else None
     order_D = made.encoder.order_D
     scale_D = None if order_D is None else frequency_scale(order_D, cfg.frequency_decay or 1.0)
     rows = feature_ND if made.people is None else PersonFeatures(feature_ND, made.people)

@@ -3,32 +3,23 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 
 from dpvision.cli.head_text import head_text
-from dpvision.cli.output import CONFIG, RecipeName, emit, may_show, private_scores
+from dpvision.cli.output import RecipeName, emit, may_show, private_scores
 from dpvision.cli.paths import check_store
-from dpvision.cli.recipe import (
-    get_recipe,
-    recipe_lines,
-    spelled_out,
-    typed_privacy,
-    typed_settings,
-    untyped_delta,
-    with_budget,
-    with_values,
-)
+from dpvision.cli.recipe import get_recipe, recipe_lines
 from dpvision.cli.run_args import (
     STOPPED,
     RunArgs,
-    Where,
     announce,
+    charge_words,
     check_places,
     lost_words,
     resume_words,
@@ -37,14 +28,18 @@ from dpvision.cli.run_args import (
     spent,
 )
 from dpvision.cli.train import TrainArgs, train
+from dpvision.cli.typed import joined, parse_first, parse_run
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
-from dpvision.config.head_presets import PRESETS, HeadName, with_candidates, with_head
+from dpvision.config.head_presets import PRESETS
+from dpvision.config.resolve import BUDGETS, resolve
 from dpvision.errors import OPERATOR_ONLY, ConfigError
+from dpvision.privacy.printed import up, up_delta
 
 if TYPE_CHECKING:
     from dpvision.adapt.prepare import Prepared
     from dpvision.adapt.session import HeadSession
     from dpvision.eval.score import Score
+    from dpvision.privacy.plan import DPPlan
 
 _DOC = """Train a private classifier on labelled private images, from a public encoder.
 
@@ -70,7 +65,7 @@ _Head = Literal["auto", "one_step", "many_steps", "least_squares", "feature_cova
 
 @dataclass(frozen=True)
 class Shorts:
-    """Short options for settings, applied by ``with_shorts``."""
+    """Short options for settings."""
 
     data: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
     """Store with labels, made by `dpvision data import`."""
@@ -81,13 +76,13 @@ class Shorts:
     dataset_size: int | None = None
     """Declared number of records."""
     epsilon: float | None = None
-    """Epsilon of the whole head; 1 if omitted. Short for --privacy.target-epsilon, or for --privacy.target-unit-epsilon if people are
-    declared (--privacy.num-units)."""
+    """Epsilon of the whole head. Without it, the plan at epsilon 1 is printed and nothing is spent. Short for --privacy.target-epsilon, or
+    for --privacy.target-unit-epsilon if people are declared (--privacy.num-units)."""
 
 
 @dataclass(frozen=True)
 class _What(Shorts):
-    recipe: RecipeName = "transfer.auto"
+    recipe: RecipeName = ""
     """Name of a recipe (dpvision adapt --help lists them)."""
     head: _Head | None = None
     """Kind of head; short for the recipe transfer.HEAD."""
@@ -102,29 +97,12 @@ class _What(Shorts):
 class AdaptArgs(RunArgs, _What):
     """Arguments of `dpvision adapt`."""
 
+    non_private: bool = False
+    """Train the same head without noise, for comparison: short for --privacy.guarantee none."""
     resume: bool = False
     """Continue a stopped run with its own settings, the releases left, and new secret keys."""
     dry_run: bool = False
     """Print the plan, run all checks and stop: no features are computed, nothing is charged."""
-
-
-@dataclass(frozen=True)
-class Early(Where):
-    """Options that determine the defaults of other settings."""
-
-    head: str | None = None
-    select: str | None = None
-    dataset_size: int | None = None
-    resume: bool = False
-    privacy: "_EarlyPrivacy" = field(default_factory=lambda: _EarlyPrivacy())
-
-
-@dataclass(frozen=True)
-class _EarlyPrivacy:
-    guarantee: str | None = None
-    dataset_size: int | None = None
-    num_units: int | None = None
-    sampling_unit: str | None = None
 
 
 def run(argv: Sequence[str]) -> None:
@@ -132,52 +110,43 @@ def run(argv: Sequence[str]) -> None:
     if not argv:
         print(f"usage: dpvision adapt [RECIPE] --data STORE [--encoder ENCODER] --num-classes K --dataset-size N --epsilon E\n\n{_DOC}")
         sys.exit(2)
-    argv = spelled_out(argv)
-    asks = any(a in ("-h", "--help") for a in argv)
-    recipe = argv[0] if not argv[0].startswith("-") else None
-    early = Early() if asks else tyro.cli(Early, args=[*argv[recipe is not None :]], return_unknown_args=True, config=CONFIG)[0]
-    if recipe is not None and early.head is not None and recipe != f"transfer.{early.head}":
-        raise ConfigError(f"adapt: recipe {recipe!r} and --head {early.head}; expected one of the two. Drop one.")
-    if early.select is not None and (early.head or recipe or "transfer.auto") not in ("auto", "transfer.auto"):
-        raise ConfigError(f"adapt: --select {early.select} with {early.head or recipe}; expected one of the two. Drop one.")
-    recipe = recipe or _recipe(early)
-    default = AdaptArgs(recipe=recipe, config=default_config(recipe, early, typed_privacy(argv)))
-    rest = list(argv) if not argv[0].startswith("-") else [recipe, *argv]
-    args = tyro.cli(AdaptArgs, prog="dpvision adapt", description=_DOC + _recipes(asks), args=rest, default=default, config=CONFIG)
-    config = with_shorts(args, args.config)
-    if not args.resume and (reason := untyped_delta(get_recipe(recipe).privacy, config.privacy, typed_privacy(argv))):
-        raise ConfigError(reason)
-    if not isinstance(config.model, HeadConfig):
-        _train(args, config)
-        return
-    if args.resume:
-        _resume(args, config, default.config)
-        return
-    check_places(args.root(recipe), config, dry_run=args.dry_run)
-    check_store(args.test)
-    from dpvision.adapt.prepare import prepare, with_enough_steps
+    first, _, _ = parse_first(AdaptArgs(), get_recipe("transfer.auto"), argv)
+    if first.recipe and first.head is not None and first.recipe != f"transfer.{first.head}":
+        raise ConfigError(f"adapt: recipe {first.recipe!r} and --head {first.head}; expected one of the two. Drop one.")
+    if first.select is not None and (first.head or first.recipe or "transfer.auto") not in ("auto", "transfer.auto"):
+        raise ConfigError(f"adapt: --select {first.select} with {first.head or first.recipe}; expected one of the two. Drop one.")
+    recipe = first.recipe or _recipe(first)
+    saved = saved_config("adapt", first.root(recipe), recipe) if first.resume else None
+    default = saved or recipe_on(first, recipe)
+    args, typed = parse_run(AdaptArgs(recipe=recipe), default, argv, "adapt", _DOC + _recipes())
+    short = {"privacy.guarantee": "none" if args.non_private else None, "model.candidates": args.select and _candidates(args.select)}
+    asked = settings_asked(args, joined(typed, short), default)
+    if not isinstance(default.model, HeadConfig):
+        _train(args, default, asked)
+    elif args.resume:
+        _resume(args, default, asked)
+    else:
+        config = resolve(default, asked)
+        check_places(args.root(recipe), config, dry_run=args.dry_run)
+        check_store(args.test)
+        from dpvision.adapt.prepare import prepare
 
-    made = prepare(config)
-    if config.model.head == "auto" and not config.model.candidates:
-        # The head's steps and optimizer become the defaults; typed settings stay.
-        assert made.model.head != "auto"
-        chosen = with_head(config, made.model.head, made.model.reason)
-        config = with_values(chosen, config, typed_settings(argv))
-        if config != chosen or "steps" in typed_privacy(argv):
-            made = prepare(config, encoder=made.encoder)
-    longer = with_enough_steps(config, made.encoder, made.plan)
-    if longer.privacy.steps != made.plan.steps and "steps" not in typed_privacy(argv):
-        made = prepare(longer, encoder=made.encoder)
-    adapt_new(args, made)
+        adapt_new(args, prepare(config), asked)
 
 
-def adapt_new(args: AdaptArgs, made: "Prepared") -> None:
+def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> None:
+    """Train a new head, or with --dry-run print its plan.
+
+    Raises:
+        ConfigError: no epsilon, and no noise, was asked for. What the run would spend is printed.
+    """
     from dpvision.adapt.session import new_head_session
     from dpvision.runs.lineage import runs_on
 
     root = args.root(args.recipe)
     _check_test(args, made.config)
-    text = head_text(made)
+    charge, charged = charge_words(made.store, made.plan)
+    text = "\n".join(filter(None, [head_text(made), charged]))
     if args.dry_run:
         result = {"dry_run": True, **made.plan.to_dict(), "store_visibility": made.store.visibility}
         result |= {
@@ -187,23 +156,37 @@ def adapt_new(args: AdaptArgs, made: "Prepared") -> None:
             "reason": made.model.reason,
             "feature_width": made.model.encoder.width,
             "total": spent(made.plan, made.plan.steps, runs_on(made.lineage, made.store.store_id))[0],
+            "store_total": charge,
         }
         emit(result, args.json, f"{text}\nDry run: every check passed, no features were computed, nothing was charged.")
         return
     args.say(text)
+    require_budget("adapt", made.plan, asked)
     with new_head_session(made, root) as session:
         _finish(args, session, root)
 
 
-def _resume(args: AdaptArgs, config: RunConfig, saved: RunConfig) -> None:
+def require_budget(command: str, plan: "DPPlan", asked: Mapping[str, Any]) -> None:
+    """Refuse to spend a head recipe's epsilon, which stands for one that nobody has asked for.
+
+    Raises:
+        ConfigError: neither an epsilon nor a noise multiplier was asked for.
+    """
+    if plan.guarantee == "dp" and all(asked.get(name) is None for name in BUDGETS):
+        raise ConfigError(
+            f"{command}: no --epsilon; expected the epsilon to spend. A run would spend epsilon {up(plan.stated_epsilon)} at delta "
+            f"{up_delta(plan.delta)}; nothing was charged. Give --epsilon {plan.stated_epsilon:.3g}, or another."
+        )
+
+
+def _resume(args: AdaptArgs, saved: RunConfig, asked: Mapping[str, Any]) -> None:
     from dpvision.adapt.session import resumed_head_session
 
     root = args.root(args.recipe)
-    if config.data.store is None:
-        config = replace(config, data=replace(config.data, store=saved.data.store))
-    with resumed_head_session(root, resumed_hardware("adapt", root, config, saved)) as session:
+    with resumed_head_session(root, resumed_hardware("adapt", root, asked, saved)) as session:
         _check_test(args, session.config)
-        args.say(head_text(session.prepared))
+        made = session.prepared
+        args.say(f"{head_text(made)}\n{charge_words(made.store, made.plan, besides=[session.run.folder.run_id])[1]}".rstrip())
         announce(resume_words(session.plan, session.charged_before, session.updates, session.updates > 0, "releases"))
         _finish(args, session, root)
 
@@ -298,87 +281,55 @@ def _score(args: AdaptArgs, root: Path) -> "list[Score]":
     return scores
 
 
-def _train(args: AdaptArgs, config: RunConfig) -> None:
+def _train(args: AdaptArgs, default: RunConfig, asked: Mapping[str, Any]) -> None:
     """Run a recipe that trains the network, as ``dpvision train`` does."""
-    if not isinstance(config.model, ClassifierConfig):
+    if not isinstance(default.model, ClassifierConfig):
         raise ConfigError(
-            f"adapt: {args.recipe} trains a {config.model.kind!r}; expected a classifier or a head. Use `dpvision train {args.recipe}`."
+            f"adapt: {args.recipe} trains a {default.model.kind!r}; expected a classifier or a head. Use `dpvision train {args.recipe}`."
         )
-    root = args.root(args.recipe)
-    _check_test(args, config)
-    train(TrainArgs(**{f.name: getattr(args, f.name) for f in fields(TrainArgs)} | {"config": config}))
+    _check_test(args, default if args.resume else resolve(default, asked))
+    train(TrainArgs(**{f.name: getattr(args, f.name) for f in fields(TrainArgs) if hasattr(args, f.name)}), default, asked)
     if args.test is not None and not args.dry_run and int(os.environ.get("RANK", "0")) == 0:
-        scores = _score(args, root)
+        scores = _score(args, root := args.root(args.recipe))
         if not args.json:
             print(_scores_text(args, scores, root))
 
 
-def _recipe(early: Early) -> str:
+def _recipe(args: AdaptArgs) -> str:
     """Return the default recipe: the head's, or the run's with --resume and --name."""
     from dpvision.runs.folder import read_run, run_base
 
-    if early.resume and early.name and not early.head and run_base(root := early.runs / early.name) is not None:
+    if args.resume and args.name and not args.head and run_base(root := args.runs / args.name) is not None:
         return read_run(root)[1].recipe or "transfer.auto"
-    return f"transfer.{early.head or 'auto'}"
+    return f"transfer.{args.head or 'auto'}"
 
 
-def with_shorts(args: Shorts, config: RunConfig) -> RunConfig:
-    """Return the config with the short options applied."""
-    privacy: dict[str, Any] = {}
-    if args.epsilon is not None:
-        if config.privacy.guarantee == "none":
-            raise ConfigError(f"adapt: --epsilon {args.epsilon} with --non-private; expected one of the two. Drop --epsilon.")
-        if config.privacy.noise_multiplier is not None:
-            raise ConfigError(
-                "adapt: --epsilon with --privacy.noise-multiplier; expected only one, since it determines the other. Drop one."
-            )
-        privacy |= {"target_epsilon": None, "target_unit_epsilon": None}
-        privacy |= {"target_epsilon" if config.privacy.num_units is None else "target_unit_epsilon": args.epsilon}
-    if args.dataset_size is not None:
-        privacy["dataset_size"] = args.dataset_size
-        if config.privacy.sampling == "full_batch" and config.privacy.sampling_unit == "record":
-            privacy["expected_batch_size"] = args.dataset_size
-    config = replace(config, privacy=replace(config.privacy, **privacy))
-    if args.data is not None:
-        config = replace(config, data=replace(config.data, store=str(args.data)))
-    model = config.model
-    if args.num_classes is not None and isinstance(model, HeadConfig | ClassifierConfig):
-        model = replace(model, num_classes=args.num_classes)
-    if args.encoder is not None and isinstance(model, HeadConfig):
-        model = replace(model, encoder=replace(model.encoder, spec=args.encoder))
-    config = replace(config, model=model)
-    if args.encoder is not None and isinstance(model, ClassifierConfig):
-        from dpvision.encoders.starting_weights import adapted
-
-        config = adapted(config, args.encoder)
-    return config
-
-
-def default_config(recipe: str, early: Early, typed: dict[str, str]) -> RunConfig:
-    """Return the default settings: the recipe's, adjusted by the options; with --resume the run's own."""
-    if early.resume:
-        return saved_config("adapt", early.root(recipe), recipe)
+def recipe_on(args: Shorts, recipe: str) -> RunConfig:
+    """Return a recipe's config, of a network on the encoder asked for."""
     config = get_recipe(recipe)
-    changes: dict[str, Any] = {}
-    if early.privacy.guarantee in ("none", "simulated"):
-        changes |= {"guarantee": early.privacy.guarantee, "noise_multiplier": None, "target_epsilon": None}
-    declared = early.privacy.dataset_size if early.dataset_size is None else early.dataset_size
-    if declared is not None and declared >= 1 and config.privacy.sampling == "full_batch":
-        changes |= {"dataset_size": declared, "expected_batch_size": declared}
-        people = early.privacy.num_units if early.privacy.sampling_unit == "person" else None
-        if people is not None and people >= 1:
-            changes |= {"num_units": people, "sampling_unit": "person", "expected_batch_size": people}
-    config = replace(config, privacy=with_budget(replace(config.privacy, **changes), typed))
-    return config if early.select is None else with_candidates(config, _candidates(early.select))
+    if args.encoder is None or isinstance(config.model, HeadConfig):
+        return config
+    from dpvision.encoders.starting_weights import adapted
+
+    return adapted(config, args.encoder)
 
 
-def _candidates(typed: str) -> tuple[HeadName, ...]:
+def settings_asked(args: Shorts, typed: Mapping[str, Any], recipe: RunConfig) -> dict[str, Any]:
+    """Return the settings that were typed, and those that the short options stand for."""
+    short = {
+        "data.store": args.data, "privacy.dataset_size": args.dataset_size, "epsilon": args.epsilon, "model.num_classes": args.num_classes,
+        "model.encoder.spec" if isinstance(recipe.model, HeadConfig) else "init_from": args.encoder,
+    }  # fmt: skip
+    return joined(typed, short)
+
+
+def _candidates(typed: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in typed.split(","))
     for name in names:
         if name not in PRESETS:
             raise ConfigError(f"adapt: --select {typed}: {name!r}; expected names among {', '.join(PRESETS)}. Separate them with commas.")
-    return cast(tuple[HeadName, ...], names)
+    return names
 
 
-def _recipes(asks: bool) -> str:
-    return "\n\nrecipes, of heads and of networks:\n\n" + "\n".join(recipe_lines("transfer.")) if asks else ""
+def _recipes() -> str:
+    return "\n\nrecipes, of heads and of networks:\n\n" + "\n".join(recipe_lines("transfer."))

@@ -10,7 +10,7 @@ from typing import Any
 from dpvision.adapt.session import adapt, new_head_session
 from dpvision.cli.output import emit
 from dpvision.cli.recipe import get_recipe
-from dpvision.cli.run_args import STOPPED
+from dpvision.cli.run_args import STOPPED, charge_words
 from dpvision.config import CaptionerConfig, HeadConfig, RunConfig
 from dpvision.data.caption_text import scene_captions
 from dpvision.data.open import open_store
@@ -116,8 +116,10 @@ def fit_classifier(place: Place, store: Store, dataset_size: int, num_classes: i
     root = place.free_run("demo-classifier")
     with new_head_session(config, root) as session:
         plan = session.plan
+        charged = charge_words(store, plan, besides=[session.run.folder.run_id])[1]
         place.say(
-            f"     {dataset_size:,} private images, {num_classes} classes, epsilon {up(plan.epsilon)} at delta {up_delta(plan.delta)}"
+            f"     {dataset_size:,} private images, {num_classes} classes, epsilon {up(plan.epsilon)} at delta {up_delta(plan.delta)}. "
+            f"{charged}"
         )
         adapt(session)
     scores = score_own_head(root, test)

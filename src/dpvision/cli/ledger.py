@@ -28,7 +28,7 @@ def ledger(
     restore: Annotated[bool, tyro.conf.arg(name="restore-marks")] = False,
     json: bool = False,
 ) -> None:
-    """Show the epsilon charged to a store's records: by run, in total, and what is left under the owner's cap.
+    """Show the epsilon charged to a store's records: by run with its name, in total, and what is left under the owner's cap.
 
     Epsilon is computed from the ledgers, never from a config. The LEDGERS folder next to the store has the ledgers of all runs on it. A run
     counts with all its planned steps once the first is charged, because where it ends may follow its results. The total (PLD) holds if the
@@ -77,10 +77,12 @@ def _with_runs_before(store: Path) -> dict[str, float]:
 
 
 def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
+    named = any(run.name for run in account.runs)
     people = any(run.spent.unit_epsilon is not None for run in account.runs)
     rows = [
         (
             r.run_id,
+            *((_short(r.name),) if named else ()),
             f"{r.steps} / {r.planned_steps}",
             r.restarts,
             "none" if r.spent.epsilon is None else up(r.spent.epsilon),
@@ -93,7 +95,7 @@ def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
     drawn = account.draws_people
     whose = "one drawn" if drawn else "an image"
     columns = (
-        "run", "steps", "restarts", f"epsilon of {whose}" if people else "epsilon", "delta",
+        "run", *(("name",) if named else ()), "steps", "restarts", f"epsilon of {whose}" if people else "epsilon", "delta",
         *(("epsilon of a person",) if people else ()), *((f"of {whose}, with the runs its weights come from",) if behind else ()),
     )  # fmt: skip
     lines = [table(f"store {account.store_id}", columns, rows)] if rows else ["No run yet."]
@@ -114,6 +116,12 @@ def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
     if account.moves:
         lines.append(f"declared moved: {account.moves} times; a copy in use elsewhere would have separate ledgers")
     return "\n".join(lines)
+
+
+def _short(name: str | None) -> str:
+    """Return a run's name in a table: its folder's, of a trial with the study's."""
+    parts = Path(name or "").parts
+    return "/".join(parts[-2:] if name and parts[-1].startswith("trial-") else parts[-1:])
 
 
 def _of_choices(account: "StoreAccount") -> str:

@@ -1,7 +1,7 @@
 """``dpvision plan``: what can this data set afford?"""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,47 +9,16 @@ import tyro
 from rich.console import Console
 
 from dpvision.cli.output import emit, pairs, parse, table
-from dpvision.cli.recipe import get_recipe, untyped_delta, with_budget
+from dpvision.cli.recipe import get_recipe
 from dpvision.config import PrivacyConfig
+from dpvision.config.head_presets import with_steps
+from dpvision.config.resolve import resolve_privacy
 from dpvision.errors import ConfigError
 from dpvision.privacy.printed import up, up_delta
 
 
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(plan, "plan", argv)
-
-
-def plan(
-    recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = None,
-    dataset_size: int | None = None,
-    expected_batch_size: float | None = None,
-    steps: int | None = None,
-    noise_multiplier: float | None = None,
-    target_epsilon: float | None = None,
-    target_unit_epsilon: float | None = None,
-    delta: float | None = None,
-    sampling: Literal["poisson", "truncated_poisson", "full_batch"] | None = None,
-    max_batch_size: int | None = None,
-    max_records_per_unit: int | None = None,
-    num_units: int | None = None,
-    sampling_unit: Literal["record", "person"] | None = None,
-    num_parameters: int | None = None,
-    images: int | None = None,
-    people: int | None = None,
-    labels: int | None = None,
-    captions: bool = False,
-    epsilon: float | None = None,
-    public_encoder: str | None = None,
-    gpus: int | None = None,
-    device: str | None = None,
-    hours: float | None = None,
-    simulate: Annotated[float | None, tyro.conf.arg(metavar="K")] = None,
-    page: Path | None = None,
-    csv: Path | None = None,
-    claims: bool = False,
-    json: bool = False,
-) -> None:
+@dataclass(frozen=True)
+class PlanArgs:
     """What a data set can afford, before any compute is spent.
 
     Give the noise and read epsilon, or give --target-epsilon and read the noise. With the name of a recipe, what is left out
@@ -98,61 +67,97 @@ def plan(
         claims: Recompute every privacy claim of the papers instead, which takes half a minute (docs/claims.md).
         json: Print JSON.
     """
-    if claims:
-        others = [name for name, value in locals().items() if name not in ("claims", "json") and value not in (None, False)]
-        if others:
+
+    recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = None
+    dataset_size: int | None = None
+    expected_batch_size: float | None = None
+    steps: int | None = None
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    target_unit_epsilon: float | None = None
+    delta: float | None = None
+    sampling: Literal["poisson", "truncated_poisson", "full_batch"] | None = None
+    max_batch_size: int | None = None
+    max_records_per_unit: int | None = None
+    num_units: int | None = None
+    sampling_unit: Literal["record", "person"] | None = None
+    num_parameters: int | None = None
+    images: int | None = None
+    people: int | None = None
+    labels: int | None = None
+    captions: bool = False
+    epsilon: float | None = None
+    public_encoder: str | None = None
+    gpus: int | None = None
+    device: str | None = None
+    hours: float | None = None
+    simulate: Annotated[float | None, tyro.conf.arg(metavar="K")] = None
+    page: Path | None = None
+    csv: Path | None = None
+    claims: bool = False
+    json: bool = False
+
+
+def run(argv: Sequence[str]) -> None:
+    """Parse and run."""
+    plan(parse(PlanArgs, "plan", argv))
+
+
+def plan(args: PlanArgs) -> None:
+    """Print what the settings or the question amount to."""
+    given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
+    if args.claims:
+        if others := [name for name in given if name not in ("claims", "json")]:
             raise ConfigError(f"plan: --claims with {', '.join(others)}; expected it alone, or with --json. Drop the others.")
-        _claims(json)
+        _claims(args.json)
         return
-    asked = {name: value for name, value in locals().items() if name in _QUESTION and value is not None and value is not False}
-    priced = recipe is not None and (gpus is not None or device is not None) and asked.keys() <= {"gpus", "device", "hours"}
+    asked = {name: value for name, value in given.items() if name in _QUESTION}
+    priced = args.recipe is not None and (args.gpus is not None or args.device is not None) and asked.keys() <= {"gpus", "device", "hours"}
     if asked and not priced:
-        _advise(asked, {name: value for name, value in locals().items() if name in _SETTINGS}, json)
+        _advise(asked, {name: value for name, value in given.items() if name in _SETTINGS}, args.json)
         return
-    if page is not None and (page.suffix != ".html" or page.is_dir() or not page.absolute().parent.is_dir()):
-        raise ConfigError(f"plan: page={str(page)!r}; expected a file whose name ends in .html, in a folder that exists. Rename it.")
-    if csv is not None and csv.exists() and not csv.is_dir():
-        raise ConfigError(f"plan: csv={str(csv)!r}; expected a folder, which is made if it does not exist. Choose another name.")
+    if args.page is not None and (args.page.suffix != ".html" or args.page.is_dir() or not args.page.absolute().parent.is_dir()):
+        raise ConfigError(f"plan: page={str(args.page)!r}; expected a file whose name ends in .html, in a folder that exists. Rename it.")
+    if args.csv is not None and args.csv.exists() and not args.csv.is_dir():
+        raise ConfigError(f"plan: csv={str(args.csv)!r}; expected a folder, which is made if it does not exist. Choose another name.")
     from dpvision.privacy.planner import what_if
 
-    if recipe is not None and num_parameters is None:
+    num_parameters = args.num_parameters
+    if args.recipe is not None and num_parameters is None:
         from dpvision.plan.parameters import count_parameters
 
-        num_parameters = count_parameters(get_recipe(recipe).model) or None  # a head's depend on its encoder
-    given = {name: value for name, value in locals().items() if value is not None}
-    config = _config(recipe, given)
-    if simulate is not None:
-        if page is not None or csv is not None:
+        num_parameters = count_parameters(get_recipe(args.recipe).model) or None  # a head's depend on its encoder
+    settings = {name: value for name, value in given.items() if name in _NAMES}
+    config = _config(args.recipe, settings)
+    if args.simulate is not None:
+        if args.page is not None or args.csv is not None:
             raise ConfigError("plan: --simulate with --page or --csv; expected one of them: a simulation has no epsilon to plot. Drop one.")
         from dpvision.cli.plan_simulation import simulation
 
-        config, result, text = simulation(recipe, config, simulate, {name: given[name] for name in _NAMES if name in given})
+        config, result, text = simulation(args.recipe, config, args.simulate, settings)
     else:
         result = what_if(config, num_parameters=num_parameters)
-        if recipe is not None:
-            result["refused"] = result["refused"] or untyped_delta(get_recipe(recipe).privacy, config, given)
         text = _text(result)
     if priced:
         from dpvision.cli.plan_cost import cost_text
         from dpvision.plan.cost import step_cost
 
-        cost = step_cost(replace(get_recipe(recipe or ""), privacy=config), 1 if gpus is None else gpus, device)
-        result, text = result | {"cost": asdict(cost)}, f"{text}\n{cost_text(cost, hours)}"
-    if page is not None or csv is not None:
+        cost = step_cost(replace(get_recipe(args.recipe or ""), privacy=config), 1 if args.gpus is None else args.gpus, args.device)
+        result, text = result | {"cost": asdict(cost)}, f"{text}\n{cost_text(cost, args.hours)}"
+    if args.page is not None or args.csv is not None:
         from dpvision.cli.plan_tables import write_tables
 
-        tables, said = write_tables(page, csv, recipe, config, result)
+        tables, said = write_tables(args.page, args.csv, args.recipe, config, result)
         result, text = result | {"tables": tables}, f"{text}\n{said}"
-    emit(result, json, text)
+    emit(result, args.json, text)
 
 
 _QUESTION = ("images", "people", "labels", "captions", "epsilon", "public_encoder", "gpus", "device", "hours")
 
 
 def _advise(asked: dict[str, Any], settings: dict[str, Any], json: bool) -> None:
-    others = [name for name, value in settings.items() if value is not None]
-    if others:
-        raise ConfigError(f"plan: --{next(iter(asked))} with {', '.join(others)}; expected a question or settings. Drop one kind.")
+    if settings:
+        raise ConfigError(f"plan: --{next(iter(asked))} with {', '.join(settings)}; expected a question or settings. Drop one kind.")
     missing = [f"--{name}" for name in ("images", "epsilon") if name not in asked]
     if missing:
         raise ConfigError(
@@ -203,10 +208,9 @@ _NAMES = (
 _SETTINGS = (*_NAMES, "recipe", "num_parameters", "simulate", "page", "csv")
 
 
-def _config(recipe: str | None, given: dict[str, Any]) -> PrivacyConfig:
-    changes = {name: given[name] for name in _NAMES if name in given}
+def _config(recipe: str | None, changes: dict[str, Any]) -> PrivacyConfig:
     if recipe is not None:
-        return replace(with_budget(get_recipe(recipe).privacy, changes), **changes)
+        return resolve_privacy(with_steps(get_recipe(recipe)).privacy, changes)
     missing = [f"--{name.replace('_', '-')}" for name in ("dataset_size", "expected_batch_size", "steps") if name not in changes]
     if not any(name in changes for name in _BUDGETS):
         missing.append("--noise-multiplier or --target-epsilon")

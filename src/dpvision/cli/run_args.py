@@ -1,19 +1,20 @@
 """Shared by the commands that make a run: options, the run's folder, checks of --resume, and text about the epsilon spent."""
 
 import sys
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from typing import TYPE_CHECKING, Any
 
 from dpvision.cli.paths import check_store
 from dpvision.config import RunConfig
+from dpvision.config.resolve import applied
 from dpvision.errors import ConfigError
 from dpvision.privacy.printed import up, up_delta
 from dpvision.privacy.stated_for import stated_for
 
 if TYPE_CHECKING:
+    from dpvision.data.store import Store
     from dpvision.privacy.composition import Part
     from dpvision.privacy.plan import DPPlan
 
@@ -44,7 +45,6 @@ class RunArgs(Where):
     """Print what depends on private images (loss, throughput, scores) even if the output is not a terminal, such as a job's log."""
     json: bool = False
     """Print the result as JSON."""
-    config: Annotated[RunConfig, tyro.conf.arg(name="")] = field(kw_only=True)
 
     def say(self, text: str) -> None:
         """Print text before the result, unless --json or --quiet is given."""
@@ -88,15 +88,19 @@ def check_places(root: Path, config: RunConfig, *, dry_run: bool) -> None:
         require_parent(config.init_from)
 
 
-def resumed_hardware(command: str, root: Path, asked: RunConfig, saved: RunConfig) -> dict[str, Any]:
+def resumed_hardware(command: str, root: Path, asked: Mapping[str, Any], saved: RunConfig) -> dict[str, Any]:
     """Return the hardware settings of a resumed run, the only ones that may differ from its original settings.
+
+    Args:
+        asked: settings asked for, as for ``config.resolve``.
 
     Raises:
         ConfigError: another setting differs.
     """
-    if replace(asked, hardware=saved.hardware) != saved:
+    config = applied(saved, asked)
+    if replace(config, hardware=saved.hardware) != saved:
         raise ConfigError(f"{command}: settings differ from those of {root}; expected only --hardware.* with --resume. Drop the others.")
-    return {f.name: getattr(asked.hardware, f.name) for f in fields(asked.hardware)}
+    return {f.name: getattr(config.hardware, f.name) for f in fields(config.hardware)}
 
 
 STOPPED = 75
@@ -146,6 +150,28 @@ def spent(plan: "DPPlan", steps: int, behind: "tuple[Part, ...]" = ()) -> tuple[
         said += f" for this run and {len(behind)} before it on this store, {COMPOSED[method]} (this run alone: "
         said += f"{guarantee_words(plan, own, unit_epsilon(alone), plan.delta)})"
     return {"epsilon": epsilon, "unit_epsilon": unit, "delta": delta, "this_run_epsilon": own}, said
+
+
+def charge_words(
+    store: "Store", plan: "DPPlan", *, runs: int = 1, chosen: bool = False, besides: Collection[str] = ()
+) -> tuple[dict[str, Any], str]:
+    """Return what ``store`` was charged before ``runs`` runs of ``plan`` and in total with them, ready for JSON and as text.
+
+    Runs without a guarantee on public images cost nothing, and have no text. Arguments are those of ``account.charge_of``.
+    """
+    from dpvision.privacy.account import charge_of
+
+    charge = charge_of(store.path, plan, runs=runs, chosen=chosen, besides=besides)
+    if plan.guarantee != "dp" and store.visibility == "public":
+        return asdict(charge), ""
+    whose = " for a person" if charge.of_person else ""
+    how = " by a Renyi filter" if chosen else ""
+    before = "nothing" if not charge.runs else "no total holds, because a run was without a guarantee"
+    if charge.runs and charge.before is not None:
+        before = f"epsilon {up(charge.before)}{whose}{how} by {charge.runs} run{'s' if charge.runs > 1 else ''}"
+    after = "no total holds" if charge.after is None else f"epsilon {up(charge.after)}{whose}{how} at delta {up_delta(charge.delta)}"
+    what = "this run" if runs == 1 else f"all {runs} runs"
+    return asdict(charge), f"Charged to this store before: {before}. In total with {what}: {after}."
 
 
 def lost_words(lost: int, noun: str) -> list[str]:

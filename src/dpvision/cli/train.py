@@ -3,20 +3,20 @@
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from dpvision.cli.output import CONFIG, RecipeName, emit, pairs
-from dpvision.cli.recipe import get_recipe, recipe_lines, spelled_out, typed_privacy, untyped_delta, with_budget
+from dpvision.cli.output import RecipeName, emit, pairs
+from dpvision.cli.recipe import get_recipe, recipe_lines
 from dpvision.cli.run_args import (
     STOPPED,
     RunArgs,
-    Where,
     announce,
+    charge_words,
     check_places,
     guarantee_words,
     lost_words,
@@ -25,7 +25,9 @@ from dpvision.cli.run_args import (
     saved_config,
     spent,
 )
+from dpvision.cli.typed import joined, parse_first, parse_run
 from dpvision.config import HeadConfig, RunConfig
+from dpvision.config.resolve import resolve
 from dpvision.errors import ConfigError, DataError
 from dpvision.privacy.printed import up
 
@@ -54,7 +56,7 @@ step. Any setting of the recipe can be overridden: --privacy.target-epsilon 4, -
 
 @dataclass(frozen=True)
 class _What:
-    recipe: RecipeName
+    recipe: RecipeName = ""
     """Name of a recipe (dpvision train --help lists them)."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
     """Store made by `dpvision data import`; synthetic.* recipes need none."""
@@ -66,50 +68,51 @@ class _What:
 class TrainArgs(RunArgs, _What):
     """Arguments of `dpvision train`."""
 
+    non_private: bool = False
+    """Train without noise and clipping, for comparison: short for --privacy.guarantee none. Confidential if the images are private."""
+
 
 def run(argv: Sequence[str]) -> None:
     """Parse and run."""
-    argv = spelled_out(argv)
-    recipe = next((a for a in argv if not a.startswith("-")), None)
-    if recipe is None:
+    first, _, asks = parse_first(TrainArgs(), get_recipe("vip.micro"), argv)
+    recipe = first.recipe
+    if not recipe:
         print(f"usage: dpvision train RECIPE [--data STORE] [options]\n\n{_DOC}")
         print("\nrecipes (`dpvision train RECIPE --help` shows all settings):")
         print("\n".join(recipe_lines()))
-        if not argv or argv[0] not in ("-h", "--help"):
+        if not asks:
             sys.exit(2)
         return
-    default = TrainArgs(recipe=recipe, config=_default(recipe, argv))
-    args = tyro.cli(TrainArgs, prog="dpvision train", description=_DOC, args=list(argv), default=default, config=CONFIG)
-    if not args.resume and (reason := untyped_delta(get_recipe(recipe).privacy, args.config.privacy, typed_privacy(argv))):
-        raise ConfigError(reason)
-    if args.simulate is not None:
-        args = _simulation(args)
-    train(args)
+    saved = saved_config("train", first.root(recipe), recipe) if first.resume else None
+    default = saved or get_recipe(recipe)  # a run to resume that is not there is refused later
+    args, typed = parse_run(TrainArgs(recipe=recipe), default, argv, "train", _DOC)
+    short = {"data.store": args.data, "privacy.guarantee": "none" if args.non_private else None}
+    train(args, default, joined(typed, short))
 
 
-def _simulation(args: TrainArgs) -> TrainArgs:
-    """Return the arguments with the private settings replaced by those of their simulation."""
-    if args.resume:
-        raise ConfigError(f"train: --simulate {args.simulate:g} with --resume; expected one of them. Drop --simulate.")
-    from dpvision.privacy.simulation import simulated
+def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None:
+    """Make or resume the run, train, and print what it guarantees.
 
-    assert args.simulate is not None
-    return replace(args, config=replace(args.config, privacy=simulated(args.config.privacy, args.simulate)))
-
-
-def train(args: TrainArgs) -> None:
-    """Make or resume the run, train, and print what it guarantees."""
-    if isinstance(args.config.model, HeadConfig):
+    Args:
+        default: settings of the recipe; with --resume of the run.
+        asked: settings asked for, by dotted name.
+    """
+    if isinstance(default.model, HeadConfig):
         raise ConfigError(
             f"train: {args.recipe} is a head on frozen features; expected a network to train. Use `dpvision adapt {args.recipe} "
             "--data STORE --encoder ENCODER --num-classes K --dataset-size N --epsilon E`."
         )
-    root, config, data = args.root(args.recipe), args.config, args.data
-    if data is None and config.data.store is None and config.data.images == "textures" and not args.resume:
-        data = _texture_store(config.privacy.dataset_size)
-    if data is not None:
-        config = replace(config, data=replace(config.data, store=str(data)))
+    root = args.root(args.recipe)
+    config = default if args.resume else resolve(default, asked)
+    if args.simulate is not None:
+        if args.resume:
+            raise ConfigError(f"train: --simulate {args.simulate:g} with --resume; expected one of them. Drop --simulate.")
+        from dpvision.privacy.simulation import simulated
+
+        config = replace(config, privacy=simulated(config.privacy, args.simulate))
     if not args.resume:
+        if config.data.store is None and config.data.images == "textures":
+            config = replace(config, data=replace(config.data, store=str(_texture_store(config.privacy.dataset_size))))
         check_places(root, config, dry_run=args.dry_run)
     from dpvision.devices import slow_precision
     from dpvision.encoders.starting_weights import open_parent
@@ -121,7 +124,7 @@ def train(args: TrainArgs) -> None:
 
     main_process = int(os.environ.get("RANK", "0")) == 0
     if args.resume:
-        asked, config = config, read_run(root)[1]
+        config = read_run(root)[1]
         opened = resumed_session(root, resumed_hardware("train", root, asked, config), open_parent)
     else:
         opened = new_session(config, root, open_parent)
@@ -131,18 +134,19 @@ def train(args: TrainArgs) -> None:
     if args.dry_run:
         plan, store, num_records, lineage = check_run(config, open_parent)
         if main_process:
+            charge, charged = charge_words(store, plan)
             result = {"dry_run": True, **plan.to_dict(), "store_visibility": store.visibility}
             result["operator_only"] = {"num_records": num_records}
             result["total"] = spent(plan, plan.steps, runs_on(lineage, store.store_id))[0]
-            emit(
-                result,
-                args.json,
-                plan_text(config, plan, store, lineage) + "\nDry run: every check passed, nothing was trained or charged.",
-            )
+            result["store_total"] = charge
+            lines = [plan_text(config, plan, store, lineage), charged, "Dry run: every check passed, nothing was trained or charged."]
+            emit(result, args.json, "\n".join(filter(None, lines)))
         return
     with opened as session:
         if main_process:
-            args.say(plan_text(session.config, session.plan, session.store, session.lineage))
+            assert session.run is not None, "of the main process"
+            charged = charge_words(session.store, session.plan, besides=[session.run.folder.run_id])[1]
+            args.say(f"{plan_text(session.config, session.plan, session.store, session.lineage)}\n{charged}".rstrip())
             if (warning := slow_precision(session.config.hardware.precision, session.group.device)) is not None:
                 announce(warning)
         if args.resume and session.run is not None:
@@ -237,12 +241,3 @@ def _kept(store: "Store", lineage: "Lineage") -> str:
 def _row_of_a_person(count: int) -> str:
     """Return what a head sees of a person, as text."""
     return "the features of one image" if count == 1 else f"the mean of the features of at most {count} images of one class"
-
-
-def _default(recipe: str, argv: Sequence[str]) -> RunConfig:
-    """Return the default settings: the recipe's, or with --resume the run's own."""
-    if "--resume" not in argv:
-        config = get_recipe(recipe)
-        return replace(config, privacy=with_budget(config.privacy, typed_privacy(argv)))
-    known = tyro.cli(Where, args=list(argv), return_unknown_args=True)[0]
-    return saved_config("train", known.root(recipe), recipe)

@@ -4,23 +4,37 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from dpvision.cli.adapt import AdaptArgs, Early, Shorts, adapt_new, default_config, with_shorts
-from dpvision.cli.output import CONFIG, RecipeName, emit, may_show, private_scores, shown
+from dpvision.cli.adapt import AdaptArgs, Shorts, adapt_new, recipe_on, require_budget, settings_asked
+from dpvision.cli.output import RecipeName, emit, may_show, private_scores, shown
 from dpvision.cli.paths import check_store
-from dpvision.cli.recipe import get_recipe, typed_privacy, untyped_delta
-from dpvision.cli.run_args import STOPPED, RunArgs, check_places
+from dpvision.cli.recipe import get_recipe
+from dpvision.cli.run_args import STOPPED, RunArgs, charge_words, check_places
 from dpvision.cli.tune_price import Price, charged_refusal, price_table, prices
 from dpvision.cli.tune_space import How, grid, parse_space
-from dpvision.cli.tune_trials import LOSS, OWN_HEAD, Study, Trial, TrialStopped, check_study, plan_of, search, study_folder, trial_folder
+from dpvision.cli.tune_trials import (
+    LOSS,
+    OWN_HEAD,
+    Study,
+    Trial,
+    TrialStopped,
+    check_study,
+    plan_of,
+    run_ids,
+    search,
+    study_folder,
+    trial_folder,
+)
+from dpvision.cli.typed import parse_first, parse_run, words_of
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig, to_dict
 from dpvision.config.head_presets import candidate_name
+from dpvision.config.resolve import read_of, resolve
 from dpvision.errors import ConfigError
 from dpvision.eval.probes.settings import checked_protocols
 from dpvision.privacy.printed import up
@@ -29,12 +43,6 @@ if TYPE_CHECKING:
     from dpvision.data.store import Store
 
 _MOST_CANDIDATES = 100
-_OWN = {
-    "data", "how", "space", "trials", "budget", "test", "objective", "simulate",
-    "name", "runs", "resume", "dry-run", "quiet", "show-confidential", "json",
-}  # fmt: skip
-"""Options that are not of the run that uses the best settings."""
-
 _DOC = """Choose settings of a recipe by trials. Trials on private images cost privacy: a table of what each way costs is printed first.
 
   dpvision tune vip.micro --how public --data stores/public --space "optim.learning_rate=log 1e-4..1e-2" --trials 20 --dry-run
@@ -50,7 +58,7 @@ Each trial is a run, RUNS/NAME/trial-NNN; a trial that fails or crashes counts. 
 
 @dataclass(frozen=True)
 class _What(Shorts):
-    recipe: RecipeName = "transfer.many_steps"
+    recipe: RecipeName = ""
     """Name of a recipe; a head by its name, such as transfer.many_steps."""
     how: How | None = None
     """simulated: TAN simulations (--simulate K). public: private runs on public images. charged: private runs on the private images, each
@@ -82,25 +90,25 @@ class TuneArgs(RunArgs, _What):
 
 def run(argv: Sequence[str]) -> None:
     """Parse and run."""
-    asks = any(a in ("-h", "--help") for a in argv)
-    if not argv or (argv[0].startswith("-") and not asks):
+    first, _, asks = parse_first(TuneArgs(), get_recipe("transfer.many_steps"), argv)
+    if not first.recipe and not asks:
         print(f"usage: dpvision tune RECIPE --how WAY --space NAME=VALUES ... --data STORE\n\n{_DOC}")
         sys.exit(2)
-    recipe = TuneArgs.recipe if argv[0].startswith("-") else argv[0]
-    early = Early() if asks else tyro.cli(Early, args=[*argv[1:]], return_unknown_args=True, config=CONFIG)[0]
-    default = TuneArgs(recipe=recipe, config=default_config(recipe, replace(early, resume=False), typed_privacy(argv)))
-    words = [recipe, *argv] if argv[0].startswith("-") else list(argv)
-    args = tyro.cli(TuneArgs, prog="dpvision tune", description=_DOC, args=words, default=default, config=CONFIG)
-    args = replace(args, config=with_shorts(args, args.config), name=args.name or f"tune-{recipe}")
-    if reason := untyped_delta(get_recipe(recipe).privacy, args.config.privacy, typed_privacy(argv)):
-        raise ConfigError(reason)
-    tune(args, argv)
+    recipe = first.recipe or "transfer.many_steps"
+    default = recipe_on(first, recipe)
+    args, typed = parse_run(TuneArgs(recipe=recipe, name=f"tune-{recipe}"), default, argv, "tune", _DOC)
+    asked = settings_asked(args, typed, default)
+    tune(args, resolve(default, asked), asked)
 
 
-def tune(args: TuneArgs, argv: Sequence[str]) -> None:
-    """Print the prices, run the trials, and print what they found."""
-    config, how = args.config, args.how
-    objective = _check(args)
+def tune(args: TuneArgs, config: RunConfig, asked: Mapping[str, Any]) -> None:
+    """Print the prices, run the trials, and print what they found.
+
+    Args:
+        asked: the settings of ``config`` that were asked for, by dotted name.
+    """
+    how = args.how
+    objective = _check(args, config)
     assert how is not None and args.data is not None, "checked"
     space = parse_space(args.space, config, how)
     candidates = tuple(candidate_name(one) for one in grid(space, _MOST_CANDIDATES)) if how == "private-selection" else ()
@@ -120,41 +128,62 @@ def tune(args: TuneArgs, argv: Sequence[str]) -> None:
     from dpvision.data.open import open_store
     from dpvision.privacy.simulation import simulated
 
-    if args.simulate is not None:
-        simulated(config.privacy, args.simulate)  # raises with the reason
     store, test = open_store(args.data), None if args.test is None else open_store(args.test)
     _check_stores(how, store, test)
     private = "private" in {one.results_visibility for one in (store, test) if one is not None}
-    plan = plan_of(config)
+    fixed = config
+    if isinstance(config.model, HeadConfig) and not candidates:
+        from dpvision.adapt.prepare import with_planned_steps
+
+        # The same number in all trials, whose price it determines, and in the command that uses the best one.
+        fixed = with_planned_steps(config)
+        asked = {**asked, "privacy.steps": fixed.privacy.steps}
+    if args.simulate is not None:
+        simulated(fixed.privacy, args.simulate)  # raises with the reason
+    plan = plan_of(fixed)
     if how == "charged" and (reason := charged_refusal(plan)):
         raise ConfigError(reason)
     price = prices(config, plan, args.trials, args.budget, candidates, private=private)
     table = price_table(price, how, args.trials)
+    charge: dict[str, Any] | None = None
+    if how == "charged":
+        charge, charged = charge_words(store, plan, runs=max(1, price.fits), chosen=True, besides=run_ids(root))
+        table += f"\n{charged}"
+    if candidates:
+        assert isinstance(config.model, HeadConfig)
+        config = replace(config, model=replace(config.model, candidates=candidates, selection_runs=float(args.trials)))
+        charge, charged = charge_words(store, plan_of(config))
+        table += f"\n{charged}" if args.dry_run else ""
     if args.dry_run:
-        result = {"dry_run": True, "how": how, "trials": args.trials, "prices": price.to_dict()}
+        result = {"dry_run": True, "how": how, "trials": args.trials, "prices": price.to_dict(), "store_total": charge}
         emit(result, args.json, f"{table}\nDry run: nothing was trained or charged.")
         return
     args.say(table)
+    if how in ("charged", "private-selection") and isinstance(config.model, HeadConfig):
+        require_budget("tune", plan, asked)
     if how == "charged" and price.fits == 0:
         raise ConfigError(f"tune: --budget {args.budget}; expected at least {up(price.one)}, the price of one trial. Give more.")
     if candidates:
-        _select(args, candidates)
+        from dpvision.adapt.prepare import prepare
+
+        shared = {name: getattr(args, name) for name in {f.name for f in fields(AdaptArgs)} & {f.name for f in fields(TuneArgs)}}
+        adapt_new(AdaptArgs(**shared), prepare(config), asked)
         return
     private = private and how == "simulated"
     budget = price.budget if how == "charged" else None
-    study = Study(root, config, space, how, args.trials, objective, args.test, args.simulate, plan, budget, private, args.quiet)
-    asked = {
+    study = Study(root, fixed, space, how, args.trials, objective, args.test, args.simulate, plan, budget, private, args.quiet)
+    question = {
         "how": how, "space": sorted(args.space), "trials": args.trials, "budget": args.budget, "objective": objective,
         "test": str(args.test), "simulate": args.simulate,
-        "config": {name: value for name, value in to_dict(config).items() if name != "hardware"},
+        "config": {name: value for name, value in to_dict(fixed).items() if name != "hardware"},
     }  # fmt: skip
-    with study_folder(root, asked, resume=args.resume) as folder:
+    with study_folder(root, question, resume=args.resume) as folder:
         try:
             trials, refused = search(study, folder, _told(args.quiet, may_show(private, args.show_confidential)))
         except TrialStopped:
             print("Stopped; the trial is saved. Continue with --resume.", file=sys.stderr)
             sys.exit(STOPPED)
-        _finish(args, argv, study, trials, price, store, folder, private)
+        _finish(args, asked, study, trials, price, store, folder, private)
         if refused is not None:
             raise refused
         if all(trial.score is None for trial in trials):
@@ -171,9 +200,9 @@ def _told(quiet: bool, all_of_it: bool) -> Callable[[str, str], None]:
     return say
 
 
-def _check(args: TuneArgs) -> str:
+def _check(args: TuneArgs, config: RunConfig) -> str:
     """Refuse what needs no data to be refused, and return the objective."""
-    how, model, privacy = args.how, args.config.model, args.config.privacy
+    how, model, privacy = args.how, config.model, config.privacy
     if how is None:
         raise ConfigError("tune: no --how; expected simulated, public, charged or private-selection. docs/tuning.md compares them.")
     if args.data is None:
@@ -232,19 +261,8 @@ def _check_stores(how: How, store: "Store", test: "Store | None") -> None:
         )
 
 
-def _select(args: TuneArgs, candidates: tuple[str, ...]) -> None:
-    """Choose among settings of one head by a private score (no Optuna: settings are drawn uniformly)."""
-    from dpvision.adapt.prepare import prepare
-
-    assert isinstance(args.config.model, HeadConfig)
-    model = replace(args.config.model, candidates=candidates, selection_runs=float(args.trials))
-    config = replace(args.config, model=model)
-    shared = {name: getattr(args, name) for name in {f.name for f in fields(AdaptArgs)} & {f.name for f in fields(TuneArgs)}}
-    adapt_new(AdaptArgs(**shared | {"config": config}), prepare(config))
-
-
 def _finish(
-    args: TuneArgs, argv: Sequence[str], study: Study, trials: list[Trial], price: Price, store: "Store", folder: Path, private: bool
+    args: TuneArgs, asked: Mapping[str, Any], study: Study, trials: list[Trial], price: Price, store: "Store", folder: Path, private: bool
 ) -> None:
     """Print the trials from best to worst, what they cost, and the commands that use the best one."""
     from dpvision.cli.tune_price import charged_text
@@ -255,7 +273,7 @@ def _finish(
     for trial in [*scored, *(trial for trial in trials if trial.score is None)]:
         settings = "  ".join(f"{name}={shown(value)}" for name, value in trial.settings.items())
         lines.append(f"  trial {trial.number:3d}  {'failed' if trial.score is None else format(trial.score, '.5g'):>9}  {settings}")
-    commands = _commands(args, argv, study, scored[0], private) if scored else []
+    commands = _commands(args, asked, study, scored[0], private) if scored else []
     found = "\n".join([*lines, *(["To use the best:", *(f"  {command}" for command in commands)] if commands else [])])
     (folder / "trials.txt").write_text(found + "\n")
     cost, spent = charged_text(study, store, trials) if study.how == "charged" else ("", {})
@@ -267,35 +285,14 @@ def _finish(
     emit(result, args.json, "\n".join(filter(None, [text, cost])))
 
 
-def _commands(args: TuneArgs, argv: Sequence[str], study: Study, best: Trial, private: bool) -> list[str]:
+def _commands(args: TuneArgs, asked: Mapping[str, Any], study: Study, best: Trial, private: bool) -> list[str]:
     """Return the commands that release the best trial, or repeat it on private images, with the declaration of how it was chosen."""
     if study.how == "charged":
         return [f"dpvision report {trial_folder(study.root, best.number)} --tuning charged"]
-    short = isinstance(study.config.model, HeadConfig | ClassifierConfig)
-    words = ["dpvision", "adapt" if short else "train", args.recipe, "--data", str(args.data) if private else "STORE"]
-    for name, values in _typed(argv[1:]):
-        if name.replace("-", "_") not in best.settings and name not in _OWN:
-            words += [f"--{name if short else _long(name, study.config)}", *values]
-    for name, value in best.settings.items():
-        option = f"--{name.replace('_', '-')}"
-        part, _, last = option.rpartition(".")
-        words += [option if value else f"{part}.no-{last}"] if isinstance(value, bool) else [option, str(value)]
+    adapts = isinstance(study.config.model, HeadConfig | ClassifierConfig)
+    words = ["dpvision", "adapt" if adapts else "train", args.recipe, "--data", str(args.data) if private else "STORE"]
+    target = "privacy.target_epsilon" if study.config.privacy.num_units is None else "privacy.target_unit_epsilon"
+    settings = {target if name == "epsilon" else name: value for name, value in asked.items() if name != "data.store"}
+    for name, value in (settings | read_of(study.config, best.settings)).items():
+        words += words_of(name, value)
     return [shlex.join(words), f"dpvision report RUN --tuning {'not_covered' if private else 'public'}"]
-
-
-def _typed(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the options of a command line, with dashes, and their values."""
-    found: list[tuple[str, list[str]]] = []
-    for word in argv:
-        if word.startswith("--"):
-            name, equals, value = word.removeprefix("--").partition("=")
-            found.append((name.replace("_", "-"), [value] if equals else []))
-        else:
-            found[-1][1].append(word)
-    return found
-
-
-def _long(name: str, config: RunConfig) -> str:
-    """Return a short option's setting, for `dpvision train`, which has no short ones."""
-    target = "target-epsilon" if config.privacy.num_units is None else "target-unit-epsilon"
-    return {"epsilon": f"privacy.{target}", "dataset-size": "privacy.dataset-size"}.get(name, name)

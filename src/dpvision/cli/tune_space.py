@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dpvision.config import HeadConfig, RunConfig, with_settings
+from dpvision.config.resolve import applied, unread
 from dpvision.errors import ConfigError
 
 Settings = Mapping[str, Any]
@@ -58,6 +59,12 @@ def parse_space(typed: Sequence[str], config: RunConfig, how: How) -> Space:
                 found = replace(found, whole=False)
         _check_price(name, config, how)
         space[name] = found
+    choices = {name: found for name, found in space.items() if isinstance(found, tuple)}
+    for name in space:
+        others = [{other: value} for other, values in choices.items() if other != name for value in values]
+        refused = [unread(applied(config, one)).get(name) for one in ({}, *others)]
+        if all(refused):
+            raise ConfigError(f"tune: {name} is not read: {refused[0]}; expected settings with an effect. Leave it out of --space.")
     if not space:
         raise ConfigError(f'tune: no --space; expected settings to vary, as {_FORM}. E.g. --space "optim.learning_rate=log 1e-4..1e-2".')
     return space

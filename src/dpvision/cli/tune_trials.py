@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpvision.cli.tune_space import How, Range, Settings, Space
-from dpvision.config import HeadConfig, RunConfig, with_settings
+from dpvision.config import HeadConfig, RunConfig
+from dpvision.config.resolve import read_of, resolve
 from dpvision.errors import CheckpointError, ConfigError, DPVisionError, PrivacyError
 from dpvision.privacy.printed import up
 
@@ -73,6 +74,11 @@ class Trial:
 def trial_folder(root: Path, number: int) -> Path:
     """Return the run folder of a trial."""
     return root / f"trial-{number:03d}"
+
+
+def run_ids(root: Path) -> set[str]:
+    """Return the ids of a study's runs."""
+    return {json.loads(path.read_text())["run_id"] for path in root.glob("trial-*/run.json")}
 
 
 @contextlib.contextmanager
@@ -211,7 +217,7 @@ def trial_config(study: Study, settings: Settings) -> RunConfig:
         ConfigError: the settings contradict each other.
         PrivacyError: they change the price.
     """
-    config = with_settings(study.config, settings)
+    config = resolve(study.config, read_of(study.config, settings))
     if study.simulate is not None:
         from dpvision.privacy.simulation import simulated
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
-from dpvision.config.heads import Candidate, HeadConfig
+from dpvision.config.heads import OWN, Candidate, HeadConfig
 from dpvision.config.plain import with_settings
 from dpvision.config.run import LAMB_EPS, OptimConfig, RunConfig
 from dpvision.errors import ConfigError
@@ -22,56 +22,43 @@ class HeadPreset:
 
     steps: int
     """Number of full-batch releases, over which the budget is divided without loss (docs/heads.md)."""
+    loss: Literal["auto", "sigmoid", "softmax"]
+    bias: float | None
+    constant: float
     optim: OptimConfig = _UNUSED
     """Not used by heads in closed form."""
-    loss: Literal["auto", "sigmoid", "softmax"] = "sigmoid"
-    bias: float | None = 0.0
-    constant: float = 0.0
 
 
+_CONSTANT_RATE: dict[str, Any] = {"weight_decay": 0.0, "schedule": "constant"}
 PRESETS: Mapping[HeadName, HeadPreset] = MappingProxyType(
     {
-        "one_step": HeadPreset(
-            1, OptimConfig(name="lamb", learning_rate=1e-3, eps=LAMB_EPS, weight_decay=0.0, schedule="constant"), "sigmoid", -10.0
-        ),
-        "many_steps": HeadPreset(
-            60,
-            OptimConfig(name="sgd", learning_rate=None, momentum=0.9, weight_decay=0.0, schedule="constant"),
-            "auto",
-            None,
-            0.1,
-        ),
-        "least_squares": HeadPreset(1),
+        "one_step": HeadPreset(1, *OWN["one_step"], OptimConfig(name="lamb", learning_rate=1e-3, eps=LAMB_EPS, **_CONSTANT_RATE)),
+        "many_steps": HeadPreset(60, *OWN["many_steps"], OptimConfig(name="sgd", learning_rate=None, momentum=0.9, **_CONSTANT_RATE)),
+        "least_squares": HeadPreset(1, *OWN["least_squares"]),
         "feature_covariance": HeadPreset(
-            8, OptimConfig(name="sgd", learning_rate=2.0, momentum=0.0, weight_decay=0.0, schedule="constant"), "softmax", 0.0
+            8, *OWN["feature_covariance"], OptimConfig(name="sgd", learning_rate=2.0, momentum=0.0, **_CONSTANT_RATE)
         ),
-        "prototypes": HeadPreset(1),
+        "prototypes": HeadPreset(1, *OWN["prototypes"]),
     }
 )
 
 
-def with_head(config: RunConfig, head: HeadName, reason: str | None = None) -> RunConfig:
-    """Replace the head in a head run's config, with its steps, optimizer, loss, bias and constant.
-
-    Args:
-        reason: why the head was chosen, if by rule.
-    """
+def with_head(config: RunConfig, head: HeadName) -> RunConfig:
+    """Return a head run's config with another head, its optimizer, and its own number of steps."""
     assert isinstance(config.model, HeadConfig)
-    preset = PRESETS[head]
     return replace(
-        config,
-        model=replace(config.model, head=head, reason=reason, loss=preset.loss, bias=preset.bias, constant=preset.constant),
-        optim=preset.optim,
-        privacy=replace(config.privacy, steps=preset.steps),
-    )
+        config, model=replace(config.model, head=head), optim=PRESETS[head].optim, privacy=replace(config.privacy, steps=None)
+    )  # fmt: skip
 
 
-def with_candidates(config: RunConfig, candidates: tuple[HeadName, ...]) -> RunConfig:
-    """Make a head run's config choose among heads by a private score; all get the largest number of releases among them."""
-    assert isinstance(config.model, HeadConfig)
-    steps = max(PRESETS[name].steps for name in candidates)
-    model = replace(config.model, head="auto", reason=None, candidates=candidates)
-    return replace(config, model=model, privacy=replace(config.privacy, steps=steps))
+def with_steps(config: RunConfig) -> RunConfig:
+    """Return the config with its head's own number of steps if it has none; candidates get the largest of theirs."""
+    model = config.model
+    if config.privacy.steps is not None or not isinstance(model, HeadConfig):
+        return config
+    names = model.candidates if model.candidates and "=" not in model.candidates[0] else (model.head,)
+    steps = max(PRESETS["many_steps" if name == "auto" else cast(HeadName, name)].steps for name in names)
+    return replace(config, privacy=replace(config.privacy, steps=steps))
 
 
 _OF_A_CANDIDATE = {f"model.{name}" for name in ("loss", "bias", "constant", "feature_norm", "init", "init_scale")}

@@ -1,7 +1,9 @@
 """Settings of a linear head on frozen features: the encoder, the head and its options."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from dpvision.config.checks import check_choices, require
@@ -28,6 +30,17 @@ class FrozenEncoderConfig:
 
 
 Candidate = Literal["one_step", "many_steps", "least_squares", "feature_covariance", "prototypes"]
+Loss = Literal["auto", "sigmoid", "softmax"]
+OWN: Mapping[str, tuple[Loss, float | None, float]] = MappingProxyType(
+    {
+        "one_step": ("sigmoid", -10.0, 0.0),
+        "many_steps": ("auto", None, 0.1),
+        "least_squares": ("sigmoid", 0.0, 0.0),
+        "feature_covariance": ("softmax", 0.0, 0.0),
+        "prototypes": ("sigmoid", 0.0, 0.0),
+    }
+)
+"""Loss, bias and constant of each head where its config has none. Heads in closed form read no loss and no bias."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +64,12 @@ class HeadConfig:
     """Mean of the secret number of runs, of which the best is released."""
     selection_shape: float | None = 1.0
     """Shape of that number's distribution: 1 is geometric, 0 logarithmic, None Poisson, which may give no run at all."""
-    loss: Literal["auto", "sigmoid", "softmax"] = "sigmoid"
-    """Loss of the heads that take gradient steps: a binary loss per class (the paper), or one over all classes. 'auto': softmax, or sigmoid
-    with multi_label."""
-    bias: float | None = -10.0
-    """Fixed bias of those heads, the same for all classes. With the paper's -10 every class is unlikely at the start. If None, all classes
-    start at probability 1 / num_classes."""
+    loss: Loss = "auto"
+    """Loss of the heads that take gradient steps: a binary loss per class (the paper), or one over all classes. 'auto': the head's own
+    (``OWN``); for many_steps softmax, or sigmoid with multi_label."""
+    bias: float | None = None
+    """Fixed bias of those heads, the same for all classes. With the paper's -10 every class is unlikely at the start. If None, the head's
+    own: for one_step -10, otherwise all classes start at probability 1 / num_classes."""
     centre: Literal["textures", "none"] = "textures"
     """Public point subtracted from every record's features first: the encoder's mean over procedural textures, or none."""
     frequency_decay: float | None = None
@@ -64,8 +77,9 @@ class HeadConfig:
     the features unchanged. If None, it follows from the noise (``adapt.frequency``)."""
     unit: bool = True
     """Scale every record's features to length 1: a function of the record alone, at no privacy cost."""
-    constant: float = 0.0
-    """A number appended to every record's features, so that the head has a trained bias; 0 for none."""
+    constant: float | None = None
+    """A number appended to every record's features, so that the head has a trained bias; 0 for none. If None, the head's own: 0.1 for
+    many_steps, otherwise 0."""
     feature_norm: float | None = None
     """Public norm to which longer features are clipped, for heads computed from moments without ``unit``."""
     init: Literal["zero", "lecun"] = "zero"
@@ -80,7 +94,8 @@ class HeadConfig:
         if self.num_classes is not None:
             require(self.num_classes >= 2, w, "num_classes", self.num_classes, "at least 2", "Declare all classes; one needs no head.")
         require(self.bias is None or -math.inf < self.bias < math.inf, w, "bias", self.bias, "a number", "The paper: -10.")
-        require(-math.inf < self.constant < math.inf, w, "constant", self.constant, "a number", "Use 0 for no trained bias.")
+        finite = self.constant is None or -math.inf < self.constant < math.inf
+        require(finite, w, "constant", self.constant, "a number", "Use 0 for no trained bias.")
         require(0 < self.init_scale < math.inf, w, "init_scale", self.init_scale, "a positive number", "Use 1 for LeCun's.")
         if self.frequency_decay is not None:
             require(1 <= self.frequency_decay < math.inf, w, "frequency_decay", self.frequency_decay, "1 or more", "Use 1 for none.")
@@ -90,8 +105,9 @@ class HeadConfig:
         require(
             bounded, w, "unit", self.unit, f"True, or feature_norm, with head={self.head!r}, which needs a public bound", "Leave it on."
         )
-        single = self.loss != "softmax" or not self.multi_label or self.head not in ("one_step", "many_steps", "feature_covariance")
-        require(single, w, "loss", self.loss, "'sigmoid' with multi_label", "Use sigmoid: softmax assumes one class per record.")
+        loss = self.loss if self.loss != "auto" or self.head == "auto" else OWN[self.head][0]
+        single = loss != "softmax" or not self.multi_label or self.head not in ("one_step", "many_steps", "feature_covariance")
+        require(single, w, "loss", loss, "'sigmoid' with multi_label", "Use sigmoid: softmax assumes one class per record.")
         steps = self.iterate == "last" or self.head in ("auto", "many_steps", "feature_covariance")
         if self.candidates:
             different = len(set(self.candidates)) == len(self.candidates) >= 2
@@ -114,11 +130,15 @@ class HeadConfig:
         require(steps, w, "iterate", self.iterate, f"'last' with head={self.head!r}, which has one", "Leave it out.")
 
     def settled(self) -> "HeadConfig":
-        """Return a copy with loss and bias resolved; ``num_classes`` must be declared."""
-        loss = self.loss if self.loss != "auto" else "sigmoid" if self.multi_label else "softmax"
+        """Return a copy with the loss, bias and constant of its head where it has none; ``num_classes`` must be declared."""
         assert self.num_classes is not None
-        bias = self.bias if self.bias is not None else -math.log(self.num_classes - 1) if loss == "sigmoid" else 0.0
-        return replace(self, loss=loss, bias=bias)
+        own, own_bias, constant = OWN["many_steps" if self.head == "auto" else self.head]
+        loss = self.loss if self.loss != "auto" else own
+        loss = loss if loss != "auto" else "sigmoid" if self.multi_label else "softmax"
+        bias = own_bias if self.bias is None else self.bias
+        if bias is None:
+            bias = -math.log(self.num_classes - 1) if loss == "sigmoid" else 0.0
+        return replace(self, loss=loss, bias=bias, constant=constant if self.constant is None else self.constant)
 
     @property
     def num_parameters(self) -> int:

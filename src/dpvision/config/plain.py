@@ -50,7 +50,8 @@ def with_settings(config: T, settings: Mapping[str, Any]) -> T:
         inner: Any = values
         for part in parts:
             inner = inner.get(part) if isinstance(inner, dict) else None
-        if not isinstance(inner, dict) or last not in inner or isinstance(inner[last], dict | list):
+        several = dict if isinstance(value, list | tuple) else dict | list
+        if not isinstance(inner, dict) or last not in inner or isinstance(inner[last], several):
             among = sorted(key for key, old in inner.items() if not isinstance(old, dict | list)) if isinstance(inner, dict) else None
             known = f"one of {', '.join(among)} in {'.'.join(parts)}" if among and parts else "PART.NAME, as in --help"
             raise ConfigError(f"settings: {name!r}; expected {known}. `dpvision train --help` lists them.")

@@ -19,8 +19,8 @@ class PrivacyConfig:
     """Declared, public number of records N. The sample rate is expected_batch_size / sampled_from, whatever the store holds."""
     expected_batch_size: float
     """Mean number of records (with sampling_unit="person", of people) in a logical batch; public, and the divisor of the gradient."""
-    steps: int
-    """Number of logical steps T (releases)."""
+    steps: int | None
+    """Number of logical steps T (releases). If None, a private head's own number (``head_presets``, ``adapt.rate``); networks need one."""
     max_grad_norm: float | None = 1.0
     """Clipping norm C of a record's (or person's) whole gradient, 1e-12 to 1e12; None only without a guarantee (no clipping)."""
     noise_multiplier: float | None = None
@@ -31,6 +31,9 @@ class PrivacyConfig:
     """The same for one unit (person) with all its records; needs num_units."""
     delta: float | None = None
     """If None, 1 / (2 dataset_size), or 1 / (2 num_units) if units are declared; at most 1e-3."""
+    delta_for: int | None = None
+    """Number of records that a recipe chose ``delta`` for: such a delta is refused where N x delta exceeds 1. If None, ``delta`` was chosen
+    for this run, and N x delta may be up to 1.5."""
     guarantee: Literal["dp", "none", "simulated"] = "dp"
     """'none' and 'simulated' (TAN) run the same loop, and every output states that there is no guarantee."""
     sampling: Literal["poisson", "truncated_poisson", "full_batch"] = "poisson"
@@ -56,7 +59,7 @@ class PrivacyConfig:
         n, b = self.dataset_size, self.expected_batch_size
         require(n >= 1, w, "dataset_size", n, "at least 1", "Declare the number of records of the store.")
         require(0 < b < math.inf, w, "expected_batch_size", b, "a positive number", "Choose a batch between 1 and dataset_size.")
-        require(self.steps >= 1, w, "steps", self.steps, "at least 1", "Plan one step or more.")
+        require(self.steps is None or self.steps >= 1, w, "steps", self.steps, "at least 1", "Plan one step or more.")
         if self.max_grad_norm is not None:
             ok = MIN_GRAD_NORM <= self.max_grad_norm <= MAX_GRAD_NORM
             require(ok, w, "max_grad_norm", self.max_grad_norm, f"between {MIN_GRAD_NORM:g} and {MAX_GRAD_NORM:g}", "Use 0.1 to 1.")
@@ -105,11 +108,16 @@ class PrivacyConfig:
                 self.noise_multiplier is None or self.noise_multiplier > 0,
                 w, "noise_multiplier", self.noise_multiplier, "more than 0 in a private run", "For no privacy use guarantee=none.",
             )  # fmt: skip
-        if self.guarantee == "none":
-            require(
-                not self.noise_multiplier and given in ([], ["noise_multiplier"]),
-                w, "noise_multiplier", self.noise_multiplier, "no noise and no target with guarantee=none", "Drop it.",
-            )  # fmt: skip
+        elif given and (self.noise_multiplier is None or (self.guarantee == "none" and self.noise_multiplier > 0)):
+            rule = "no target" if self.guarantee == "simulated" else "no noise and no target"
+            require(False, w, given[0], getattr(self, given[0]), f"{rule} with guarantee={self.guarantee}", "Drop it.")
+
+    @property
+    def num_steps(self) -> int:
+        """int: the number of steps; raises ConfigError if a rule has not set it yet."""
+        require(self.steps is not None, "privacy", "steps", None, "a number", "Only private heads have a rule. Give --privacy.steps.")
+        assert self.steps is not None
+        return self.steps
 
     @property
     def sampled_from(self) -> int:

@@ -96,7 +96,7 @@ def step_cost(config: RunConfig, gpus: int, device: str | None) -> Cost:
     kept = (3 if config.optim.ema_decay is None else 4) * weights + total_bytes
     return Cost(
         device=row.name, gpus=gpus, compute_s=compute, load_s=load, all_reduce_s=all_reduce, noise_s=noise, optimizer_s=update, step_s=step,
-        hours=step * config.privacy.steps / 3600, records_per_s=views / config.data.views / step,
+        hours=step * config.privacy.num_steps / 3600, records_per_s=views / config.data.views / step,
         memory_gb=(kept + max(weights, activations)) / 1e9, physical_batch_size=physical, measured=row.measured,
         how="by the processor's measured speed" if row.measured else _arithmetic(device),
     )  # fmt: skip

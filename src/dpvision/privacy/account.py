@@ -1,7 +1,7 @@
 """Total privacy spent by all runs on one store, and the owner's cap on it."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,8 @@ class RunAccount:
     restarts: int
     spent: PrivacySpent
     """Of the steps that are stated (``DPPlan.stated_steps``): the whole plan from the first step on."""
+    name: str | None = None
+    """Run folder, as it was given; None if the ledger folder does not have it."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ def store_account(store_dir: Path) -> StoreAccount:
     ledgers = StoreLedgers.of(store_dir)
     contents = ledgers.read_all()
     runs = tuple(
-        RunAccount(c.run_id, c.plan.guarantee, c.plan.steps, c.steps, c.restarts, c.plan.spent(c.plan.stated_steps(c.steps)))
-        for c in contents.values()
+        RunAccount(i, c.plan.guarantee, c.plan.steps, c.steps, c.restarts, c.plan.spent(c.plan.stated_steps(c.steps)), ledgers.run_name(i))
+        for i, c in contents.items()
     )
     unprotected = tuple(c.run_id for c in contents.values() if c.plan.guarantee != "dp" and c.steps)
     parts = [(c.plan, c.plan.stated_steps(c.steps)) for c in contents.values() if c.plan.guarantee == "dp" and c.steps]
@@ -103,6 +105,48 @@ def store_account(store_dir: Path) -> StoreAccount:
     people = any(plan.sampling_unit == "person" for plan, _ in parts)
     covers = not unprotected and covers_choice(cap, parts)
     return StoreAccount(ledgers.store_id, runs, unprotected, delta, epsilon, epsilon_filter, of_unit, cap, left, people, moves, covers)
+
+
+@dataclass(frozen=True)
+class Charge:
+    """What a store has been charged, and will have been with further runs, at one delta. A total that does not hold is None: a run
+    without a guarantee used the store."""
+
+    runs: int
+    """Runs that were charged before."""
+    before: float | None
+    after: float | None
+    delta: float
+    of_person: bool
+    """Whether the totals are a person's."""
+
+
+def charge_of(store_dir: Path, plan: DPPlan, *, runs: int = 1, chosen: bool = False, besides: Collection[str] = ()) -> Charge:
+    """Return the total of a store's runs before and after ``runs`` runs of ``plan``, with the steps that are stated.
+
+    Args:
+        chosen: whether later runs follow earlier results: the totals are those of a Renyi filter (``filter_epsilon``), not PLDs.
+        besides: ids of these runs, which do not count among those before.
+
+    Raises:
+        PrivacyError: as ``store_account``.
+    """
+    ledgers = StoreLedgers.of(store_dir)
+    earlier = [(c.plan, c.plan.steps) for c in ledgers.read_all().values() if c.steps and c.run_id not in besides]
+    parts = [*earlier, *[(plan, plan.steps)] * runs]
+    delta = total_delta(min(ledgers.caps(), key=lambda cap: cap.epsilon, default=None), parts)
+    assert delta is not None
+    of_person = unit_view(parts) is not None
+    view: Literal["record", "unit"] = "unit" if of_person else "record"
+
+    def total(of: list[tuple[DPPlan, int]]) -> float | None:
+        if any(one.guarantee != "dp" for one, _ in of):
+            return None
+        if chosen:
+            return filter_epsilon([one.event(steps, unit_view(of) or base_view(of)) for one, steps in of], delta)
+        return _total(of, delta, view)
+
+    return Charge(len(earlier), total(earlier), total(parts), delta, of_person)
 
 
 def covers_choice(cap: Cap | None, parts: list[tuple[DPPlan, int]]) -> bool:

@@ -334,7 +334,7 @@ def make_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan:
         ConfigError: a simulated run without noise_multiplier or max_grad_norm, or target_unit_epsilon without num_units.
     """
     plan = draft_plan(cfg, selection)
-    reason = refusal(plan, allow_weak=cfg.allow_weak_guarantee)
+    reason = refusal(plan, cfg)
     if reason is not None:
         raise PrivacyError(reason)
     return plan
@@ -352,8 +352,8 @@ def ask_selection(
     Raises:
         ConfigError: a value is out of range.
     """
-    ratio = score_noise_ratio(cfg.steps, cfg.expected_batch_size / cfg.dataset_size, score_share)
-    return Selection(mean_runs, shape, cfg.steps, ratio)
+    ratio = score_noise_ratio(cfg.num_steps, cfg.expected_batch_size / cfg.dataset_size, score_share)
+    return Selection(mean_runs, shape, cfg.num_steps, ratio)
 
 
 def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan:
@@ -378,7 +378,7 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
         )
     rate = cfg.expected_batch_size / cfg.sampled_from
     delta = default_delta(cfg.num_units or cfg.dataset_size) if cfg.delta is None else cfg.delta
-    steps = cfg.steps if selection is None else 1
+    steps = cfg.num_steps if selection is None else 1
     event_of = partial(mechanism.whole_event, cfg, selection, steps)
     noise = cfg.noise_multiplier or 0.0
     interval = eps = eps_rdp = unit_eps = None

@@ -64,7 +64,7 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "advice": advice(plan, strength) if private else None,
         "privacy_profile": accountant.privacy_profile(event) if private else None,
         "attack_tpr": {str(f): plan.attack_tpr(plan.steps, f) for f in ATTACK_FPRS} if private else None,
-        "refused": refusal(plan, allow_weak=cfg.allow_weak_guarantee),
+        "refused": refusal(plan, cfg),
     }
 
 

@@ -3,6 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
+from dpvision.config import PrivacyConfig
 from dpvision.privacy import accountant, mechanism
 from dpvision.privacy.printed import up, up_delta
 
@@ -21,11 +22,12 @@ TRUNCATION_TOLERANCE = 0.01
 """Largest relative excess of a truncated draw's epsilon over plain Poisson's."""
 
 
-def refusal(plan: "DPPlan", *, allow_weak: bool = False) -> str | None:
+def refusal(plan: "DPPlan", cfg: PrivacyConfig | None = None) -> str | None:
     """Return why ``plan`` is refused, as an error message, or None. Runs without a guarantee are never refused here.
 
     Args:
-        allow_weak: ``PrivacyConfig.allow_weak_guarantee``.
+        cfg: the settings that the plan is of; if None, nothing is allowed (``allow_weak_guarantee``), and its delta is no recipe's
+            (``delta_for``).
     """
     if plan.guarantee != "dp":
         return None
@@ -35,7 +37,12 @@ def refusal(plan: "DPPlan", *, allow_weak: bool = False) -> str | None:
             f"privacy: delta={plan.delta}; expected {declared} x delta at most {MAX_N_TIMES_DELTA}, got "
             f"{up_delta(plan.population * plan.delta)}. Leave delta out for 1 / (2 {declared})."
         )
-    return _unaccounted(plan) or (None if allow_weak else weakness(plan))
+    if cfg is not None and cfg.delta_for is not None and not plan.population * plan.delta <= 1 + 1e-9:
+        return (
+            f"privacy: N x delta={up_delta(plan.population * plan.delta)} (the recipe's {up_delta(plan.delta)} is for {cfg.delta_for:,} records, and "
+            f"{plan.population:,} are declared); expected at most 1. Give --privacy.delta None for the default."
+        )
+    return _unaccounted(plan) or (None if cfg is not None and cfg.allow_weak_guarantee else weakness(plan))
 
 
 def weakness(plan: "DPPlan") -> str | None:

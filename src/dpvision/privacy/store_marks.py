@@ -71,6 +71,17 @@ class StoreLedgers:
             raise ConfigError(f"ledger: run_id={run_id!r}; expected letters, digits, '.', '_' or '-'. Choose another name.")
         return self.folder / f"{run_id}.jsonl"
 
+    def name_path(self, run_id: str) -> Path:
+        """File with the name of a run's folder; only for the owner to read."""
+        return self.ledger_path(run_id).with_suffix(".name")
+
+    def run_name(self, run_id: str) -> str | None:
+        """Return the name of a run's folder, or None: runs of older versions have none."""
+        try:
+            return self.name_path(run_id).read_text()
+        except (OSError, ValueError):
+            return None
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the ledger folder's lock (waits for other processes): opening a ledger and updating a mark are exclusive."""

@@ -30,7 +30,13 @@ def _paper(size: str) -> RunConfig:
     return RunConfig(
         recipe=f"dpcap.{size}",
         privacy=PrivacyConfig(
-            dataset_size=RECORDS, expected_batch_size=BATCH, steps=STEPS, max_grad_norm=1.0, noise_multiplier=0.728, delta=1 / RECORDS
+            dataset_size=RECORDS,
+            expected_batch_size=BATCH,
+            steps=STEPS,
+            max_grad_norm=1.0,
+            noise_multiplier=0.728,
+            delta=1 / RECORDS,
+            delta_for=RECORDS,
         ),
         model=CaptionerConfig(
             encoder=ViTConfig(depth=depth, width=width, num_heads=num_heads, qkv_bias=False, train_cls=False),

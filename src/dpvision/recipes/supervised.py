@@ -25,7 +25,12 @@ def tan() -> RunConfig:
     return RunConfig(
         recipe="supervised.tan",
         privacy=PrivacyConfig(
-            dataset_size=_IMAGENET_RECORDS, expected_batch_size=32768, steps=18_000, noise_multiplier=2.5, delta=_PAPERS_DELTA
+            dataset_size=_IMAGENET_RECORDS,
+            expected_batch_size=32768,
+            steps=18_000,
+            noise_multiplier=2.5,
+            delta=_PAPERS_DELTA,
+            delta_for=_IMAGENET_RECORDS,
         ),
         model=ClassifierConfig(encoder=_NF_RESNET_50, num_classes=1000),
         data=DataConfig(crop_scale=(0.83, 1.0), views=8),
@@ -79,7 +84,12 @@ def vip_dp_finetune() -> RunConfig:
         parent,
         recipe="vip.dp_finetune",
         privacy=PrivacyConfig(
-            dataset_size=_IMAGENET_RECORDS, expected_batch_size=262_144, steps=1500, noise_multiplier=5.6, delta=_PAPERS_DELTA
+            dataset_size=_IMAGENET_RECORDS,
+            expected_batch_size=262_144,
+            steps=1500,
+            noise_multiplier=5.6,
+            delta=_PAPERS_DELTA,
+            delta_for=_IMAGENET_RECORDS,
         ),
         model=ClassifierConfig(encoder=parent.model.encoder, num_classes=1000),
         optim=OptimConfig(learning_rate=1.02e-3, betas=(0.9, 0.999), weight_decay=0.005, schedule="constant", warmup_steps=50),

@@ -33,7 +33,10 @@ LAMB = OptimConfig(
     name="lamb", learning_rate=0.01, betas=(0.9, 0.999), eps=LAMB_EPS, weight_decay=0.0, schedule="linear", pretrained_multiplier=0.01
 )
 """Table 7: rates from 1e-4 to 1, multipliers from 1 to 1e-5; linear decay."""
-MOMENTUM = {"name": "sgd", "learning_rate": 1.6, "schedule": "cosine", "pretrained_multiplier": 1.0}
+MOMENTUM = {
+    "name": "sgd", "learning_rate": 1.6, "schedule": "cosine", "pretrained_multiplier": 1.0, "betas": OptimConfig.betas,
+    "eps": OptimConfig.eps,
+}  # fmt: skip
 """Changes for SGD with momentum 0.9. Table 6: rates from 0.03 to 102.4 and no multiplier; cosine decay."""
 
 
@@ -57,7 +60,13 @@ def whole(model: str) -> RunConfig:
     return RunConfig(
         recipe=f"transfer.{model}",
         privacy=PrivacyConfig(
-            dataset_size=RECORDS, expected_batch_size=BATCH, steps=steps(EPOCHS, BATCH), max_grad_norm=1.0, target_epsilon=10.0, delta=1e-6
+            dataset_size=RECORDS,
+            expected_batch_size=BATCH,
+            steps=steps(EPOCHS, BATCH),
+            max_grad_norm=1.0,
+            target_epsilon=10.0,
+            delta=1e-6,
+            delta_for=RECORDS,
         ),
         model=ClassifierConfig(
             encoder=encoder(model),

@@ -7,7 +7,7 @@ is in every release, so that T releases with noise sigma sqrt(T) cost the same a
 """
 
 from dpvision.config import DataConfig, FrozenEncoderConfig, HardwareConfig, HeadConfig, PrivacyConfig, RunConfig
-from dpvision.config.head_presets import HeadName, with_head
+from dpvision.config.head_presets import PRESETS, HeadName, with_head
 
 UNDECLARED = 1
 
@@ -17,12 +17,14 @@ def auto() -> RunConfig:
     return RunConfig(
         recipe="transfer.auto",
         privacy=PrivacyConfig(
-            dataset_size=UNDECLARED, expected_batch_size=UNDECLARED, steps=1, max_grad_norm=1.0, target_epsilon=1.0, sampling="full_batch"
+            dataset_size=UNDECLARED, expected_batch_size=UNDECLARED, steps=None, max_grad_norm=1.0, target_epsilon=1.0,
+            sampling="full_batch",
         ),
         model=HeadConfig(encoder=FrozenEncoderConfig(spec="patches+scattering")),
         data=DataConfig(crop_scale=(1.0, 1.0), horizontal_flip=False),
+        optim=PRESETS["many_steps"].optim,
         hardware=HardwareConfig(physical_batch_size=256),
-    )
+    )  # fmt: skip
 
 
 def one_step() -> RunConfig:

@@ -23,7 +23,7 @@ def micro() -> RunConfig:
     return RunConfig(
         recipe="transfer.micro",
         privacy=PrivacyConfig(dataset_size=50_000, expected_batch_size=2500, steps=60, max_grad_norm=1.0, target_epsilon=8.0),
-        model=ClassifierConfig(encoder=parent.encoder, num_classes=10, lora_rank=4),
+        model=ClassifierConfig(encoder=parent.encoder, num_classes=10),
         data=DataConfig(crop_scale=(0.6, 1.0)),
         optim=OptimConfig(
             learning_rate=1e-2, betas=(0.9, 0.999), weight_decay=0.0, schedule="linear", warmup_steps=3, pretrained_multiplier=0.1
@@ -37,7 +37,7 @@ VARIATIONS: dict[str, Variation] = {
     "transfer.micro_head": Variation("transfer.micro, the head alone.", micro, model={"tuned": "head"}, optim=_NEW),
     "transfer.micro_last_block": Variation("transfer.micro, the last block and the head.", micro, model={"tuned": "last_blocks"}),
     "transfer.micro_lora": Variation(
-        "transfer.micro, LoRA of rank 4 on attention, and the head.", micro, model={"tuned": "lora"}, optim=_NEW
+        "transfer.micro, LoRA of rank 4 on attention, and the head.", micro, model={"tuned": "lora", "lora_rank": 4}, optim=_NEW
     ),
     "transfer.micro_film": Variation("transfer.micro, FiLM after the norms, and the head.", micro, model={"tuned": "film"}, optim=_NEW),
     "transfer.micro_biases": Variation("transfer.micro, biases and the head.", micro, model={"tuned": "biases"}, optim=_NEW),

@@ -98,7 +98,9 @@ TABLE_4: dict[str, Variation] = {
     "transfer.vit_h14_4b_last_lecun": _change(
         "A head of LeCun-normal weights (Table 4): chance. Figure 2c: --model.head-scale.", model={"head_init": "lecun"}
     ),
-    "transfer.vit_h14_4b_last_centre": _change("Centre crop (Table 4): 81.2%.", data={"crop": "centre"}),
+    "transfer.vit_h14_4b_last_centre": _change(
+        "Centre crop (Table 4): 81.2%.", data={"crop": "centre", "crop_scale": DataConfig.crop_scale}
+    ),
     "transfer.vit_h14_4b_last_1_epoch": _change("One epoch, here one step (Table 4): 81.1%.", privacy={"steps": transfer.steps(1, 2**20)}),
     "transfer.vit_h14_4b_last_clip10": _change("Clip norm 10 (Table 4): 80.1%.", privacy={"max_grad_norm": 10.0}),
     "transfer.vit_h14_4b_last_clip01": _change("Clip norm 0.1 (Table 4): 81.0%.", privacy={"max_grad_norm": 0.1}),

@@ -109,7 +109,7 @@ def run_colors(runs: Sequence[ComparedRun]) -> list[int]:
 
 def _row(run: ComparedRun) -> dict[str, str]:
     end, deviation, number = end_value(run.loss_N)
-    planned = run.config.privacy.steps
+    planned = run.config.privacy.num_steps
     return {
         "name": run.name,
         "recipe": run.config.recipe,

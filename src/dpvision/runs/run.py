@@ -12,10 +12,11 @@ from dpvision.checkpoint import Checkpoint, keep_newest, list_checkpoints, load_
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.data.store import Store
 from dpvision.errors import CheckpointError, DataError, DPVisionError, PrivacyError
-from dpvision.files import write_json
+from dpvision.files import write_file, write_json
 from dpvision.privacy.composition import Part
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.privacy.stream import Key, new_key
 from dpvision.runs.folder import RunFolder, create_run, discard_run, open_run, public_settings, read_run, require_space
 from dpvision.runs.lineage import own_entry, runs_on
@@ -146,6 +147,7 @@ def new_run(
             for name, value in described.items():
                 write_json(folder.base / name, value)
             ledger = stack.enter_context(Ledger.open(store.path, folder.run_id, plan, resume=False, lineage=lineage))
+            write_file(StoreLedgers.of(store.path).name_path(folder.run_id), str(root).encode())
         except DPVisionError:
             discard_run(folder, described)  # refused, by the owner's cap for example: the name stays free
             raise

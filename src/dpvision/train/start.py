@@ -11,10 +11,12 @@ from torch import nn
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint, state_tensors
 from dpvision.config import CaptionerConfig, ClassifierConfig, RunConfig
+from dpvision.config.resolve import require_read
 from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
 from dpvision.data.people import People
 from dpvision.data.store import Store
+from dpvision.data.texture_store import TextureStore
 from dpvision.devices import require_precision
 from dpvision.dp.clip import LossFn
 from dpvision.dp.compiled import CompiledBlocks, compile_blocks
@@ -229,11 +231,10 @@ def _space(session: Session) -> int:
 
 
 def _check_paths(config: RunConfig, open_parent: OpenParent) -> None:
-    """Refuse missing files before the plan is made: calibrating its noise can take half a minute."""
+    """Refuse missing files, and settings that are not read, before the plan is made: calibrating its noise can take half a minute."""
     if config.data.store is None:
         raise ConfigError("data: store=None; expected a folder made by `dpvision data import`. Pass --data STORE.")
-    if not Path(config.data.store).exists():
-        open_store(Path(config.data.store))  # raises with the reason
+    require_read(config, textures=isinstance(open_store(Path(config.data.store)), TextureStore))
     init_from = config.init_from
     if init_from is not None and init_from.startswith("timm:") and open_parent is not load_checkpoint:
         open_parent(init_from)  # raises with the reason

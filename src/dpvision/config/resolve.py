@@ -1,0 +1,195 @@
+"""The settings of a run: a recipe, what was asked for, and rules. The command line, Python and ``dpvision tune`` all resolve them here.
+
+    asked = {"data.store": "stores/mine", "privacy.dataset_size": 2000, "model.num_classes": 10, "epsilon": 2.0}
+    config = resolve(RECIPES["transfer.many_steps"](), asked)
+
+A private head's settings that are None (its number of steps, rate, loss, ...) follow from the encoder and the plan: ``adapt.prepare`` sets
+them, wherever the config comes from. Settings that a run would not read are refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dpvision.config.head_presets import PRESETS
+from dpvision.config.heads import HeadConfig
+from dpvision.config.models import CaptionerConfig, ClassifierConfig, ResNetConfig
+from dpvision.config.plain import from_dict, to_dict, with_settings
+from dpvision.config.privacy import PrivacyConfig
+from dpvision.config.run import DataConfig, OptimConfig, RunConfig
+from dpvision.errors import ConfigError
+
+_BUDGETS = ("noise_multiplier", "target_epsilon", "target_unit_epsilon")
+BUDGETS = ("epsilon", *(f"privacy.{name}" for name in _BUDGETS))
+"""Settings, as for ``resolve``, each of which fixes the noise."""
+
+
+def resolve(recipe: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
+    """Return the config of a run of ``recipe`` with the settings asked for.
+
+    Args:
+        asked: values by dotted name ("privacy.steps", "seed"). "epsilon" is short for privacy.target_epsilon, or for
+            privacy.target_unit_epsilon where people are declared.
+
+    Raises:
+        ConfigError: a name is unknown, a value is out of range, settings contradict each other, or one would not be read.
+    """
+    config = applied(recipe, asked)
+    require_read(config, {name for name in asked if _value(recipe, name) != asked[name]})
+    # What the recipe set for another optimizer, say, goes back to its default.
+    unset = {name: _defaults(config, name) for name in unread(config)}
+    return with_settings(config, {name: values[0] for name, values in unset.items() if _value(config, name) not in values})
+
+
+def applied(config: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
+    """Return the config with the settings asked for, whether or not it reads them; arguments and errors otherwise as for ``resolve``."""
+    privacy = {name.removeprefix("privacy."): value for name, value in asked.items() if name.startswith("privacy.") or name == "epsilon"}
+    others = {name: value for name, value in asked.items() if name != "epsilon" and not name.startswith("privacy.")}
+    return with_settings(replace(config, privacy=resolve_privacy(config.privacy, privacy)), others)
+
+
+def read_of(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the settings that a run with all of them reads: the momentum of SGD, say, and none where another optimizer is set."""
+    ignored = unread(applied(config, settings))
+    return {name: value for name, value in settings.items() if name not in ignored}
+
+
+def resolve_privacy(recipe: PrivacyConfig, asked: Mapping[str, Any]) -> PrivacyConfig:
+    """Return a recipe's privacy settings with those asked for, by name.
+
+    - A noise multiplier or a target replaces the recipe's. "epsilon" is a person's where people are declared, and so is then the recipe's.
+    - Without a guarantee there is no noise, no target and no clipping, unless they are asked for; a simulation has no target.
+    - Full batches hold all that is declared.
+    - A delta that is asked for is not the recipe's.
+
+    Raises:
+        ConfigError: as ``resolve``.
+    """
+    changes = dict(asked)
+    epsilon, guarantee = changes.pop("epsilon", None), changes.get("guarantee", recipe.guarantee)
+    given = [name for name in _BUDGETS if changes.get(name) is not None]
+    people = changes.get("num_units", recipe.num_units) is not None
+    if epsilon is not None:
+        if guarantee == "none":
+            raise ConfigError(f"settings: --epsilon {epsilon} with --non-private; expected one of the two. Drop --epsilon.")
+        if given:
+            option = given[0].replace("_", "-")
+            raise ConfigError(f"settings: --epsilon with --privacy.{option}; expected only one, since it determines the other. Drop one.")
+        changes["target_unit_epsilon" if people else "target_epsilon"] = epsilon
+        given = ["epsilon"]
+    dropped: tuple[str, ...] = ()
+    if given:
+        dropped = _BUDGETS
+    elif guarantee == "none" != recipe.guarantee:
+        dropped = (*_BUDGETS, "max_grad_norm")
+    elif guarantee == "simulated":
+        dropped = _BUDGETS[1:]
+    elif changes.get("num_units") is not None and recipe.target_epsilon is not None:
+        changes = {"target_epsilon": None, "target_unit_epsilon": recipe.target_epsilon} | changes
+    if "delta" in changes:
+        changes = {"delta_for": None} | changes
+    values = to_dict(recipe) | dict.fromkeys(dropped) | changes
+    if "full_batch" in (recipe.sampling, values["sampling"]) and "expected_batch_size" not in changes:
+        values["expected_batch_size"] = values["num_units" if people and values["sampling_unit"] == "person" else "dataset_size"]
+    return from_dict(PrivacyConfig, values, "privacy")
+
+
+def require_read(config: RunConfig, asked: set[str] | None = None, *, textures: bool = False) -> None:
+    """Refuse settings that a run would not read.
+
+    Args:
+        asked: their names; if None, those that have another value than by default.
+        textures: whether the store makes textures.
+
+    Raises:
+        ConfigError: names the first one, and why it is not read.
+    """
+    for name, why in unread(config, textures=textures).items():
+        value = _value(config, name)
+        if name in asked if asked is not None else value not in _defaults(config, name):
+            raise ConfigError(f"settings: {name}={value!r} is not read: {why}; expected only settings with an effect. Leave it out.")
+
+
+def unread(config: RunConfig, *, textures: bool = False) -> dict[str, str]:
+    """Return the settings that a run with this config does not read, by dotted name, and why; ``textures`` as for ``require_read``."""
+    found: dict[str, str] = {}
+
+    def add(why: str, part: str, *names: str) -> None:
+        found.update({f"{part}{name}": why for name in names})
+
+    model, optim, data, guarantee = config.model, config.optim, config.data, config.privacy.guarantee
+    if guarantee != "dp":
+        add(f"guarantee={guarantee!r}", "privacy.", "allow_weak_guarantee")
+    if config.privacy.max_grad_norm is None:
+        add("nothing is clipped", "privacy.", "clipping")
+    add(f"name={optim.name!r}", "optim.", *(("betas", "eps") if optim.name == "sgd" else ("momentum",)))
+    if optim.schedule in ("vip", "constant"):
+        add(f"schedule={optim.schedule!r}", "optim.", "decay_horizon")
+    if not optim.weight_decay:
+        add("weight_decay=0", "optim.", "decayed")
+    if isinstance(model, HeadConfig):
+        return found | _unread_by_head(config, model)
+    add("frozen encoders set it", "data.", "own_sizes")
+    if data.crop == "centre":
+        add("crop='centre'", "data.", "crop_scale")
+    if textures or (data.store is None and data.images == "textures"):
+        add("textures replace crops", "data.", "crop_scale", "horizontal_flip", "resize", "crop")
+    if not isinstance(model, CaptionerConfig):
+        add(f"a {model.kind} has no text", "data.", "tokenizer")
+    elif not model.reconstruction_weight:
+        add("reconstruction_weight=0", "model.", "mask_ratio")
+    if config.init_from is None:
+        add("init_from=None", "", "public_weights")
+    if isinstance(model, ClassifierConfig):
+        add(f"tuned={model.tuned!r}", "model.", *(("last_blocks",) if model.tuned != "last_blocks" else ()))
+        add(f"tuned={model.tuned!r}", "model.", *(("lora_rank", "lora_scale", "lora_on") if model.tuned != "lora" else ()))
+        if model.tuned == "head":
+            add("tuned='head'", "optim.", "pretrained_multiplier")
+        if model.head_init == "zero":
+            add("head_init='zero'", "model.", "head_scale")
+        if isinstance(model.encoder, ResNetConfig) and model.encoder.norm != "group":
+            add(f"norm={model.encoder.norm!r}", "model.encoder.", "groups")
+    return found
+
+
+def _unread_by_head(config: RunConfig, model: HeadConfig) -> dict[str, str]:
+    found = {f"data.{name}": "a frozen encoder prepares images in its own way" for name in DataConfig.__dataclass_fields__}
+    del found["data.store"]
+    found |= dict.fromkeys(("hardware.precision", "hardware.compile", "init_from"), "no network is trained")
+    found |= {"model.reason": "it is a result", "model.encoder.width": "it follows from the encoder"}
+    head = "the head" if model.head == "auto" else model.head
+    found |= dict.fromkeys(("optim.decayed", "optim.average", "optim.pretrained_multiplier"), "a head has one matrix")
+    by_name = bool(model.candidates) and "=" not in model.candidates[0]
+    if by_name or model.head in ("least_squares", "prototypes"):
+        why = "each candidate has its own" if by_name else f"{head} takes no gradient steps"
+        found |= {f"optim.{name}": why for name in OptimConfig.__dataclass_fields__}
+    if model.head in ("least_squares", "prototypes"):
+        found |= dict.fromkeys(("model.loss", "model.bias"), f"{head} takes no gradient steps")
+    if model.head not in ("auto", "many_steps"):
+        found |= dict.fromkeys(("model.init", "model.init_scale"), f"{head} starts from zeros")
+    if model.init == "zero" and not model.candidates:
+        found["model.init_scale"] = "init='zero'"
+    if model.head in ("one_step", "many_steps"):
+        found["model.feature_norm"] = f"{head} clips gradients"
+    if not model.candidates:
+        found |= dict.fromkeys(("model.selection_runs", "model.selection_shape"), "nothing is selected")
+    return found
+
+
+def _defaults(config: RunConfig, name: str) -> list[Any]:
+    """Values of a setting that nobody has to have asked for."""
+    model: Any = type(config.model)()
+    if isinstance(config.model, ClassifierConfig):
+        model = replace(model, encoder=type(config.model.encoder)())
+    plain = [RunConfig(config.recipe, config.privacy, model)]
+    if isinstance(config.model, HeadConfig):
+        still = DataConfig(crop_scale=(1.0, 1.0), horizontal_flip=False)
+        plain += [RunConfig(config.recipe, config.privacy, model, still, preset.optim) for preset in PRESETS.values()]
+    return [_value(one, name) for one in plain]
+
+
+def _value(config: Any, name: str) -> Any:
+    """The value of a setting by its dotted name, or None."""
+    for part in name.split("."):
+        config = getattr(config, part, None)
+    return config
