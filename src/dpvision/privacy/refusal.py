@@ -39,8 +39,8 @@ def refusal(plan: "DPPlan", cfg: PrivacyConfig | None = None) -> str | None:
         )
     if cfg is not None and cfg.delta_for is not None and not plan.population * plan.delta <= 1 + 1e-9:
         return (
-            f"privacy: N x delta={up_delta(plan.population * plan.delta)} (the recipe's {up_delta(plan.delta)} is for {cfg.delta_for:,} records, and "
-            f"{plan.population:,} are declared); expected at most 1. Give --privacy.delta None for the default."
+            f"privacy: N x delta={up_delta(plan.population * plan.delta)} (the recipe's {up_delta(plan.delta)} is for {cfg.delta_for:,} "
+            f"records, and {plan.population:,} are declared); expected at most 1. Give --privacy.delta None for the default."
         )
     return _unaccounted(plan) or (None if cfg is not None and cfg.allow_weak_guarantee else weakness(plan))
 
