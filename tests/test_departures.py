@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dpvision.config import DataConfig, HeadConfig, OptimConfig, PrivacyConfig, RunConfig, to_dict
+from dpvision.config.heads import OWN
 from dpvision.dense.detection import detector
 from dpvision.dense.detection.settings import DetectionSettings
 from dpvision.dense.segmentation.settings import SegmentationSettings
@@ -64,6 +65,10 @@ def is_own(name: str) -> bool:
 def ours(config: RunConfig) -> dict[str, Any]:
     """A recipe's settings, and what papers print in their place."""
     made = dict(leaves({part: to_dict(config)[part] for part in ("privacy", "model", "data", "optim")}))
+    del made["privacy.delta_for"]  # says whose delta it is
+    if isinstance(config.model, HeadConfig) and config.model.head in OWN:
+        own = dict(zip(("model.loss", "model.bias", "model.constant"), OWN[config.model.head], strict=True))
+        made |= {path: value for path, value in own.items() if made[path] in ("auto", "none")}
     if made["privacy.delta"] == 1 / config.privacy.dataset_size:
         made["privacy.delta"] = "1/N"
     elif config.privacy.guarantee != "none" and config.privacy.delta is None:

@@ -114,7 +114,7 @@ def test_wrong_input_gets_one_clear_error(stores: dict[str, str], run: Path, tmp
         ([str(run), "--captions"], "no store; expected images"),
         ([str(run), "--order"], "expected images with captions for --order"),
         ([str(run), *store, "--zero-shot", "imagenet"], "labels: 'imagenet'"),
-        ([str(run), *store, "--zero-shot", str(labels)], "'disc' stands for class 0 (disc) and class 1 (square, disc)"),
+        ([str(run), *store, "--zero-shot", str(labels)], "has 2 classes; expected 8"),
         ([str(run), *store, "--zero-shot", "store", "--method", "tree"], "method='tree'"),
         ([str(run), *store, "--zero-shot", "store", "--limit", "0"], "limit=0"),
         ([str(run), *store, "--order", "--against", "hog"], "against='hog'; expected random, other"),

@@ -175,7 +175,7 @@ def require_budget(command: str, plan: "DPPlan", asked: Mapping[str, Any]) -> No
     if plan.guarantee == "dp" and all(asked.get(name) is None for name in BUDGETS):
         raise ConfigError(
             f"{command}: no --epsilon; expected the epsilon to spend. A run would spend epsilon {up(plan.stated_epsilon)} at delta "
-            f"{up_delta(plan.delta)}; nothing was charged. Give --epsilon {plan.stated_epsilon:.3g}, or another."
+            f"{up_delta(plan.delta)}; nothing was charged. Give --epsilon {up(plan.stated_epsilon)}, or another."
         )
 
 

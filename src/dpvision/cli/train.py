@@ -83,6 +83,8 @@ def run(argv: Sequence[str]) -> None:
         if not asks:
             sys.exit(2)
         return
+    if first.resume and first.simulate is not None:
+        raise ConfigError(f"train: --simulate {first.simulate:g} with --resume; expected one of them. Drop --simulate.")
     saved = saved_config("train", first.root(recipe), recipe) if first.resume else None
     default = saved or get_recipe(recipe)  # a run to resume that is not there is refused later
     args, typed = parse_run(TrainArgs(recipe=recipe), default, argv, "train", _DOC)
@@ -105,8 +107,6 @@ def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None
     root = args.root(args.recipe)
     config = default if args.resume else resolve(default, asked)
     if args.simulate is not None:
-        if args.resume:
-            raise ConfigError(f"train: --simulate {args.simulate:g} with --resume; expected one of them. Drop --simulate.")
         from dpvision.privacy.simulation import simulated
 
         config = replace(config, privacy=simulated(config.privacy, args.simulate))

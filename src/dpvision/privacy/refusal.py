@@ -37,9 +37,10 @@ def refusal(plan: "DPPlan", cfg: PrivacyConfig | None = None) -> str | None:
             f"privacy: delta={plan.delta}; expected {declared} x delta at most {MAX_N_TIMES_DELTA}, got "
             f"{up_delta(plan.population * plan.delta)}. Leave delta out for 1 / (2 {declared})."
         )
-    if cfg is not None and cfg.delta_for is not None and not plan.population * plan.delta <= 1 + 1e-9:
+    its_records = None if cfg is None else cfg.delta_for
+    if its_records is not None and not plan.population * plan.delta <= 1 + 1e-9:
         return (
-            f"privacy: N x delta={up_delta(plan.population * plan.delta)} (the recipe's {up_delta(plan.delta)} is for {cfg.delta_for:,} "
+            f"privacy: N x delta={up_delta(plan.population * plan.delta)} (the recipe's {up_delta(plan.delta)} is for {its_records:,} "
             f"records, and {plan.population:,} are declared); expected at most 1. Give --privacy.delta None for the default."
         )
     return _unaccounted(plan) or (None if cfg is not None and cfg.allow_weak_guarantee else weakness(plan))
