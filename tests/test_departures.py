@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dpvision.config import DataConfig, HeadConfig, OptimConfig, PrivacyConfig, RunConfig, to_dict
+from dpvision.config.head_presets import PRESETS
 from dpvision.config.heads import OWN
 from dpvision.dense.detection import detector
 from dpvision.dense.detection.settings import DetectionSettings
@@ -67,7 +68,8 @@ def ours(config: RunConfig) -> dict[str, Any]:
     made = dict(leaves({part: to_dict(config)[part] for part in ("privacy", "model", "data", "optim")}))
     del made["privacy.delta_for"]  # says whose delta it is
     if isinstance(config.model, HeadConfig) and config.model.head in OWN:
-        own = dict(zip(("model.loss", "model.bias", "model.constant"), OWN[config.model.head], strict=True))
+        own: dict[str, Any] = dict(zip(("model.loss", "model.bias", "model.constant"), OWN[config.model.head], strict=True))
+        own["privacy.steps"] = PRESETS[config.model.head].steps
         made |= {path: value for path, value in own.items() if made[path] in ("auto", "none")}
     if made["privacy.delta"] == 1 / config.privacy.dataset_size:
         made["privacy.delta"] = "1/N"
