@@ -50,9 +50,9 @@ def persons(train: Split, count: int, way: str, rng: np.random.Generator) -> np.
 
 
 def fitted(
-    train: Split, test: Split, person_N: np.ndarray, head: str, drawn: tuple[str, int], epsilon: float, seed: int, centre_D
+    train: Split, test: Split, person_N: np.ndarray, head: str, drawn: tuple[str, int], epsilon: float, seed: int, centre_D, bounded: bool
 ) -> float:
-    """Accuracy of one head."""
+    """Accuracy of one head; ``bounded`` as in ``head_regret.FITS``."""
     (unit, k), preset, people = drawn, PRESETS[head], int(person_N.max()) + 1  # type: ignore[index]
     index = np.zeros(len(person_N), dtype=[("id", "i8"), ("unit", "i8"), ("label", "i4")])
     index["id"], index["unit"] = np.arange(len(index)), person_N
@@ -70,7 +70,7 @@ def fitted(
     assert plan.unit_epsilon is not None and abs(plan.unit_epsilon / epsilon - 1) < 1e-3
     stream = FeatureStream(rows, label, int(train.label_N.max()) + 1, centre_D=centre_D, unit=True, constant=preset.constant)
     keys = [Key.for_tests(hashlib.sha256(f"{seed} {use}".encode()).digest()) for use in ("draw", "noise")]
-    return accuracy(FITS[head](stream, Releases(plan, itertools.count().__next__, *keys)), test)
+    return accuracy(FITS[head](stream, Releases(plan, itertools.count().__next__, *keys), bounded), test)
 
 
 def main() -> None:
@@ -88,14 +88,16 @@ def main() -> None:
     rows = []
     for name in args.sets.split(","):
         train, test = (plain_features(args.work, args.data, args.encoder, name, part) for part in ("train", "test"))
-        train, centre_D = train.taken(np.arange(len(train.label_N))), encoder_of(args.encoder, name)[1]
+        train, (encoder, centre_D) = train.taken(np.arange(len(train.label_N))), encoder_of(args.encoder, name)
+        bounded = not encoder.standard_rows
         for way in WAYS:
             of_seed = [persons(train, args.people, way, np.random.default_rng(seed)) for seed in range(args.seeds)]
             own = [train.taken(np.flatnonzero(person_N >= 0)) for person_N in of_seed]
             for head, epsilon in itertools.product(args.heads.split(","), args.epsilons):
                 for drawn in DRAWN:
                     found = [
-                        fitted(own[s], test, of_seed[s][of_seed[s] >= 0], head, drawn, epsilon, s, centre_D) for s in range(args.seeds)
+                        fitted(own[s], test, of_seed[s][of_seed[s] >= 0], head, drawn, epsilon, s, centre_D, bounded)
+                        for s in range(args.seeds)
                     ]
                     rows.append(line(f"{name}, {way}, {head}, epsilon {epsilon:g}", f"{drawn[0]}, {drawn[1]}", found))
                 print(rows[-1]["case"], {r["variant"]: round(r["value"], 1) for r in rows[-len(DRAWN) :]}, flush=True)

@@ -484,6 +484,21 @@ def test_marks_of_an_older_version_restore_nothing_that_they_may_not_know(family
         restore_marks(family["all"])
 
 
+def test_another_store_of_the_id_does_not_give_marks_to_one_that_lost_them(imported: Path, plan: DPPlan) -> None:
+    """A copy whose store.json does not speak of marks was accepted beside the ledger without steps, got marks, and restored the others."""
+    path = charge(imported, plan, 8)
+    copy = imported.with_name("copy")
+    shutil.copytree(imported, copy)
+    (copy / "store.json").write_text(json.dumps(json.loads((copy / "store.json").read_text()) | {"ledger_marks": False}))
+    for lost in (imported / "ledger_marks.json", copy / "ledger_marks.json", path.parent / "marks.json"):
+        lost.unlink()
+    cut(path, 2)
+    for attempt in (store_account, lambda store: set_cap(store, 100.0, 1e-3), lambda store: charge(store, plan, 0, "new"), restore_marks):
+        for store in (copy, imported):
+            with pytest.raises(PrivacyError, match="both missing"):
+                print("accepted:", attempt(store))
+
+
 def test_every_file_of_marks_has_every_charge_of_a_run_that_goes_on(family: dict[str, Path], plan: DPPlan) -> None:
     with Ledger.open(family["a"], "run", plan, resume=False) as opened:
         for steps in range(1, 4):

@@ -19,7 +19,7 @@ from dpvision.privacy.ledger_format import digest, encode, header_line, recovery
 from dpvision.privacy.marks import read_marks, write_marks
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report import again, choice_phrases, verify
+from dpvision.report import again, choice_phrases, guarantee, verify
 from dpvision.report.check_result import ok
 from dpvision.report.statement import Evidence, make_statement
 from dpvision.train import loop
@@ -252,6 +252,31 @@ def test_statement_of_an_early_line(tmp_path: Path) -> None:
 
     check()
     with planted(verify, "check_line", lambda name, *rest: ok(name, "a line of the ledger"), "a statement of no step passes"):
+        check()
+
+
+def test_delta_rounded_down() -> None:
+    def check() -> None:
+        for delta in (1 / 120_000, 1e-5, 1 / 30_000, 2.1385e-9):
+            said = guarantee.headline({"epsilon": 1.0, "unit_epsilon": None, "delta": delta}).split(" delta ")[1].split(" ")[0]
+            assert float(said) >= delta * (1 - 1e-15), "the headline states a smaller delta"
+
+    check()
+    with planted(guarantee, "up_delta", lambda delta: f"{delta:.3g}", "states a smaller delta"):
+        check()
+
+
+def test_name_twice_in_a_statement(tmp_path: Path) -> None:
+    runs.make_store(tmp_path / "store")
+    run = runs.make_run(tmp_path / "run", tmp_path / "store", privacy=replace(runs.PRIVACY, steps=2), charged=2)
+    text = json.dumps(make_statement(run))
+
+    def check() -> None:
+        (tmp_path / "statement.json").write_text(f'{{"headline": "epsilon 0.01", {text[1:]}')
+        assert_refused(lambda: verify.verify_statement(tmp_path / "statement.json", run), "a statement with two headlines")
+
+    check()
+    with planted(verify, "parse_json", json.loads, "a statement with two headlines was accepted"):
         check()
 
 

@@ -9,7 +9,7 @@ from dpvision.errors import DataError
 
 Unmatched = Literal["refuse", "own-person", "drop"]
 SharedImages = Literal["refuse", "first"]
-_NOBODY = frozenset(["-1", "nan", "na", "none", "null", "n/a", "#n/a", "<na>", "unknown"])
+_NOBODY = frozenset(["-1", "nan", "nat", "na", "n/a", "n.a.", "#n/a", "<na>", "none", "null", "unknown", "missing", "?"])
 """What programs and people write where no person is known. As a name it would make one person of all these images."""
 SHARED_FILE = "shared_images.jsonl"
 """File under a store's confidential/: images of two persons, with both."""

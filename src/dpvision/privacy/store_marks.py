@@ -127,6 +127,18 @@ class StoreLedgers:
         except (DataError, OSError, TypeError, KeyError):
             return False
 
+    def _lost_beside(self) -> list[Path]:
+        """Files of marks that private stores of the family say in store.json to have, and have not."""
+        found = []
+        with os.scandir(self.root.parent) as entries:
+            folders = sorted(Path(entry.path) for entry in entries)
+        for folder in folders:
+            if not (folder / OWN_MARKS).exists() and self._is_of_family(folder):
+                about = read_json(folder / "store.json")
+                if about.get("visibility") != "public" and about.get(HAS_MARKS) is True:
+                    found.append(folder / OWN_MARKS)
+        return found
+
     def marks(self) -> dict[str, list[Mark]]:
         """Marks of the family by run id: one from each file that has one.
 
@@ -281,6 +293,12 @@ class StoreLedgers:
             )
         if self.private and self.has_marks and not family:
             raise self._no_marks()
+        if shared is None and (lost := self._lost_beside()):
+            raise PrivacyError(
+                f"ledger: {lost[0]} and {self.shared_path}: both missing; expected one of them, because that store, of the same id, says "
+                "in store.json that it has marks. Restore one from a backup, or from another half's: "
+                f"`dpvision ledger {lost[0].parent} --restore-marks`."
+            )
         listed = shared is not None and self.root.name in shared.members
         if self.own_path not in family and (listed or (self.private and self.has_marks)):
             raise PrivacyError(
