@@ -203,3 +203,17 @@ def test_the_other_half_shares_no_image(capsys: pytest.CaptureFixture[str]) -> N
     other = other_half(open_store(a))
     assert other is not None and other.path.name == "b"
     assert other_half(open_store(store)) is None
+
+
+@pytest.mark.slow
+def test_each_command_after_scenes_and_after_clearing_a_store_passes_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = _commands(["data", "scenes", "my stores/scenes", "--num", "40", "--size-px", "32", "--workers", "1"], capsys)
+    assert [command.split()[1] for command in commands] == ["data", "train", "adapt"]
+    _pass(commands, capsys)
+    _imported("public", capsys)
+    write_folder(Path("few"), _images(num=5))
+    assert main(["data", "import", "few", "few-store"]) == 0
+    capsys.readouterr()
+    commands = _commands(["data", "overlap", "my stores/one", "few-store", "--out", "my stores/clear"], capsys)
+    assert all(f"--{name}-size {NUM}" in command for name, command in zip(("privacy.dataset", "dataset"), commands, strict=True))
+    _pass(commands, capsys)

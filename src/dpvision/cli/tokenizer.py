@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -77,7 +78,7 @@ def tokenizer(
     splits = result["examples"]
     lines = [pairs({name: value for name, value in result.items() if name != "examples"}), "  examples"]
     lines += [f"    {'|'.join(split)}" for split in splits]
-    lines.append(f"For a captioner: --data.tokenizer {out} --model.vocab-size {made.vocab_size}")
+    lines.append(f"For a captioner: --data.tokenizer {quote(str(out))} --model.vocab-size {made.vocab_size}")
     emit(result, json, "\n".join(lines))
 
 
