@@ -15,6 +15,7 @@ import pytest
 from dpvision.config import DataConfig, HeadConfig, OptimConfig, PrivacyConfig, RunConfig, to_dict
 from dpvision.config.head_presets import PRESETS
 from dpvision.config.heads import OWN
+from dpvision.config.resolve import unread
 from dpvision.dense.detection import detector
 from dpvision.dense.detection.settings import DetectionSettings
 from dpvision.dense.segmentation.settings import SegmentationSettings
@@ -118,7 +119,8 @@ def differences(recipes: Mapping[str, RunConfig]) -> tuple[Found, list[str]]:
         partial = paper.pop("partial", False)
         if is_own(name) and not partial:
             continue
-        extra, own, base = counted(config, paper), ours(config), defaults_of(config)
+        extra, base, ignored = counted(config, paper), defaults_of(config), unread(config)
+        own = {path: value for path, value in ours(config).items() if path not in ignored}
         replaced = {REPLACES[key] for key in extra if key in REPLACES}
         paper = {path: value for path, value in paper.items() if path not in replaced and (path in extra or path not in COUNTED)}
         found |= {(name, path): both for path, both in compare(paper, own | extra).items()}
