@@ -10,6 +10,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -56,8 +57,8 @@ def batch_of(num: int, ids: list[int] | None = None, views: int = 1) -> Batch:
     return Batch(torch.tensor(ids or list(range(num))), torch.ones(num, dtype=torch.bool), torch.ones(num, views, 3, 1, 4))
 
 
-def summed(num: int = 3, model: nn.Module | None = None, **settings: Any) -> ClippedSum:
-    return clipped_sum(dot, model or Linear(), batch_of(num, **settings), KEY, max_grad_norm=C, rows=16)
+def summed(num: int = 3, model: nn.Module | None = None, step: int = 0, **settings: Any) -> ClippedSum:
+    return clipped_sum(dot, model or Linear(), batch_of(num, **settings), StepKey(0, step), max_grad_norm=C, rows=16)
 
 
 def drawn(plan: DPPlan, step: int, at_least: int = 3) -> DPPlan:
@@ -126,7 +127,7 @@ def test_the_noise_of_a_step_is_drawn_once_under_a_key() -> None:
     for again in (summed(), summed(2), summed(model=other), ClippedSum.zeros(Linear(9), C), ClippedSum.zeros(frozen, C)):
         with pytest.raises(PrivacyError, match="not drawn under this key before"):
             privatize(again, plan.another_run(), 0, key)
-    assert privatize(summed(), plan, 1, key).grads["w"].any() and privatize(summed(), plan, 0, new_key()).grads["w"].any()
+    assert privatize(summed(step=1), plan, 1, key).grads["w"].any() and privatize(summed(), plan, 0, new_key()).grads["w"].any()
 
 
 def test_a_derived_or_handed_over_key_shares_the_memory_of_the_first() -> None:
@@ -159,6 +160,62 @@ def test_a_step_is_released_once_by_a_plan_under_whatever_key() -> None:
         privatize(summed(), plan.another_run() if config is FULL else drawn(plan, 0), 0, new_key())
 
 
+def test_the_sum_or_the_batch_of_a_step_is_released_in_no_other_step() -> None:
+    """After an error that was caught, 49 of 50 steps released one batch: 6.4 where 0.076 was printed."""
+    plan = make_plan(POISSON)
+    for step in range(2):
+        while len(plan.draw(step, 1000, derive_rng(new_key(), step))) < 3:
+            plan = plan.another_run()
+    old = summed()
+    for stale in (old, ClippedSum.add_up(Linear(), C, [old])):
+        with pytest.raises(PrivacyError, match="step=1 with a sum of step 0"):
+            privatize(stale, plan, 1, new_key())
+    with pytest.raises(PrivacyError, match="sums of steps 0 and 1"):
+        old + clipped_sum(dot, Linear(), batch_of(3, [7, 8, 9]), StepKey(0, 1), max_grad_norm=C, rows=16)
+
+    large = make_plan(dataclasses.replace(POISSON, expected_batch_size=100))
+
+    def release(step: int, first: int) -> None:
+        large.draw(step, 1000, derive_rng(new_key(), step))
+        batch = batch_of(40, list(range(first, first + 40)))
+        privatize(clipped_sum(dot, Linear(), batch, StepKey(0, step), max_grad_norm=C, rows=40), large, step, new_key())
+
+    release(0, 1)
+    release(1, 2)
+    with pytest.raises(PrivacyError, match="not the records of an earlier one"):
+        release(2, 1)
+
+
+def test_draws_of_two_steps_or_plans_do_not_share_a_stream() -> None:
+    """With the step forgotten all 50 batches were one; with one draw key two plans had the same batches."""
+    plan, key = make_plan(POISSON), new_key()
+    plan.draw(0, 1000, derive_rng(key, 0))
+    for step, run in ((1, plan), (0, plan.another_run())):
+        with pytest.raises(PrivacyError, match=f"step={step}; expected the stream of this step"):
+            run.draw(step, 1000, derive_rng(key, 0))
+    plan.draw(1, 1000, derive_rng(key, 1))
+
+
+def test_a_full_batch_has_no_more_records_than_were_declared() -> None:
+    """Three copies of each image with ids of their own: 3 C a record."""
+    plan = make_plan(FULL)
+    for release in (lambda: plan.draw(0, 4, derive_rng(new_key(), 0)), lambda: privatize(summed(4), plan, 0, new_key())):
+        with pytest.raises(PrivacyError, match="a full batch of 4 records; expected at most the 3 declared"):
+            release()
+
+
+def test_a_copy_of_a_plan_remembers_what_was_released() -> None:
+    plan = make_plan(FULL)
+    privatize(summed(), plan, 0, new_key())
+    for copied in (copy.copy(plan), copy.deepcopy(plan), copy.deepcopy([plan])[0]):
+        with pytest.raises(PrivacyError, match="did not release before"):
+            privatize(summed(), copied, 0, new_key())
+
+
+def test_the_text_of_a_sum_shows_nothing() -> None:
+    assert repr(summed()) == "<secret sum of clipped gradients>"
+
+
 def test_a_step_is_drawn_once_by_a_plan() -> None:
     """Drawn again until record 7 was in the batch, it was in 50 of 50 steps at rate 0.01; drawn again while empty, the batches' sizes were
     not those of the accounting."""
@@ -177,7 +234,7 @@ def test_a_draw_by_another_plan_than_the_noise_is_refused() -> None:
             privatize(summed(), by, 0, new_key())
     assert privatize(summed(), drawn(plan, 0), 0, new_key()).grads["w"].any()
     with pytest.raises(PrivacyError, match="that the plan of the noise drew"):
-        privatize(summed(30), drawn(plan, 1), 1, new_key())  # it drew some, but not these thirty
+        privatize(summed(30, step=1), drawn(plan, 1), 1, new_key())  # it drew some, but not these thirty
 
 
 CHANGES = [
@@ -241,7 +298,7 @@ def test_a_sum_that_was_made_or_edited_by_hand_is_neither_added_nor_released() -
 
 def test_a_gradient_that_was_made_or_edited_by_hand_trains_nothing() -> None:
     plan, model = make_plan(FULL), Linear()
-    inner, outer = (privatize(summed(), plan, step, new_key()) for step in range(2))
+    inner, outer = (privatize(summed(step=step), plan, step, new_key()) for step in range(2))
     inner.grads["w"].zero_()
     outer.grads["w"] = summed().grads["w"]
     optimizer = Optimizer(OptimConfig(), model)
@@ -249,7 +306,7 @@ def test_a_gradient_that_was_made_or_edited_by_hand_trains_nothing() -> None:
         with pytest.raises(PrivacyError, match="DPGradient made or edited by hand"):
             optimizer.step(wrong, 1.0)
     assert not model.w.any()
-    optimizer.step(privatize(summed(), plan, 2, new_key()), 1.0)
+    optimizer.step(privatize(summed(step=2), plan, 2, new_key()), 1.0)
     assert model.w.any()
 
 
@@ -426,6 +483,18 @@ class Mixed(nn.Module):
 WEIGHT = [0.0]
 
 
+class Settings:
+    weight = 0.0
+
+
+def by_class(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    return Loss(Settings.weight)(model, batch, key)
+
+
+def by_module(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    return Loss(settings.weight)(model, batch, key)  # type: ignore[name-defined] # noqa: F821
+
+
 def by_global(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
     return Loss(WEIGHT[0])(model, batch, key)
 
@@ -455,6 +524,15 @@ def test_a_term_that_mixes_is_found_when_it_appears() -> None:
     loss = Loss(0.0)
     attack(loss, loss, lambda _: setattr(loss, "weight", 1.0))
     attack(by_global, by_global, lambda _: WEIGHT.__setitem__(0, 1.0))
+    attack(by_class, by_class, lambda _: setattr(Settings, "weight", 1.0))
+    settings = types.ModuleType("settings_of_a_user")
+    vars(settings)["weight"] = 0.0
+    inner = types.FunctionType(by_module.__code__, {**globals(), "settings": settings})
+    attack(inner, inner, lambda _: setattr(settings, "weight", 1.0))
+    numbers = np.zeros(100)
+    attack(lambda m, b, k: Loss(numbers[99])(m, b, k), lambda m, b, k: Loss(numbers[99])(m, b, k), lambda _: numbers.fill(1.0))
+    many = [0.0] * 300
+    attack(lambda m, b, k: Loss(many[299])(m, b, k), lambda m, b, k: Loss(many[299])(m, b, k), lambda _: many.__setitem__(299, 1.0))
     attack(by_model, by_model, lambda net: net.__setitem__(1, Mixed()))
     attack(by_model, by_model, lambda net: net[0].register_forward_hook(lambda layer, given, out: out - out.mean()))
     with pytest.raises(PrivacyError, match="mixes records"):

@@ -258,9 +258,8 @@ def test_statement_of_an_early_line(tmp_path: Path) -> None:
 def test_delta_rounded_down() -> None:
     def check() -> None:
         for delta in (1 / 120_000, 1e-5, 1 / 30_000, 2.1385e-9):
-            said = (
-                guarantee.headline({"epsilon": 1.0, "unit_epsilon": None, "delta": delta}, "record", []).split(" delta ")[1].split(" ")[0]
-            )
+            words = guarantee.headline({"epsilon": 1.0, "unit_epsilon": None, "delta": delta}, "record", [])
+            said = words.split(" delta ")[1].split(" ")[0]
             assert float(said) >= delta * (1 - 1e-15), "the headline states a smaller delta"
 
     check()

@@ -291,11 +291,11 @@ def test_step_released_again(plan: DPPlan) -> None:
 
     def check() -> None:
         run = plan.another_run()
-        run.release(0, total.num_records)
+        run.release(0, total.num_records, total.record_id_B)
         assert_refused(lambda: privatize(total, run, 0, key()), "a step released before")
 
     check()
-    with planted(DPPlan, "release", lambda self, step, num_records: None, "a step released before was accepted"):
+    with planted(DPPlan, "release", lambda *args: None, "a step released before was accepted"):
         check()
 
 

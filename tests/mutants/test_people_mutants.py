@@ -126,8 +126,8 @@ def test_rate_and_divisor_by_images(config: RunConfig, folders: Iterator[Path]) 
     asked = replace(config.privacy, sampling="poisson", expected_batch_size=4, steps=4000)
 
     def check_rate() -> None:
-        plan = draft_plan(asked)
-        sizes = [len(plan.draw(i, PEOPLE, derive_rng(KEY, i))) for i in range(4000)]
+        plan, secret = draft_plan(asked), key()
+        sizes = [len(plan.draw(i, PEOPLE, derive_rng(secret, i))) for i in range(4000)]
         error = 5 * (4 * 0.6 / 4000) ** 0.5
         assert abs(np.mean(sizes) - plan.expected_batch_size) < error, "the divisor is not the mean number of people in a batch"
 

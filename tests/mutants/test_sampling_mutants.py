@@ -37,9 +37,9 @@ def poisson(config: RunConfig) -> DPPlan:
 
 def counts(plan: DPPlan, num_records: int) -> np.ndarray:
     """Which records are in which batch: bool, shape (DRAWS, num_records)."""
-    plan, drawn = plan.another_run(), np.zeros((DRAWS, num_records), dtype=bool)
+    plan, secret, drawn = plan.another_run(), key(), np.zeros((DRAWS, num_records), dtype=bool)
     for number in range(DRAWS):
-        drawn[number, plan.draw(number, num_records, derive_rng(KEY, number))] = True
+        drawn[number, plan.draw(number, num_records, derive_rng(secret, number))] = True
     return drawn
 
 
@@ -194,7 +194,7 @@ def test_replayed_draws(new_run: NewRun, poisson_config: RunConfig) -> None:
     check()
     with planted(loop, "Secrets", lambda *keys: Secrets(*keys) if keys else secrets(), "a batch comes again"):
         check()
-    with planted(step, "derive_rng", lambda key, number: derive_rng(key, 0), "a batch comes again"):
+    with planted(step, "derive_rng", lambda key, number: derive_rng(key, 0), "expected the stream of this step"):
         check()
 
 
@@ -237,7 +237,7 @@ def test_drawn_by_another_plan(config: RunConfig) -> None:
     plan, large = draft_plan(asked), draft_plan(replace(asked, expected_batch_size=500))
 
     def check() -> None:
-        large.another_run().draw(0, 1000, derive_rng(KEY, 0))
+        large.another_run().draw(0, 1000, derive_rng(key(), 0))
         total = made_sum({"a": torch.zeros(3)}, 500, 0.5)
         assert_refused(lambda: privatize(total, plan, 0, key()), "a batch of another plan")
 

@@ -114,7 +114,7 @@ def test_bytes_are_no_key() -> None:
 def test_the_sample_rate_of_the_draw_is_the_accounted_one_whatever_the_store_holds() -> None:
     plan = make_plan(PrivacyConfig(dataset_size=1000, expected_batch_size=100, steps=3, noise_multiplier=5.0))
     for held in (500, 1000, 4000):
-        sizes = [len(plan.another_run().draw(0, held, derive_rng(KEY, i))) for i in range(2000)]
+        sizes = [len(plan.another_run().draw(0, held, derive_rng(Key.for_tests(i.to_bytes(32, "little")), 0))) for i in range(2000)]
         error = np.sqrt(held * 0.1 * 0.9 / 2000)
         assert abs(np.mean(sizes) - 0.1 * held) < 5 * error
 
@@ -129,7 +129,7 @@ def test_a_truncated_draw_obeys_its_cap_and_refuses_a_store_larger_than_accounte
         dataset_size=1000, expected_batch_size=100, steps=20, noise_multiplier=2.0, sampling="truncated_poisson", max_batch_size=160
     )
     plan = make_plan(cfg)
-    assert max(len(plan.another_run().draw(0, 1000, derive_rng(KEY, i))) for i in range(200)) <= 160
+    assert max(len(plan.another_run().draw(0, 1000, derive_rng(Key.for_tests(i.to_bytes(32, "little")), 0))) for i in range(200)) <= 160
     with pytest.raises(PrivacyError, match="num_records=1001"):
         plan.draw(0, 1001, derive_rng(KEY, 0))
 

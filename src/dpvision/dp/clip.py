@@ -193,7 +193,8 @@ def _sum_of_pass(
         grads, norms, losses = one_pass(loss_fn, model, batch, hash_B[order].numpy(), key, how)
     place_B = send(torch.empty_like(order).index_copy_(0, order, torch.arange(num)), device)
     ids = once(host.record_id_B[valid].numpy())
-    return seal(ClippedSum(grads, num, norms[place_B].float(), losses[place_B].float(), how.max_grad_norm, ids, rows))
+    norms, losses = norms[place_B].float(), losses[place_B].float()
+    return seal(ClippedSum(grads, num, norms, losses, how.max_grad_norm, ids, rows, key.step))
 
 
 def _by_vmap(

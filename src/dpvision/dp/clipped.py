@@ -18,7 +18,7 @@ def no_records() -> np.ndarray:
     return np.zeros(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ClippedSum:
     """Sum of clipped gradients of some records: secret, and the only thing that ``noise.privatize`` accepts.
 
@@ -39,6 +39,11 @@ class ClippedSum:
     """Ids of the valid records of this process, ascending and all different, int64 on the CPU (secret); empty without clipping."""
     rows: int | None = 0
     """Rows of the passes at which a record's bits were checked (``clip.check_bits``); None if they were not, 0 without passes."""
+    step: int | None = None
+    """Step of the key of its losses, the only one that it may be released in; None without passes."""
+
+    def __repr__(self) -> str:
+        return "<secret sum of clipped gradients>"
 
     def __add__(self, other: "ClippedSum") -> "ClippedSum":
         return _added(
@@ -57,8 +62,8 @@ class ClippedSum:
         In float32 the rounding of a large batch's total would exceed a record's contribution.
 
         Raises:
-            PrivacyError: the sums have different clipping norms or parameters, a record is in two of them, or one was made or edited by
-                hand.
+            PrivacyError: the sums have different clipping norms, parameters or steps, a record is in two of them, or one was made or edited
+                by hand.
         """
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         grads = {name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False) for name, p in params.items()}
@@ -85,6 +90,7 @@ def _added(grads: dict[str, Tensor], max_grad_norm: float | None, parts: Iterabl
     """Add the gradients of ``parts[first:]`` to ``grads`` in place; counts, norms, losses and ids are those of all parts."""
     count, norms, losses, ids = 0, [], [], [no_records()]
     rows: int | None = 0
+    step: int | None = None
     for i, part in enumerate(parts):
         if part.max_grad_norm != max_grad_norm:
             raise PrivacyError(
@@ -102,7 +108,12 @@ def _added(grads: dict[str, Tensor], max_grad_norm: float | None, parts: Iterabl
                 "clip: sums over parameters of other names or shapes; expected the same: a number that is added to every element moves the "
                 "sum by more than the clipping norm. Add sums of one model, with the same parameters trained."
             )
+        if None not in (step, part.step) and step != part.step:
+            raise PrivacyError(
+                f"clip: sums of steps {step} and {part.step}; expected one step. Give clipped_sum the StepKey of the step that was drawn."
+            )
         rows = None if rows is None or part.rows is None else rows or part.rows
+        step = part.step if step is None else step
         if i >= first:
             for name, value in grads.items():
                 value.add_(part.grads[name])
@@ -113,4 +124,4 @@ def _added(grads: dict[str, Tensor], max_grad_norm: float | None, parts: Iterabl
     device = next(iter(grads.values())).device if grads else torch.device("cpu")
     empty = torch.zeros(0, device=device)
     joined = torch.cat(norms) if norms else empty, torch.cat(losses) if losses else empty
-    return seal(ClippedSum(grads, count, *joined, max_grad_norm, once(np.concatenate(ids)), rows))
+    return seal(ClippedSum(grads, count, *joined, max_grad_norm, once(np.concatenate(ids)), rows, step))

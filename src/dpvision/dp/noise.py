@@ -100,7 +100,12 @@ def privatize(
             "noise: a sum of clipped_sum without rows=; expected the rows of a pass, at which a record's bits were checked. Call "
             "clipped_sum(..., rows=64), with the same number in all steps."
         )
-    plan.release(step, total.num_records)
+    if plan.guarantee == "dp" and total.step not in (None, step):
+        raise PrivacyError(
+            f"noise: step={step} with a sum of step {total.step}; expected the sum of this step's draw: a batch that is released again is "
+            "not accounted for. After an error, release ClippedSum.zeros or stop."
+        )
+    plan.release(step, total.num_records, total.record_id_B)
     if not plan.noise_std > 0:
         return seal(DPGradient({name: (value.double() / plan.expected_batch_size).to(dtype) for name, value in total.grads.items()}))
     noise_key.spend(step)

@@ -22,7 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
-from dpvision.dp.held_values import held, layer
+from dpvision.dp.held_values import held, layers
 from dpvision.dp.interception import CHECKPOINTED
 from dpvision.dp.per_record import LossFn, checked_losses
 from dpvision.errors import PrivacyError
@@ -83,7 +83,7 @@ def _case(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Any:
     """What the check is remembered for: the loss and all it holds, the shapes of records, the layers, which parameters are trained."""
     shapes = tuple(None if value is None else (value.shape[1:], value.dtype) for value in batch)
     weights = tuple((id(p), p.requires_grad) for p in model.parameters())
-    return held(loss_fn), shapes, tuple(layer(module) for module in model.modules()), weights
+    return held(loss_fn), shapes, layers(model), weights
 
 
 def _random_records(batch: Batch) -> Batch:

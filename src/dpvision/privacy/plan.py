@@ -3,6 +3,7 @@
 No other object holds a sample rate, a noise scale, a divisor or a number of steps.
 """
 
+import hashlib
 import math
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -64,6 +65,8 @@ class DPPlan:
     """Number of records (people) that this object drew, by step; secret."""
     _released: ClassVar[set[int]]
     """Steps that this object released under a guarantee."""
+    _batches: ClassVar[set[bytes]]
+    """Digests of the records of those steps; secret."""
 
     def __post_init__(self) -> None:
         ok = self.sample_rate == self.expected_batch_size / self.sampled_from and 0 < self.sample_rate <= 1
@@ -81,6 +84,14 @@ class DPPlan:
             )
         object.__setattr__(self, "_drawn", {})
         object.__setattr__(self, "_released", set())
+        object.__setattr__(self, "_batches", set())
+
+    def __copy__(self) -> "DPPlan":
+        """Return this object, which remembers what it drew and released; ``another_run`` is for another run."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DPPlan":
+        return self
 
     @property
     def population(self) -> int:
@@ -125,29 +136,47 @@ class DPPlan:
         object.__setattr__(plan, "_true", self._true)
         return plan
 
-    def release(self, step: int, num_records: int) -> None:
+    def release(self, step: int, num_records: int, record_id: np.ndarray) -> None:
         """Note that ``step`` is about to be released. Under a guarantee it is refused if this plan did not draw its batch, since the
         accounting is for its own sample rate, or if it was released before, under whatever key: a run has one release of each step.
 
         Args:
             num_records: records (people) in the step's sum.
+            record_id: ids of those of this process.
 
         Raises:
-            PrivacyError: the batch was drawn by another plan or by none, or has more records than were drawn (full batches need no draw);
-                or the step was released before.
+            PrivacyError: the batch was drawn by another plan or by none, or has more records than were drawn, or with full batches than
+                were declared; the step was released before; or the records are those of another step, which draws do not give.
         """
         if step in self._released:
             raise PrivacyError(
                 f"noise: step={step}; expected a step that this plan did not release before: its epsilon is that of one release of each "
                 "step. Go on with the next step; for another run, make a plan and account for both."
             )
-        if self.guarantee == "dp" and self.sampling != "full_batch" and not num_records <= self._drawn.get(step, -1):
+        if self.guarantee != "dp":
+            return
+        self._require_declared(num_records)
+        if self.sampling != "full_batch" and not num_records <= self._drawn.get(step, -1):
             raise PrivacyError(
                 f"noise: step={step}; expected a sum of the records that the plan of the noise drew, at sample rate {self.sample_rate}. "
                 "Call draw(step, num_records, derive_rng(key, step)) of this plan, and sum those records and no others."
             )
-        if self.guarantee == "dp":
-            self._released.add(step)
+        if self.sampling != "full_batch" and len(record_id) * math.log(self.sample_rate) < _NEVER:
+            batch = hashlib.sha256(np.sort(record_id).tobytes()).digest()
+            if batch in self._batches:
+                raise PrivacyError(
+                    f"noise: step={step}; expected the batch that was drawn for this step, not the records of an earlier one: a batch that "
+                    "is released again is not accounted for. Sum the records of plan.draw(step, ...)."
+                )
+            self._batches.add(batch)
+        self._released.add(step)
+
+    def _require_declared(self, num_records: int) -> None:
+        if self.sampling == "full_batch" and num_records > self.sampled_from:
+            raise PrivacyError(
+                f"plan: a full batch of {num_records} records; expected at most the {self.sampled_from} declared. Give each record "
+                "one id, with its images as views, or make a plan for more records."
+            )
 
     def draw(self, step: int, num_records: int, rng: Stream) -> np.ndarray:
         """Draw the logical batch of ``step``, of records or with sampling_unit="person" of people: sorted int64 indices of shape (batch,),
@@ -159,13 +188,15 @@ class DPPlan:
             rng: secret stream of this step (``sampling.derive_rng``).
 
         Raises:
-            PrivacyError: the step is not in the plan or, under a guarantee, was drawn before; a truncated draw is made from more records
-                than were accounted for; or the plan was changed (``require_true``).
+            PrivacyError: the step is not in the plan or, under a guarantee, was drawn before; the stream is not this step's, or was used; a
+                truncated draw or a full batch has more records than were accounted for; or the plan was changed (``require_true``).
         """
         self.require_true()
         if not 0 <= step < self.steps:
             raise PrivacyError(f"plan.draw: step={step}; expected 0 to {self.steps - 1}. The plan is used up: stop.")
         if self.sampling == "full_batch":
+            if self.guarantee == "dp":
+                self._require_declared(num_records)
             return np.arange(num_records, dtype=np.int64)
         if self.guarantee == "dp" and step in self._drawn:
             raise PrivacyError(
@@ -177,6 +208,8 @@ class DPPlan:
                 f"plan.draw: num_records={num_records}; expected at most {self.sampled_from} as declared with truncated_poisson, whose "
                 "cost depends on it. Make a plan for the larger store."
             )
+        if self.guarantee == "dp":
+            rng.key.spend_draw(step)
         index = sampling.draw_poisson(num_records, self.sample_rate, rng)
         if self.max_batch_size is not None:
             index = sampling.truncate(index, self.max_batch_size, rng)
@@ -305,6 +338,8 @@ class DPPlan:
         return from_dict(cls, values, where="plan")
 
 
+_NEVER = -60.0
+"""Logarithm of a probability that two steps of a million never meet: that a draw has these records."""
 _NEWER = {"selection": None, "sampling_unit": "record"}
 _SETTINGS = (
     "guarantee", "sampling", "sampling_unit", "dataset_size", "num_units", "max_records_per_unit", "expected_batch_size", "max_batch_size",

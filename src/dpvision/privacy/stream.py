@@ -49,7 +49,7 @@ class Key:
     images, are not concerned.
     """
 
-    __slots__ = ("_forks", "_noised", "_secret", "_uses")
+    __slots__ = ("_forks", "_secret", "_spent", "_uses")
 
     def __init__(self) -> None:
         self._hold(os.urandom(KEY_BYTES))
@@ -72,12 +72,12 @@ class Key:
         self._forks = _forks
         self._uses: tuple[bytes, ...] = ()
         """The uses, one of the other, for which this key was made of the first one (``subkey``)."""
-        self._noised: set[tuple[tuple[bytes, ...], int]] = set()
-        """(uses, step) of the noise that was drawn under the first key and all that were made of it, which share this set."""
+        self._spent: set[tuple[tuple[bytes, ...], int]] = set()
+        """(uses, step) of what was drawn under the first key and all that were made of it, which share this set."""
 
     def _follow(self, key: "Key", *use: bytes) -> "Key":
         """Share the memory of ``key``, which this one was made of, and return this one."""
-        self._noised, self._uses = key._noised, (*key._uses, *use)
+        self._spent, self._uses = key._spent, (*key._uses, *use)
         return self
 
     def made_for(self, use: bytes) -> "Key":
@@ -112,12 +112,25 @@ class Key:
         Raises:
             PrivacyError: it was drawn before: the difference of two releases with the same noise is that of the sums.
         """
-        if (self._uses, step) in self._noised:
+        if (self._uses, step) in self._spent:
             raise PrivacyError(
                 f"noise: step={step}; expected a step whose noise was not drawn under this key before, for any model: the same noise twice "
                 "cancels in a difference. Release a step once, with all parameters in one sum; use new_key() for another run."
             )
-        self._noised.add((self._uses, step))
+        self._spent.add((self._uses, step))
+
+    def spend_draw(self, step: int) -> None:
+        """Note that the batch of ``step`` is about to be drawn with this key, which ``sampling.derive_rng`` made.
+
+        Raises:
+            PrivacyError: it is the key of another use or step, or drew this step before: draws must be independent.
+        """
+        if self._uses[-1:] != (_use("draw", 0, step, ""),) or (self._uses, step) in self._spent:
+            raise PrivacyError(
+                f"plan.draw: step={step}; expected the stream of this step under a key that did not draw it before: the same stream gives "
+                "the same batch again. Use derive_rng(key, step) with one new_key() for each start of a run."
+            )
+        self._spent.add((self._uses, step))
 
     def __repr__(self) -> str:
         return "<secret key>"
@@ -144,10 +157,13 @@ def subkey(key: Key, purpose: str, *, run: int = 0, step: int = 0, parameter: st
     Raises:
         PrivacyError: not a key, or not of this process.
     """
-    # JSON can be parsed back, so no two uses give the same text.
-    use = json.dumps([purpose, run, step, parameter]).encode()
     secret_of(key)
-    return key.made_for(use)
+    return key.made_for(_use(purpose, run, step, parameter))
+
+
+def _use(purpose: str, run: int, step: int, parameter: str) -> bytes:
+    """The name of a use. JSON can be parsed back, so no two uses have the same."""
+    return json.dumps([purpose, run, step, parameter]).encode()
 
 
 def secret_of(key: Any) -> bytes:
@@ -213,6 +229,7 @@ class Stream:
     """
 
     def __init__(self, key: Key) -> None:
+        self.key = key
         self._keystream = Keystream(key)
 
     def words(self, count: int) -> np.ndarray:

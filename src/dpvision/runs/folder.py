@@ -50,7 +50,8 @@ class RunFolder:
         self._lock.close()
 
     def copy_ledger(self, source: Path) -> None:
-        """Copy the ledger into the run folder (the authoritative one stays beside the store)."""
+        """Copy the ledger into the run folder (the authoritative one stays beside the store). Not when a clock asked for a checkpoint: its
+        number of lines is that checkpoint's step."""
         with replacing(self.base / "ledger.jsonl") as partial:
             shutil.copyfile(source, partial)
 

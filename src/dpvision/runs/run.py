@@ -104,7 +104,8 @@ class Run:
         path = self.folder.checkpoints(timed=timed) / f"step-{steps:08d}"
         save_checkpoint(path, manifest, tensors, ema=ema, optimizer=optimizer, files=dict(files or {}))
         keep_newest(self.folder.base, self.config.hardware.keep_checkpoints)
-        self.folder.copy_ledger(self.ledger.path)
+        if not timed:
+            self.folder.copy_ledger(self.ledger.path)
         return path
 
 
@@ -188,6 +189,7 @@ class Stopped:
         except ValueError as error:
             raise CheckpointError(f"run: {base / _PLAN} cannot be read ({error}). Restore it as the run wrote it.") from None
         plan.require_settings(config.privacy, base / "config.json")
+        plan.require_true()
         return cls(root, base, config, plan, about["store_id"], checkpoint)
 
     def require_store(self, store: Store) -> None:

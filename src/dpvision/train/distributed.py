@@ -7,7 +7,7 @@ With a single process the functions return their argument. ``same.py`` compares 
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -107,8 +107,8 @@ def all_reduce_sum(total: ClippedSum, group: Group) -> ClippedSum:
     dist.all_reduce(flat)
     pieces = flat.split([total.grads[name].numel() for name in names])
     grads = {name: piece.view_as(total.grads[name]) for name, piece in zip(names, pieces, strict=True)}
-    count = all_reduce_vector(torch.tensor([float(total.num_records)], dtype=torch.float64), group)
-    return seal(ClippedSum(grads, int(count.item()), total.norms_B, total.losses_B, total.max_grad_norm, total.record_id_B, total.rows))
+    count = int(all_reduce_vector(torch.tensor([float(total.num_records)], dtype=torch.float64), group).item())
+    return seal(replace(total, grads=grads, num_records=count))
 
 
 def all_reduce_vector(values: Tensor, group: Group) -> Tensor:
