@@ -263,7 +263,7 @@ def test_delta_rounded_down() -> None:
             assert float(said) >= delta * (1 - 1e-15), "the headline states a smaller delta"
 
     check()
-    with planted(guarantee, "up_delta", lambda delta: f"{delta:.3g}", "states a smaller delta"):
+    with planted(kept_phrases, "up_delta", lambda delta: f"{delta:.3g}", "states a smaller delta"):
         check()
 
 

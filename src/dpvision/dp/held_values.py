@@ -36,16 +36,16 @@ def held(value: Any) -> Any:
     Large tensors, and those on a GPU, count by identity and number of writes; other objects by class and attributes, the class's own
     included. Left out: what is more than six levels down, elements from 10,000 on, iterators and caches.
     """
-    return _held(value, 0, set())
+    return _held(value, 0, {})
 
 
 def layers(model: nn.Module) -> Any:
     """Return a hashable description of a model's layers: classes, modes, numbers, buffers, fixed parameters and hooks."""
     everywhere = [hook for name, hooks in vars(torch.nn.modules.module).items() if name.startswith("_global_") for hook in _values(hooks)]
-    return _held([model, everywhere], 0, set())
+    return _held([model, everywhere], 0, {})
 
 
-def _held(value: Any, depth: int, seen: set[int]) -> Any:
+def _held(value: Any, depth: int, seen: dict[int, Any]) -> Any:
     if isinstance(value, _THEMSELVES):
         return type(value), value
     if isinstance(value, float | complex | np.generic):
@@ -60,7 +60,7 @@ def _held(value: Any, depth: int, seen: set[int]) -> Any:
         return value
     if depth > _DEPTH or id(value) in seen:
         return type(value)
-    seen.add(id(value))
+    seen[id(value)] = value  # kept, so that no later object has the same id
     if isinstance(value, type):
         kinds = [kind for kind in value.__mro__ if not _library(kind)]
         own = {name: item for kind in reversed(kinds) for name, item in vars(kind).items() if not name.startswith("__")}
@@ -101,7 +101,7 @@ def _attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-def _layer(module: nn.Module, depth: int, seen: set[int]) -> Any:
+def _layer(module: nn.Module, depth: int, seen: dict[int, Any]) -> Any:
     own = [value for name, value in vars(module).items() if name not in _OF_PYTORCH]
     hooks = [list(named.values()) for named in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)]
     fixed = [p for p in module._parameters.values() if p is not None and not p.requires_grad]
