@@ -43,8 +43,8 @@ class Captions(NamedTuple):
     """Number of ``kept`` that were longer than ``MAX_CAPTION_CHARS``."""
     dropped: Counter[str]
     """Number of captions dropped, by reason. Repeats are merged and not counted."""
-    suspicious: Counter[str]
-    """Number of ``kept`` that may say nothing about the image, by ``suspicion``."""
+    suspicious: tuple[str, ...] = ()
+    """The ``suspicion`` of each of ``kept`` that may say nothing about the image."""
 
 
 def find_captions(fields: Mapping[str, Any]) -> Captions:
@@ -70,7 +70,7 @@ def find_captions(fields: Mapping[str, Any]) -> Captions:
                     kept.setdefault(clean, is_cut)
                 else:
                     dropped["empty"] += 1
-    return Captions(tuple(kept), sum(kept.values()), dropped, Counter(found for caption in kept if (found := suspicion(caption))))
+    return Captions(tuple(kept), sum(kept.values()), dropped, tuple(found for caption in kept if (found := suspicion(caption))))
 
 
 def suspicion(caption: str) -> str | None:

@@ -205,6 +205,8 @@ class ImportedLabels:
         """The names in a sample's label that nothing numbers: the store is private, and nobody listed its classes."""
         if not self._private or self._declared is not None or self._names is not None or self._rule.unknown == "unlabelled":
             return []
+        if sample.fields.get(self.field) is None:
+            return []
         value = self.value(sample)
         parts = value if isinstance(value, list | tuple) else [value]
         return [text for text in (canonical(one) for one in parts if isinstance(one, str)) if text and _number_in(text) is None]

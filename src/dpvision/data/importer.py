@@ -278,7 +278,7 @@ class _Build:
     def add(self, checked: _Checked) -> None:
         sample, problem, record_id, text, largest = checked
         self._dropped += text.dropped
-        self._suspicious += text.suspicious if problem is None else {}
+        self._suspicious.update(text.suspicious if problem is None else ())
         person = None if problem is not None else self._people.name(sample)
         if problem is None and person is None and self._people.field is not None and self._people.unmatched != "own-person":
             self._no_person.add(sample.key)
