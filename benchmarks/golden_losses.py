@@ -38,6 +38,7 @@ from dpvision.config import (
     TimmConfig,
     to_dict,
 )
+from dpvision.config.resolve import resolve
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.data.tokenizer import train_tokenizer
 from dpvision.privacy.stream import Key
@@ -82,10 +83,11 @@ def small(config: RunConfig, store: Path, tokenizer: Path) -> RunConfig:
     data = replace(config.data, store=str(store), images="store", tokenizer=str(tokenizer), resize=config.data.resize and 20)
     hardware = replace(config.hardware, device="cpu", physical_batch_size=7, workers=1, precision="float32", compile=False)
     optim = replace(config.optim, warmup_steps=min(config.optim.warmup_steps, 2))
-    return replace(
+    made = replace(
         config, privacy=replace(privacy, **changes), model=model, data=data, optim=optim, hardware=hardware, init_from=None,
         public_weights=None,
     )  # fmt: skip
+    return resolve(made, {})  # without what this kind of run does not read
 
 
 def small_encoder(encoder: Any) -> Any:

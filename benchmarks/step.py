@@ -43,6 +43,7 @@ from common import row, write_result
 from PIL import Image
 
 from dpvision.config import CaptionerConfig, RunConfig
+from dpvision.config.resolve import resolve
 from dpvision.data.batch import Batch
 from dpvision.data.importer import import_samples
 from dpvision.data.keys import StepKey
@@ -220,7 +221,7 @@ def make_config(name: str, args: argparse.Namespace, folder: Path, group: Group)
         compile=args.compile,
     )
     data = replace(base.data, images="store", store=str(folder / "scenes"), tokenizer=str(tokenizer))
-    return replace(base, model=model, privacy=privacy, data=data, hardware=hardware, init_from=None)
+    return resolve(replace(base, model=model, privacy=privacy, data=data, hardware=hardware, init_from=None), {})
 
 
 def _sample(i: int, size: int) -> Sample:

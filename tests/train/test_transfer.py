@@ -13,6 +13,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 import dpvision
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import ClassifierConfig, DataConfig, OptimConfig, RunConfig, TimmConfig
+from dpvision.config.resolve import resolve
 from dpvision.encoders.open import open_encoder
 from dpvision.encoders.starting_weights import adapted, open_parent
 from dpvision.encoders.trained import run_encoder
@@ -84,7 +85,7 @@ def test_a_run_starts_from_timms_weights_with_positions_interpolated_by_timm(tra
 
 @pytest.mark.parametrize("way", ["head", "lora", "film", "biases", "last_blocks"])
 def test_a_tuned_run_leaves_the_frozen_weights_as_they_were_and_loads_again(transfer: RunConfig, tmp_path: Path, way: str) -> None:
-    config = replace(transfer, model=replace(transfer.model, tuned=way, lora_rank=2), optim=replace(transfer.optim, learning_rate=1.0))
+    config = resolve(transfer, {"model.tuned": way, "optim.learning_rate": 1.0} | ({"model.lora_rank": 2} if way == "lora" else {}))
     with new_session(config, tmp_path / "run", open_parent) as session:
         before = {name: p.detach().clone() for name, p in session.model.named_parameters()}
         moved = {name for name, p in session.model.named_parameters() if p.requires_grad}
@@ -159,11 +160,13 @@ def test_a_tuned_run_is_a_parent_like_any_other(transfer: RunConfig, tmp_path: P
     config = replace(
         transfer, model=replace(transfer.model, tuned=way, lora_rank=2, lora_scale=0.5), optim=replace(transfer.optim, learning_rate=1.0)
     )
+    config = resolve(config, {})
     parent = train(config, tmp_path / "one")
     before = dpvision.load(parent)
     x = torch.randn(2, 3, 32, 32)
     for again in ("whole", "lora"):
         child = replace(config, model=replace(config.model, tuned=again, lora_rank=3), init_from=str(parent), public_weights=None)
+        child = resolve(child, {})
         with new_session(child, tmp_path / f"two-{again}") as session, torch.no_grad():
             torch.testing.assert_close(session.model.eval().encoder.places(x).mean(1), before(x), rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(session.model.head.weight, load_checkpoint(parent).model["head.weight"])
