@@ -19,7 +19,7 @@ from dpvision.privacy.ledger_format import digest, encode, header_line, recovery
 from dpvision.privacy.marks import read_marks, write_marks
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report import again, choice_phrases, guarantee, verify
+from dpvision.report import again, choice_phrases, guarantee, kept_phrases, verify
 from dpvision.report.check_result import ok
 from dpvision.report.statement import Evidence, make_statement
 from dpvision.train import loop

@@ -194,7 +194,7 @@ def test_replayed_draws(new_run: NewRun, poisson_config: RunConfig) -> None:
     check()
     with planted(loop, "Secrets", lambda *keys: Secrets(*keys) if keys else secrets(), "a batch comes again"):
         check()
-    with planted(step, "derive_rng", lambda key, number: derive_rng(key, 0), "expected the stream of this step"):
+    with planted(step, "derive_rng", lambda key, number: derive_rng(key, 0), "a batch comes again"):
         check()
 
 
