@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from dpvision.cli import main
-from dpvision.cli.data import _suggested
 from dpvision.config import PrivacyConfig
-from dpvision.data.declared import TOLERANCE, fits, rounded_up
+from dpvision.data.declared import TOLERANCE, fits, numbers_to_declare, rounded_up
 from dpvision.data.open import open_store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, PrivacyError
@@ -141,7 +140,7 @@ def test_import_prints_a_command_that_works_and_the_guarantee_is_a_persons(
     printed = capsys.readouterr().out
     assert printed.startswith("Private: epsilon 8 for a person (one image of each) at delta 0.001") or "for a person" in printed
     store = open_store("mine")
-    for declared in _suggested(store):
+    for declared in numbers_to_declare(store):
         # Any of the numbers that import and inspect show fit, and the person's epsilon is what --epsilon asks for.
         options = [f"--privacy.{name.replace('_', '-')}={value}" for name, value in declared.items() if name != "dataset_size"]
         argv = ["train", "vip.micro_random_start", "--data", "mine", "--privacy.steps", "2", "--privacy.expected-batch-size", "20"]

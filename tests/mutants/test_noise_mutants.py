@@ -18,14 +18,16 @@ from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.gradient import sum_at_zero
 from dpvision.adapt.release import Releases, full_batch_plan
 from dpvision.checkpoint import state_tensors
-from dpvision.config import RunConfig
+from dpvision.config import PrivacyConfig, RunConfig
 from dpvision.data.store import Store
 from dpvision.dp import noise as noise_module
 from dpvision.dp import normals
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.clipped import ClippedSum
 from dpvision.dp.noise import DPGradient, privatize
+from dpvision.privacy import plan as plan_module
 from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.stream import Key, Keystream, new_key, subkey
 from dpvision.runs.run import Secrets
 from dpvision.train import loop, step
@@ -297,6 +299,26 @@ def test_step_released_again(plan: DPPlan) -> None:
     check()
     with planted(DPPlan, "release", lambda *args: None, "a step released before was accepted"):
         check()
+
+
+def test_stale_batch_released() -> None:
+    """The sum, or the records, of a step in a later one."""
+    plan = make_plan(PrivacyConfig(dataset_size=1000, expected_batch_size=500, steps=4, noise_multiplier=9.0, max_grad_norm=0.5))
+    ids = np.arange(400)
+
+    def check(same_sum: bool) -> None:
+        run, noise, draws = plan.another_run(), new_key(), new_key()
+        total = changed(as_sum(torch.zeros(9), 400), record_id_B=ids, step=0)
+        for number in range(2):
+            run.draw(number, 1000, derive_rng(draws, number))
+        privatize(total, run, 0, noise)
+        stale = total if same_sum else changed(total, step=1)
+        assert_refused(lambda: privatize(stale, run, 1, noise), "a stale batch")
+
+    check(True)
+    check(False)
+    with planted(plan_module, "_NEVER", -math.inf, "a stale batch was accepted"):
+        check(False)
 
 
 def test_key_across_a_fork(plan: DPPlan) -> None:
