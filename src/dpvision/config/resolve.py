@@ -165,6 +165,8 @@ def _unread_by_head(config: RunConfig, model: HeadConfig) -> dict[str, str]:
         found |= {f"optim.{name}": why for name in OptimConfig.__dataclass_fields__}
     if model.head in ("least_squares", "prototypes"):
         found |= dict.fromkeys(("model.loss", "model.bias"), f"{head} takes no gradient steps")
+    if model.head == "one_step":
+        found["optim.ema_decay"] = "one step has no average"
     if model.head not in ("auto", "many_steps"):
         found |= dict.fromkeys(("model.init", "model.init_scale"), f"{head} starts from zeros")
     if model.init == "zero" and not model.candidates:
