@@ -12,6 +12,8 @@ import os
 import pickle
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient
 from dpvision.errors import PrivacyError
 from dpvision.optim.optimizer import Optimizer
+from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.stream import new_key, subkey
@@ -367,6 +370,18 @@ def test_a_key_is_dead_in_a_forked_child_and_lives_on_in_its_parent() -> None:
     assert _in_a_fork(lambda: decode(png.getvalue())) == "returned ndarray", "workers that decode images hold no key"
     privatize(total, plan, 0, secrets.noise)
     stream.words(1)
+
+
+def test_a_ledger_is_charged_by_its_own_process_and_by_one_thread_at_a_time(tmp_path: Path) -> None:
+    """A forked child, or two threads, wrote one number twice, and the chain of lines was broken for good."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/store.json").write_text('{"store_id": "00000000000000000000000000000000"}')
+    with Ledger.open(tmp_path / "store", "run", make_plan(dataclasses.replace(FULL, steps=60)), resume=False) as ledger:
+        assert _in_a_fork(ledger.append).startswith("PrivacyError: ledger: a process forked")
+        with ThreadPoolExecutor(3) as pool:
+            assert sorted(pool.map(lambda _: ledger.append(), range(30))) == list(range(30))
+    with Ledger.open(tmp_path / "store", "run", make_plan(dataclasses.replace(FULL, steps=60)), resume=True) as ledger:
+        assert ledger.steps == 30
 
 
 def test_a_key_of_a_child_is_dead_in_its_own_child() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -60,6 +61,7 @@ class Ledger:
         self._restarts = contents.restarts
         self._digest = contents.digest
         self._header = contents.header
+        self._process, self._appending = os.getpid(), threading.Lock()
 
     @classmethod
     @_access()
@@ -150,18 +152,25 @@ class Ledger:
     def append(self) -> int:
         """Charge the next step and return its number, from 0; the charge is durable and marked in the store when this returns.
 
+        Threads take turns.
+
         Raises:
-            PrivacyError: the plan has no further step.
+            PrivacyError: the plan has no further step, or this process was forked after the ledger was opened.
             CheckpointError: the ledger is closed, or the disk is full; the step may then count as charged.
         """
-        if self._steps >= self.plan.steps:
-            raise PrivacyError(f"ledger: steps={self._steps}; expected fewer than the plan's {self.plan.steps}. The plan is used up: stop.")
-        step = self._steps
-        self._write(encode(step_line(self._digest, step)))
-        self._steps = step + 1
-        with self._ledgers.locked():
-            self._ledgers.set_marks({self.run_id: self._mark()})
-        return step
+        if os.getpid() != self._process:
+            raise PrivacyError("ledger: a process forked after the ledger was opened; expected the one that opened it. Charge steps there.")
+        with self._appending:
+            if self._steps >= self.plan.steps:
+                raise PrivacyError(
+                    f"ledger: steps={self._steps}; expected fewer than the plan's {self.plan.steps}. The plan is used up: stop."
+                )
+            step = self._steps
+            self._write(encode(step_line(self._digest, step)))
+            self._steps = step + 1
+            with self._ledgers.locked():
+                self._ledgers.set_marks({self.run_id: self._mark()})
+            return step
 
     def close(self) -> None:
         """Release the lock."""
