@@ -70,7 +70,7 @@ def fitted(
     assert plan.unit_epsilon is not None and abs(plan.unit_epsilon / epsilon - 1) < 1e-3
     stream = FeatureStream(rows, label, int(train.label_N.max()) + 1, centre_D=centre_D, unit=True, constant=preset.constant)
     keys = [Key.for_tests(hashlib.sha256(f"{seed} {use}".encode()).digest()) for use in ("draw", "noise")]
-    return accuracy(FITS[head](stream, Releases(plan, itertools.count().__next__, *keys), bounded), test)
+    return accuracy(FITS[head](stream, Releases(plan.another_run(), itertools.count().__next__, *keys), bounded), test)
 
 
 def main() -> None:
