@@ -132,7 +132,7 @@ def accuracies(task: Task, train: Train, plan: DPPlan, seeds: int, name: str = "
     for seed in range(seeds if plan.noise_std > 0 else 1):
         draw_key, noise_key = (Key.for_tests(hashlib.sha256(f"{seed} {use}".encode()).digest()) for use in ("draw", "noise"))
         again = first if name else {}
-        head = train(stream, Repeated(plan, itertools.count().__next__, draw_key, noise_key, first=again, name=name))
+        head = train(stream, Repeated(plan.another_run(), itertools.count().__next__, draw_key, noise_key, first=again, name=name))
         found.append(100 * float((head.predict(task.test_MD) == task.test_M).float().mean()))
     return found
 
