@@ -50,7 +50,10 @@ class OldNoise:
 
 def new_release(total: torch.Tensor, seed: int) -> np.ndarray:
     return (
-        privatize(made_sum({"a": total}, 1, CLIP), PLAN, 0, key(seed.to_bytes(32, "little")), dtype=total.dtype).grads["a"].double().numpy()
+        privatize(made_sum({"a": total}, 1, CLIP), PLAN.another_run(), 0, key(seed.to_bytes(32, "little")), dtype=total.dtype)
+        .grads["a"]
+        .double()
+        .numpy()
     )
 
 

@@ -170,9 +170,9 @@ def test_a_sum_whose_bits_were_not_checked_is_not_released() -> None:
     plan = make_plan(
         PrivacyConfig(dataset_size=9, expected_batch_size=9, sampling="full_batch", steps=1, noise_multiplier=20.0, delta=1e-3)
     )
-    model = Turning(fewer_rows)
+    model, first = Turning(fewer_rows), replace(KEY, step=0)
     parts = {rows: take(vectors(27), slice(9 * i, 9 * i + 9)) for i, rows in enumerate((None, ROWS, 24))}
-    sums = {rows: clipped_sum(turning_losses, model, part, KEY, max_grad_norm=1.0, rows=rows) for rows, part in parts.items()}
+    sums = {rows: clipped_sum(turning_losses, model, part, first, max_grad_norm=1.0, rows=rows) for rows, part in parts.items()}
     privatize(sums[ROWS], plan, 0, key())
     for total in (sums[None], sums[None] + sums[ROWS], ClippedSum.add_up(model, 1.0, [sums[ROWS], sums[None]])):
         with pytest.raises(PrivacyError, match=r"without rows=.*clipped_sum\(\.\.\., rows=64\)"):
