@@ -83,7 +83,7 @@ def test_a_record_more_or_less_moves_every_release_by_at_most_c(width: int) -> N
     x, label = clusters(40, width=width)
     stream = FeatureStream(x, label, 4, unit=True, constant=0.1)
     others = [joined(stream, 100 * np.ones(width), 3), *(without(stream, row) for row in (0, 17, 39))]
-    plan = full_batch_plan(40, 4.0)
+    plan = full_batch_plan(41, 4.0)
     before = {
         name: privatize(total, plan.another_run(), 0, key(bytes(32)), dtype=torch.float64).grads for name, total in sums(stream).items()
     }

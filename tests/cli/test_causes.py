@@ -4,16 +4,19 @@ import os
 import shlex
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from dpvision.cli import main
+from dpvision.cli.scores import scores_table
 from dpvision.data.import_labels import ClassRule
 from dpvision.data.importer import import_source
 from dpvision.data.open import open_store
 from dpvision.errors import DataError
+from dpvision.eval.score import Score
 
 from ..data.image_files import js, png, write_folder, write_tar
 
@@ -228,3 +231,19 @@ def test_any_denied_write_is_an_error_with_its_place(
     monkeypatch.setattr("dpvision.cli.ledger.run", denied)
     said = _error(["ledger", "store"], capsys)
     assert f"{tmp_path / 'new'}: Operation not permitted; expected one that may be written to" in said
+
+
+@pytest.mark.parametrize("command", ["adapt", "tune"])
+def test_a_misspelled_option_without_a_recipe_is_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was taken for a recipe called '[]'."""
+    with pytest.raises(SystemExit) as left:
+        main([command, "--epsilom", "1"])
+    printed = "".join(capsys.readouterr())
+    assert left.value.code == 2 and "recipe '[]'" not in printed and ("--epsilom" in printed or "usage: dpvision tune RECIPE" in printed)
+
+
+def test_a_score_below_chance_says_what_it_may_mean() -> None:
+    """Labels 1 to 5 without names, scored on labels 0 to 4: 0% in silence."""
+    at = Score("head", 0.0, 0.0, 0.02, 200, 0.2, "accuracy", "public")
+    assert "count from the same number" in scores_table([at])
+    assert "Below chance" not in scores_table([replace(at, value=0.2, high=0.3)])

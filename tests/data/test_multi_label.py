@@ -234,7 +234,7 @@ def test_numbers_beyond_the_named_classes_and_bad_separators_are_refused(tmp_pat
     with pytest.raises(DataError, match="label_separator=' '; expected a character"):
         several_store(tmp_path / "s", [[2]], label_separator=" ")
     with pytest.raises(DataError, match=r"label=\['a', '', 'b'\]; expected a list of classes"):
-        import_samples([Sample("k", png(0), {"label": "a||b"})], tmp_path / "s", label_separator="|")
+        import_samples([Sample("k", png(0), {"label": "a||b"})], tmp_path / "s", label_separator="|", public=True)
     both = write_folder(tmp_path / "src", {"1.png": png(1), "metadata.csv": b"file_name\n", "metadata.jsonl": b"{}\n"})
     with pytest.raises(DataError, match="expected one of them"):
         import_source(both, tmp_path / "s")

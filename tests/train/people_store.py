@@ -82,5 +82,5 @@ def without(people: People | None, place: int) -> People:
 
 def sums(session: Session, number: int = 0, draw_key: Key | None = None) -> tuple[Tensor, Tensor]:
     """The clipped sum of a step as one float64 vector, and the norms before the clip."""
-    total = step_sum(number, session, draw_key or Key.for_tests(b"d" * 32))[0]
+    total = step_sum(number, replace(session, plan=session.plan.another_run()), draw_key or Key.for_tests(b"d" * 32))[0]
     return torch.cat([total.grads[name].double().flatten() for name in sorted(total.grads)]), total.norms_B

@@ -111,7 +111,7 @@ def test_the_clipped_sum_of_a_step_is_that_of_the_vmap_oracle(config: RunConfig,
     with new_session(config, tmp_path / "run") as session:
         plan, store = session.plan, session.store
         total, _ = step_sum(0, session, secrets().draw)
-        drawn = session.rows[plan.draw(0, len(session.rows), derive_rng(secrets().draw, 0))]
+        drawn = session.rows[plan.another_run().draw(0, len(session.rows), derive_rng(secrets().draw, 0))]
         (batch,) = physical_batches(
             store, drawn, StepKey(config.seed, 0), config.data, 16, physical_batch_size=99, workers=1, num_classes=NUM_CLASSES
         )

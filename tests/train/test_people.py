@@ -349,12 +349,12 @@ def test_after_sigkill_the_same_images_of_a_person_belong_to_a_step_and_people_a
     command = [sys.executable, "-c", CRASH, str(tmp_path / "config.json"), str(tmp_path / "run")]
     assert subprocess.run(command, capture_output=True, timeout=900).returncode == -signal.SIGKILL
     with new_session(config, tmp_path / "other") as fresh:
-        expected = sums(fresh, 3, KEY)[0]
+        expected = sums(fresh, 3, key())[0]
     with resumed_session(tmp_path / "run") as session:
         assert session.run.ledger.steps == 3 and session.updates == 0, "charged, and lost before a checkpoint"
-        assert torch.equal(sums(session, 3, KEY)[0], expected), "under the same key"
+        assert torch.equal(sums(session, 3, key())[0], expected), "under the same key"
         keys = []
-        monkeypatch.setattr(loop, "step_sum", lambda number, t, key: keys.append(key) or step_sum(number, t, key))
+        monkeypatch.setattr(loop, "step_sum", lambda number, t, drawn: keys.append(drawn) or step_sum(number, t, drawn))
         assert fit(session, quiet=True) and session.run.ledger.steps == 8
         assert len(keys) == 5 and len(set(keys)) == 1 and keys[0].secret() != KEY.secret()
 

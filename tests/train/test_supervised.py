@@ -130,7 +130,7 @@ def test_the_clipped_sum_of_a_step_is_that_of_the_vmap_oracle(supervised: RunCon
     with new_session(config, tmp_path / "run") as session:
         plan, store = session.plan, session.store
         total, _ = step_sum(0, session, secrets().draw)
-        drawn = session.rows[plan.draw(0, len(session.rows), derive_rng(secrets().draw, 0))]
+        drawn = session.rows[plan.another_run().draw(0, len(session.rows), derive_rng(secrets().draw, 0))]
         key = StepKey(config.seed, 0)
         (batch,) = physical_batches(store, drawn, key, config.data, 8, physical_batch_size=len(drawn), workers=1)
         assert batch.label_B is not None and batch.image_BVCHW.shape[1] == 2

@@ -140,9 +140,9 @@ def hits(blocks: Iterator[IntegerBlock], head: Head, plan: DPPlan) -> ClippedSum
 
 def _rehearse(stream: FeatureStream, candidates: Sequence[Candidate], run_plan: DPPlan, score_plan: DPPlan) -> None:
     """Run every candidate on random numbers of the stream's shape."""
-    rng = np.random.default_rng(0)
-    feature_ND = rng.normal(size=(_REHEARSAL_RECORDS, stream.feature_ND.shape[1])).astype(np.float32)
-    shape = (_REHEARSAL_RECORDS, stream.num_classes) if stream.multi_label else _REHEARSAL_RECORDS
+    rng, num = np.random.default_rng(0), min(_REHEARSAL_RECORDS, run_plan.sampled_from)
+    feature_ND = rng.normal(size=(num, stream.feature_ND.shape[1])).astype(np.float32)
+    shape = (num, stream.num_classes) if stream.multi_label else num
     label = rng.integers(0, 2 if stream.multi_label else stream.num_classes, shape)
     for candidate in candidates:
         _run(replace(stream, feature_ND=feature_ND, label=label), candidate, run_plan, score_plan, new_key(), 0)

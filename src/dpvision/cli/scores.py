@@ -65,6 +65,8 @@ def scores_table(scores: Sequence[Score]) -> str:
         text = table(title, columns[:-1], [row[:-1] for row in rows])
     else:
         text = table(f"{first.n:,} test records, {first.visibility}", columns, rows)
+    if any(s.high < s.chance for s in scores):
+        text += "\nBelow chance: do the labels of training and test images count from the same number, or have the same class names?"
     drawn = next((s for s in scores if " draws" in s.protocol), None)
     if drawn is not None:
         low, high = wilson_interval(round(drawn.value * drawn.n), drawn.n)

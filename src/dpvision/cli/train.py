@@ -81,7 +81,7 @@ def run(argv: Sequence[str]) -> None:
         print("\nrecipes (`dpvision train RECIPE --help` shows all settings):")
         print("\n".join(recipe_lines()))
         if not asks:
-            sys.exit(2)
+            raise ConfigError("train: no recipe; expected one, also with --resume. Give the one of the list above that the run has.")
         return
     if first.resume and first.simulate is not None:
         raise ConfigError(f"train: --simulate {first.simulate:g} with --resume; expected one of them. Drop --simulate.")

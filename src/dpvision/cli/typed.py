@@ -51,7 +51,10 @@ def parse_first(options: T, config: RunConfig, argv: Sequence[str]) -> tuple[T, 
     help is asked for. Unknown words are left to ``parse_run``."""
     both = _words(options, config, ("asks", _First, _First()))
     found: Any = tyro.cli(both, args=list(argv), config=CONFIG, add_help=False, return_unknown_args=True)[0]
-    return found.options, _typed(found.config, config), found.asks.help
+    first = found.options
+    if getattr(first, "recipe", None) == "[]":  # tyro's, of an option that it does not know before any word
+        first = dataclasses.replace(first, recipe="")
+    return first, _typed(found.config, config), found.asks.help
 
 
 def joined(typed: Mapping[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:

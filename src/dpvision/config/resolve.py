@@ -71,7 +71,7 @@ def resolve_privacy(recipe: PrivacyConfig, asked: Mapping[str, Any]) -> PrivacyC
     people = changes.get("num_units", recipe.num_units) is not None
     if epsilon is not None:
         if guarantee == "none":
-            raise ConfigError(f"settings: --epsilon {epsilon:g} with --non-private; expected one of the two. Drop --epsilon.")
+            raise ConfigError("settings: --epsilon with --non-private; expected one of the two. Drop --epsilon.")
         if given:
             option = given[0].replace("_", "-")
             raise ConfigError(f"settings: --epsilon with --privacy.{option}; expected only one, since it determines the other. Drop one.")

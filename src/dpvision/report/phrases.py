@@ -135,8 +135,8 @@ def unit(plan: DPPlan) -> str:
         return RECORD
     return (
         f"One person, with all their images: {plan.num_units:,} people are declared, a public number. {RECORD} At most {k} of a person "
-        "take part. epsilon is for one record; for a person with more images than that only unit_epsilon applies, because removing one "
-        "image lets another take part."
+        "take part. The headline has the epsilon of a person, unit_epsilon. The figure called epsilon is for one image of a person with no "
+        "more images than that: with more, removing one lets another take part."
     )
 
 

@@ -36,7 +36,7 @@ def in_words(plan: DPPlan, guarantee: dict[str, Any]) -> list[str]:
     seen = "the model after every step" if plan.selection is None else "the model that was chosen, with its score,"
     drawn = plan.sampling_unit == "person"
     images = ("one image" if k == 1 else f"at most {k} images") + (" in each step" if drawn else "")
-    single = "" if said.of_image is None else f" For a single image of a person with at most {k} epsilon is {up(said.of_image, 2)}."
+    single = "" if said.of_image is None else f" For a single image of a person with at most {k}, epsilon is {up(said.of_image, 2)}."
     return [
         f"Remove any one of the {plan.population:,} people, with all their images, of which {images} took part. Any result of this "
         "training could have occurred without them as well: its probability changes by a factor of at most "
