@@ -275,7 +275,7 @@ BAD = [
     (["--how", "simulated", "--simulate", "2", "--objective", "loss"], "expected a score"),
     (["--how", "charged", "--trials", "0"], "expected 1 to 10000"),
     (["--how", "charged", "--resume"], "holds no study"),
-    (["--how", "charged", "--privacy.guarantee", "none"], "--epsilon 2 with --non-private"),
+    (["--how", "charged", "--privacy.guarantee", "none"], "--epsilon with --non-private"),
     ([
         "--how", "charged", "--privacy.sampling", "truncated_poisson", "--privacy.expected-batch-size", "100",
         "--privacy.max-batch-size", "180",
