@@ -44,7 +44,12 @@ def to_train(store: Store) -> list[str]:
         lines.append(_to_adapt(store, rows, f"--dataset-size {size}{units}"))
     if words:
         lines.append("The tokenizer knows the words of procedural scenes; add --text FILE, public captions like yours, if you have some.")
-    elif captioned:
+    if len(numbers_to_declare(store)) > 1:
+        lines.append(
+            "These commands take one image of each person. For more, declare other numbers with --privacy.max-records-per-unit "
+            "(`dpvision data inspect`)."
+        )
+    if not words and captioned:
         whose = OPERATOR_ONLY if store.results_visibility == "private" else ""
         lines.append(f"{whose}{len(rows) - captioned:,} images have no caption. For a captioner import with --require-captions.")
     return lines

@@ -80,6 +80,8 @@ def write_embeddings(
     private = store is None or store.results_visibility == "private" or encoder.confidential
     if private and not release_private_outputs:
         require_confidential(out, "embed", "features of private images", ", or give --release-private-outputs")
+    with _writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
     if store is not None:
         check_declared(encoder.window, False, store, "embed", "the images that the encoder was trained on")
         functions = {"": lambda x_BCHW: {"": encoder(x_BCHW, pooling)}}
@@ -131,12 +133,17 @@ def _embed_source(
 
 
 def _write_arrays(out: Path, arrays: dict[str, Any], keys: list[str] | None) -> None:
+    with _writing(out), replacing(out) as partial, open(partial, "wb") as file:
+        if out.suffix == ".npz":
+            np.savez(file, allow_pickle=False, **(arrays if keys is None else arrays | {"key": np.array(keys)}))
+        else:
+            file.write(save(arrays, metadata=None if keys is None else {"key": json.dumps(keys)}))
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
     try:
-        with replacing(out) as partial, open(partial, "wb") as file:
-            if out.suffix == ".npz":
-                np.savez(file, allow_pickle=False, **(arrays if keys is None else arrays | {"key": np.array(keys)}))
-            else:
-                file.write(save(arrays, metadata=None if keys is None else {"key": json.dumps(keys)}))
+        yield
     except OSError as error:
         raise DataError(
             f"embed: {out} ({error.strerror or error}); expected a writable path with free space. Choose another OUT."

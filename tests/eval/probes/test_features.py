@@ -12,6 +12,7 @@ from safetensors import safe_open
 from dpvision import load
 from dpvision.config import RunConfig
 from dpvision.data.store import Store
+from dpvision.encoders import embeddings
 from dpvision.encoders.collect import collect_features
 from dpvision.encoders.embeddings import write_embeddings
 from dpvision.encoders.identity import check_same, describe, fingerprint
@@ -170,8 +171,18 @@ def test_bad_places_for_embeddings_are_refused(make_run: MakeRun, test_store: St
     run = make_run()
     with pytest.raises(ConfigError, match=r"ends in \.npz or \.safetensors"):
         write_embeddings(run, test_store.path, tmp_path / "features.csv")
-    with pytest.raises(DataError, match="No such file"):
-        write_embeddings(run, test_store.path, tmp_path / "absent" / "features.npz", workers=1)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError):
         write_embeddings(run, tmp_path / "empty", tmp_path / "features.npz", workers=1, release_private_outputs=True)
+
+
+def test_the_folder_of_the_output_is_made_or_refused_before_anything_is_computed(
+    test_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Features of minutes were lost at the end."""
+    out = tmp_path / "confidential" / "new" / "x.npz"
+    assert write_embeddings("hog", test_store.path, out, workers=1).path == out and out.exists()
+    monkeypatch.setattr(embeddings, "collect_features", lambda *args, **settings: pytest.fail("computed"))
+    (tmp_path / "confidential" / "file").write_text("")
+    with pytest.raises(DataError, match="expected a writable path"):
+        write_embeddings("hog", test_store.path, tmp_path / "confidential" / "file" / "x.npz", workers=1)
