@@ -22,6 +22,7 @@ from dpvision.dp import noise
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import privatize
 from dpvision.privacy.plan import make_plan
+from dpvision.privacy.stream import Key
 from dpvision.train import loop
 from dpvision.train.start import new_session
 
@@ -234,8 +235,8 @@ def test_the_old_generator_gives_its_state_from_float32_releases_too() -> None:
 class Mersenne:
     """The old generator in the place of ``dp.normals.Normals``."""
 
-    def blocks(self, key: bytes, first: int, stop: int, std: float) -> Iterator[tuple[int, np.ndarray]]:
-        yield first, std * OldNoise(int.from_bytes(key[:4], "little")).normals(stop)[first:]
+    def blocks(self, key: Key, first: int, stop: int, std: float) -> Iterator[tuple[int, np.ndarray]]:
+        yield first, std * OldNoise(int.from_bytes(key.secret()[:4], "little")).normals(stop)[first:]
 
 
 def noise_in_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:

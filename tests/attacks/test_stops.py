@@ -180,10 +180,10 @@ def test_adapt_stops_after_the_step_it_is_in_says_what_was_charged_and_goes_on(
     said = capfd.readouterr()
     ledger = read_ledger(tmp_path / "run" / "ledger.jsonl")
     assert stopped.value.code == STOPPED and "finishing this step" in said.err and ledger.steps == 20
-    assert f"Stopped after 20 of 60 releases: epsilon {up(ledger.plan.spent(20).epsilon)}" in said.out
+    assert f"Stopped after 20 of 60 releases: epsilon {up(ledger.plan.spent(60).epsilon)} at delta 0.001 for all 60 planned" in said.out
     manifest = load_checkpoint(tmp_path / "run").manifest
     assert manifest["ledger_steps"] == manifest["updates"] == 20
-    assert manifest["lineage"][-1]["guarantee"]["epsilon"] == pytest.approx(ledger.plan.spent(20).epsilon)
+    assert manifest["lineage"][-1]["guarantee"]["epsilon"] == pytest.approx(ledger.plan.spent(60).epsilon)
     assert "100 test records" in said.out and f"dpvision adapt --resume --runs {tmp_path} --name run" in said.out
     assert main(["adapt", "--resume", "--runs", str(tmp_path), "--name", "run", "--quiet"]) == 0
     said = capfd.readouterr()
