@@ -167,7 +167,7 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> No
 
 
 def require_budget(command: str, plan: "DPPlan", asked: Mapping[str, Any]) -> None:
-    """Refuse to spend a head recipe's epsilon, which stands for one that nobody has asked for.
+    """Refuse to spend the default epsilon of a head's recipe: the user has to name one.
 
     Raises:
         ConfigError: neither an epsilon nor a noise multiplier was asked for.

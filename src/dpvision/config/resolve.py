@@ -179,7 +179,7 @@ def _unread_by_head(config: RunConfig, model: HeadConfig) -> dict[str, str]:
 
 
 def _defaults(config: RunConfig, name: str) -> list[Any]:
-    """Values of a setting that nobody has to have asked for."""
+    """Default values of a setting: with one of these it is not refused, even if the run does not read it."""
     model: Any = type(config.model)()
     if isinstance(config.model, ClassifierConfig):
         model = replace(model, encoder=type(config.model.encoder)())

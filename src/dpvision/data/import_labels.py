@@ -202,7 +202,7 @@ class ImportedLabels:
         return None if not text or (number == -1 and not declares) else value  # -1 marks a missing label in public data sets
 
     def unlisted(self, sample: "Sample") -> list[str]:
-        """The names in a sample's label that nothing numbers: the store is private, and nobody listed its classes."""
+        """Names in a sample's label that have no number: the store is private, and its classes were not declared."""
         if not self._private or self._declared is not None or self._names is not None or self._rule.unknown == "unlabelled":
             return []
         if sample.fields.get(self.field) is None:
